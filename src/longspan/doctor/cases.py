@@ -74,7 +74,7 @@ class Case:
         return self.dtype, self.router_losses, self.encoder > 0
 
     def home(self, ranks: int) -> Layout:
-        """Return the home of this case over as many of the ranks as it divides.
+        """Return the home of this case over the largest number of these ranks that tp x pp x ep divides.
 
         Raises LayoutError where they are too few.
         """

@@ -116,7 +116,10 @@ class CaseRun:
     """One prepared model, or why it was refused, and its cases one after another."""
 
     def __init__(self, task: Task, world: World, first: Case) -> None:
-        """Prepare a model as the first of these cases wants it, which all of them do."""
+        """Prepare a model as the first of these cases wants it, which all of them do.
+
+        A refusal becomes the outcome of each case; an error of communication is raised and ends the world.
+        """
         self.task: Task = task
         self.world: World = world
         self.dtype: Any = getattr(torch, first.dtype)
@@ -213,7 +216,10 @@ class CaseRun:
         return max(losses), errors
 
     def _choice_reason(self, case: Case, plan: Plan) -> tuple[str, ...]:
-        """Return why `auto` chose its type for the first group of the plan."""
+        """Return why `auto` chose its type for the first group of the plan; empty for another type.
+
+        It is empty too for a model whose calls of attention were not recorded, by which types are priced.
+        """
         calls = model_execution(self.model).calls
         if case.cp_comm_type != "auto" or not calls:
             return ()

@@ -76,7 +76,10 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
 
 
 def count_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
-    """Count how many values the base model's forward takes from a layer, into the parts."""
+    """Return the parts with the number of values that the base model's forward takes from a layer.
+
+    Parts with which no number runs are returned as they are.
+    """
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
             _, out, (x, *_) = _trace_calls(model, candidate := replace(parts, outputs=outputs))
@@ -123,8 +126,9 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
     returned, calls = [x], list[PartCall]()
 
     def note_call(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        """Note a part's call: which hidden states it read. What it returned is replaced by a leaf, which later calls
-        show.
+        """Note a part's call, and which hidden states it read: a forward hook.
+
+        Its hidden states are returned as a leaf of autograd, so that later calls can be traced back to them.
         """
         reads_earlier = _depends_on([args, kwargs], returned[:-1])
         first_again = _find_first_states(args, kwargs, returned)

@@ -180,7 +180,7 @@ def prepare_language_model(
 
 
 def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device) -> None:
-    """Have RMS norms run as one kernel if `fused_norms` says so, and on GPUs over any number of rows."""
+    """Have RMS norms run as one kernel if `fused_norms` says so; on GPUs, split inputs too long for torch's norms."""
     if fused_norms == "on" or (fused_norms == "auto" and device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
     if device.type == "cuda":

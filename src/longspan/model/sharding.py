@@ -202,7 +202,7 @@ def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: boo
 
 @contextmanager
 def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Sum gradients over the slots of a replica in backward passes inside, after the yielded call over replicas too.
+    """Sum gradients over the slots of each replica only, until the yielded function is called: from then on over all.
 
     Call it before the last backward pass: what the others leave, a shard of the gradients, is in that one's sum. After
     an error inside nothing is left. It changes nothing where parameters have no replicas (`dp_replicate` 1).

@@ -78,6 +78,7 @@ def _compare_clipped_norm(world: World) -> float:
         run_step(model, plan_documents(documents, world, 1), documents, world)
         reported = clip_grad_norm(model, norm / 2, world)
     clipped = sum(float(x.square().sum()) for x in collect_gradients(model).values()) ** 0.5
+    # Clipping divides by the norm plus 1e-6, as torch's does.
     return max(loss_error(reported, norm), loss_error(clipped, norm / 2 * norm / (norm + 1e-6)))
 
 

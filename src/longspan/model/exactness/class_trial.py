@@ -177,7 +177,7 @@ def _random_draw_reasons(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield how results of rows in pieces differ from those of all rows at once."""
+    """Yield how results of rows in pieces differ from those of all rows at once; if outputs do, nothing further."""
     # Buffers that are not saved may only log what was run; if results depend on them, rows differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
     all_rows = _run_rows(model, torch.arange(_ROWS))
@@ -210,7 +210,7 @@ def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> st
 
 
 def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> Iterator[str]:
-    """Yield the first gradient that is not the sum of those of the pieces."""
+    """Yield the first gradient that is not the sum of those of the pieces, or that is missing in one of them."""
     for name, gradient in whole.gradients.items():
         pieces = [piece_pass.gradients[name] for piece_pass in parts]
         present = [piece for piece in pieces if piece is not None]

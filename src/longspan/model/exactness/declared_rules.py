@@ -45,7 +45,10 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why a model of this architecture is no causal language model."""
+    """Yield why a model of this architecture is no causal language model.
+
+    The class's name tells its head; wrappers of several modalities are called ForConditionalGeneration.
+    """
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, only decoder-only language models are supported"

@@ -171,7 +171,10 @@ class ObservedPass:
 
     @contextmanager
     def observe_calls(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Note and compare calls of these modules; those of `layers` return the rows of the pass before."""
+        """Note and compare calls of these modules; those of `layers` return the rows of the pass before.
+
+        Inputs are noted before other hooks, which count as part of their module, see them.
+        """
         with ExitStack() as stack:
             for name, module in {**modules, **layers}.items():
                 note_inputs = module.register_forward_pre_hook(

@@ -107,10 +107,10 @@ class _Trial:
     """The passes of a model, or of each stage that is here, and what differs between them."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        """Prepare the passes of a trial: one, and others whose rows it is compared with.
+        """Prepare the passes of a trial: one, one with the same rows next to others, one with fewer in another order.
 
-        Where sums round coarsely a difference may hide in one pass, so all others run; otherwise the first of them is
-        left out, as one shows everything.
+        Where products round coarsely a difference may hide in one comparison, so all are made; otherwise the second
+        pass is left out, as the third shows everything.
         """
         self.model, self.world = model, world
         self.stages: tuple[Any, ...] = model.stages if isinstance(model, PipelineModel) else (model,)
@@ -122,11 +122,11 @@ class _Trial:
         tf32 = world.device.type == "cuda" and dtype == torch.float32
         self.precision = Precision(dtype, tf32, has_experts(model))
         if not self.precision.rounds_coarsely:
-            self.others = self.others[1:]  # one pass shows all
+            self.others = self.others[1:]  # the last one shows all
         self.values = _Values(model, world, self.first.parts)
 
     def find_differences(self, *, every_module: bool) -> list[_Difference]:
-        """Find what differs between passes, with the culprit first; among layers, or among `every_module`."""
+        """Find what differs between passes, with the culprit first: layers alone are compared, or `every_module`."""
         return [
             difference
             for stage in self.stages

@@ -30,9 +30,10 @@ _SHAPES, _MERGES, _FINER = "spatial_shapes", "image_merge_sizes", "high_res_pixe
 
 
 def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
-    """Draw an image as a model takes it: of so many merged patches a side, or so many quarters of a tile's side.
+    """Draw an image as a model takes it, which the arguments of its class's image function tell.
 
-    `merge` are the merged patches a side of models with grids.
+    `side` counts merged patches, or halves of a tile's side, or tiles. In models with grids `merge` patches a side make
+    a merged one.
     """
     parameters, vision = image_parameters(base), base.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
@@ -138,7 +139,7 @@ def _draw_pixels(shape: tuple[int, ...], draw: np.random.Generator) -> Tensor:
     return torch.from_numpy(draw.normal(size=shape))
 
 
-_SIDES = ((2, 3), (1, 2), (3, 2))  # of images in merged patches; of tiles in quarters of a tile's side
+_SIDES = ((2, 3), (1, 2), (3, 2))  # of images, as `sample_image` takes them
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, 2 at videos, as processors make them
 
 

@@ -141,6 +141,7 @@ def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Refuse what would not be exact, on the host, before any collective: a forward pre-hook of a prepared model.
 
+    Returns no positional arguments, and keyword arguments as the model takes them.
     Rows without a batch dim are taken too: `input_ids` (T,) becomes (1, T). Calls with a `Probe` are longspan's own and
     are not checked. Raises ModelError.
     """

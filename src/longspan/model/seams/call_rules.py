@@ -101,7 +101,7 @@ class CallRules:
         return {**kernel, **arguments}
 
     def check_rows(self, shard: SequenceShard) -> None:
-        """Raise ModelError for rows that sequence parallelism cannot split."""
+        """Raise ModelError for a number of rows that sequence parallelism cannot split evenly."""
         if shard.local_rows % self.row_multiple:
             raise ModelError(
                 f"the shard holds {shard.local_rows} rows, which sequence parallelism cannot split over tp "
@@ -149,7 +149,7 @@ def attend_causally(model: nn.Module) -> None:
 
 
 def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
-    """Raise ModelError if training this prepared model, or evaluating it, would draw numbers by the layout."""
+    """Raise ModelError if training, or evaluating, this prepared model would draw numbers that depend on the layout."""
     rules = call_rules(model)
     always = rules.draws_in_evaluation
     if draws := ", ".join(rules.random_draws if training else always):

@@ -152,7 +152,10 @@ def _note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _forget_arguments(layer: nn.Module, *_: Any) -> None:
-    """Forget what a layer was called with: a forward hook, which runs after errors too, even one before the noting."""
+    """Forget what a layer was called with: a forward hook, which also runs after an error.
+
+    If the error came before the layer's arguments were noted, there is nothing of it to forget.
+    """
     running = _running.get()
     if running is not None and running.layer is layer:
         _running.set(running.outer)

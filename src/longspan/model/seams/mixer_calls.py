@@ -99,7 +99,8 @@ ROWS_ALONE = SeparateMixerOps()
 def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, rows: int) -> MixerOps:
     """Find the operations over the shard that a mixer of this name, or the decoder layer around it, was called with.
 
-    Raises ModelError without a shard, with more than one batch row, or with other rows than the shard's.
+    A probe gets results of the right shape only, a shard of separate rows operations on each row. Raises ModelError
+    without a shard, with more than one batch row, or with other rows than the shard's.
     """
     shard = find_layer_shard() if shard is None else shard
     if isinstance(shard, Probe):
@@ -109,7 +110,10 @@ def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, ro
 
 
 def kernel_replacements(find_ops: FindOps) -> dict[str, Callable[..., Any]]:
-    """Return what mixers call in place of their own kernels, by the names under which they call them."""
+    """Return what mixers call in place of their own kernels, by the names under which they call them.
+
+    Further arguments of those kernels, about packing, chunk sizes and states to return, are ignored.
+    """
     delta_rule = partial(_run_delta_rule, find_ops)
     return {
         "causal_conv1d_fn": partial(_run_convolution, find_ops),

@@ -60,7 +60,7 @@ def has_instance_forward(module: nn.Module) -> bool:
 
 
 def is_wrapped_by_others(module: nn.Module) -> bool:
-    """Return whether its class's forward has a wrapper that is not transformers' own."""
+    """Return whether the forward of a module's class has a wrapper that is not transformers' own."""
     function: Any = type(module).forward
     while hasattr(function, "__wrapped__"):
         if not _defining_module(function).startswith("transformers."):

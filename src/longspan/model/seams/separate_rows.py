@@ -42,7 +42,10 @@ def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float 
 
 
 def scan_separately(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-    """Let each row read only itself in place of a scan: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) -> (T, H, V)."""
+    """Let each row read only itself in place of a scan: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) -> (T, H, V).
+
+    The formula is no model's: it only has to depend on every input.
+    """
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     out = scale * (q * k).sum(-1, keepdim=True) * v * (1 + g.exp().mean(-1, keepdim=True))
     return out if beta is None else out * beta.unsqueeze(-1)

@@ -121,7 +121,7 @@ class _Block:
 
 
 def _kernel_constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
-    """Return the kernel's compile-time constants for these sizes and this formula."""
+    """Return the kernel's compile-time constants for these sizes and this formula, with four warps for each tile."""
     sizes = {"ROWS": block.rows, "COLUMNS": block.columns, "GROUPS": formula.groups, "OFFSET": formula.offset}
     kinds = {"GATE_FIRST": formula.gate == "first", "GATE_LAST": formula.gate == "last"}
     warps = 4 * max(1, block.rows * block.columns // _TILE)

@@ -117,7 +117,7 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
 
 
 def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Compute the norm (…, n) of x (…, n) and its gate, by our kernel."""
+    """Compute the norm (…, n) of x (…, n) and its gate, by our kernel, or by its class's code if that cannot."""
     weight, eps = norm.weight, _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
     out = formula.run_kernel(x, weight, eps, gate)
