@@ -223,7 +223,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
 def _draw_image_documents(
     config: PreTrainedConfig, cases: Sequence[Case]
 ) -> tuple[tuple[TrialDocument, ...], Outcome | None]:
-    """Draw the documents with images where cases want them, or why there are none."""
+    """Draw the documents with images if cases want them; or make the outcome that says why there are none."""
     first = next((case for case in cases if case.encoder), None)
     if first is None:
         return (), None
@@ -304,7 +304,7 @@ def _read_outcomes(task: Task) -> dict[int, Outcome]:
     for line in record.read_text().splitlines() if record.exists() else []:
         fields: dict[str, Any] = json.loads(line)
         number = fields.pop("number")
-        fields |= {name: tuple(fields[name]) for name in ("levels", "why")}
+        fields |= {name: tuple(fields[name]) for name in ("levels", "why")}  # JSON has lists only
         outcomes[number] = Outcome(cases[number], **fields)
     return outcomes
 

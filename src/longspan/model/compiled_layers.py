@@ -228,7 +228,7 @@ class _LayerRun:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[1] == 1:
             return _own_forward(self.layer)(self.layer, *args, **kwargs)
-        # FSDP2 gives a view in forward, and in recomputation by transformers 5.17 none: graphs are for one of them.
+        # Always a view: FSDP2 hands rows on as one, transformers 5.17 recomputes without, and graphs fit one of these.
         hidden = hidden.view_as(hidden) if self._has_gradient(hidden) else _Begun.apply(hidden, _new_leaf(hidden))
         if args:
             return self.run(self.layer, hidden, *args[1:], **kwargs)

@@ -42,12 +42,19 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     >>> list(float8_linears(model))[:2]  # doctest: +SKIP
     ['model.layers.0.self_attn.q_proj', 'model.layers.0.self_attn.k_proj']
     """
-    inside = tuple(f"{name}." for name in (*decoder_layers(model), PREFIX if model_depths(model) else "") if name)
-    routers = tuple(f"{name}." for name in router_modules(model))
+    layer_prefixes = tuple(
+        f"{name}." for name in (*decoder_layers(model), PREFIX if model_depths(model) else "") if name
+    )
+    router_prefixes = tuple(f"{name}." for name in router_modules(model))
     linears = dict[str, nn.Linear]()
     for name, module in model.named_modules():
-        is_left_out = f"{name}.".startswith(routers) or belongs_to_adapter(f"{name}.")
-        if isinstance(module, nn.Linear) and name.startswith(inside) and not is_left_out and _is_plain(name, module):
+        is_left_out = f"{name}.".startswith(router_prefixes) or belongs_to_adapter(f"{name}.")
+        if (
+            isinstance(module, nn.Linear)
+            and name.startswith(layer_prefixes)
+            and not is_left_out
+            and _is_plain(name, module)
+        ):
             linears[name] = module
     return linears
 
@@ -57,8 +64,8 @@ def _is_plain(name: str, module: nn.Linear) -> bool:
 
     A gate is known by its name, without the `base_layer` that peft puts behind the name of an adapted linear.
     """
-    kind = [word for word in name.split(".") if word != "base_layer"][-1]
-    if type(module) is not nn.Linear or kind in _GATES or has_instance_forward(module):
+    linear_name = [word for word in name.split(".") if word != "base_layer"][-1]
+    if type(module) is not nn.Linear or linear_name in _GATES or has_instance_forward(module):
         return False
     return min(module.in_features, module.out_features) >= _LEAST_WIDTH
 

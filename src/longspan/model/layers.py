@@ -144,8 +144,8 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     Raises ModelError if it cannot be found.
     """
     count = model.config.get_text_config().num_hidden_layers
-    inside = text_name(model) if reads_other_modalities(model) else ""
-    for name, module in text_model(model).named_modules(prefix=inside):
+    text_prefix = text_name(model) if reads_other_modalities(model) else ""
+    for name, module in text_model(model).named_modules(prefix=text_prefix):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
     raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found")

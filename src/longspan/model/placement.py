@@ -104,7 +104,7 @@ class Placement:
         tile_layers(model, self.mlp_tile_rows)
         self.recomputation.apply_measures(model, offload)
         if has_copies:
-            if not is_empty(root):
+            if not is_empty(root):  # a model without memory is filled on its device later
                 nn.Module.to(root, world.device)
         else:
             if has_experts:

@@ -76,7 +76,7 @@ class PrepareOptions:
 
         Raises ModelError for options that exclude each other.
         """
-        # A stage's micro-batches alternate: layers that free their parameters would gather them for each pass of each.
+        # Passes of a stage's micro-batches alternate: layers that free parameters would gather them again for each.
         frees_parameters = self.reshard_after_forward and world.home.pp == 1
         return Placement(
             world,

@@ -22,13 +22,13 @@ def _attention_error(world: World, lengths: Sequence[int], *, causal: bool = Tru
     shard = bind(plan_fixed(lengths, world.home, 2).micro_batches[0], world)
     random = torch.Generator().manual_seed(0)
     dense_tensors = [torch.randn(sum(lengths), n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2, 4)]
-    q, k, v, slope = (x.requires_grad_() for x in dense_tensors)
+    q, k, v, out_gradient = (x.requires_grad_() for x in dense_tensors)
     leaves = (q, k, v)
     out = dense_attention(q, k, v, lengths, causal=causal)
-    exact = [out.detach(), *torch.autograd.grad(out, leaves, slope.detach())]
+    exact = [out.detach(), *torch.autograd.grad(out, leaves, out_gradient.detach())]
     local = [shard.scatter(x.detach()).requires_grad_() for x in leaves]
     out = attend(local[0], local[1], local[2], shard, cp_comm_type="p2p", causal=causal)
-    results = [out.detach(), *torch.autograd.grad(out, local, shard.scatter(slope.detach()))]
+    results = [out.detach(), *torch.autograd.grad(out, local, shard.scatter(out_gradient.detach()))]
     return max(tensor_error(result, shard.scatter(x)) for result, x in zip(results, exact, strict=True))
 
 

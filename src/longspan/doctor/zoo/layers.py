@@ -125,6 +125,7 @@ def _compare_norm_formulas(world: World) -> float:
     for name in ("GemmaConfig", "Qwen3Config"):
         model = make_tiny_model(tiny_configuration(name), torch.float32)
         fuse_norms(model)
+        # A fused norm's forward is bound to the norm and its formula.
         fused = [x for x in model.modules() if isinstance(getattr(vars(x).get("forward"), "args", None), tuple)]
         for norm in fused:
             _, formula = vars(norm)["forward"].args

@@ -262,7 +262,7 @@ class ObservedPass:
         excess = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
         # Rows to which next to nothing is added count as if something were, relative to the largest row.
         size = added.norm(dim=1).clamp(min=1e-3 * torch.finfo(x.dtype).eps * b.norm(dim=1).max()).clamp(min=1e-30)
-        errors = (excess / size).nan_to_num(nan=0.0) / tolerance
+        errors = (excess / size).nan_to_num(nan=0.0) / tolerance  # NaN shows nothing, infinity is an error
         return self.precision.combine_errors(errors, same_shapes=same_shapes).double()
 
     def _restore_rows(self, name: str, call: int, out: Any) -> Any:

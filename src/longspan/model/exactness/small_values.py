@@ -160,7 +160,7 @@ class _Rules:
             return self._fill_missing(name)
         if isinstance(value, float) and _DROPOUT.search(name):
             return 0.0
-        if isinstance(value, float) and name in _SCORE_SCALES:  # Granite's default, 1, leaves softmaxes of one key
+        if isinstance(value, float) and name in _SCORE_SCALES:  # by Granite's default, 1, a softmax sees one key alone
             return min(value, 1.5 / math.sqrt(self.sizes.head_size))
         if isinstance(value, bool) or not isinstance(value, int) or value == 0:
             return value

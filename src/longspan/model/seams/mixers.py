@@ -35,7 +35,10 @@ def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether the forward of a module's class is a mixer's: a causal convolution, and a scan or none."""
+    """Return whether the forward of a module's class is a mixer's: a causal convolution, and a scan or none.
+
+    A forward that calls a function which is not known here may mix rows in another way, and is none.
+    """
     convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
     if not convolutions:
         return False

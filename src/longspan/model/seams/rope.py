@@ -47,7 +47,7 @@ def has_no_positions(config: PreTrainedConfig) -> bool:
     text = config.get_text_config()
     if not has_mixers(text):
         return False
-    kind = getattr(text, "position_embedding_type", "rope")  # of Granite; None, or "nope" as published
+    kind = getattr(text, "position_embedding_type", "rope")  # a key of Granite: without positions None or "nope"
     rotary = getattr(text, "rope_parameters", None) is not None and kind == "rope"
     return not rotary or not getattr(text, "use_mem_rope", True)
 

@@ -19,7 +19,7 @@ class SeparateRows(SequenceShard):
 
     @classmethod
     def of(cls, shard: SequenceShard) -> "SeparateRows":
-        """Make a shard with the rows, positions and documents of this one, whose rows do not meet."""
+        """Make a shard with the rows, positions and documents of another, whose rows do not meet: it has its fields."""
         rows = object.__new__(cls)
         rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__})
         return rows
