@@ -42,19 +42,12 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     >>> list(float8_linears(model))[:2]  # doctest: +SKIP
     ['model.layers.0.self_attn.q_proj', 'model.layers.0.self_attn.k_proj']
     """
-    layer_prefixes = tuple(
-        f"{name}." for name in (*decoder_layers(model), PREFIX if model_depths(model) else "") if name
-    )
+    prefixes = tuple(f"{name}." for name in (*decoder_layers(model), PREFIX if model_depths(model) else "") if name)
     router_prefixes = tuple(f"{name}." for name in router_modules(model))
     linears = dict[str, nn.Linear]()
     for name, module in model.named_modules():
         is_left_out = f"{name}.".startswith(router_prefixes) or belongs_to_adapter(f"{name}.")
-        if (
-            isinstance(module, nn.Linear)
-            and name.startswith(layer_prefixes)
-            and not is_left_out
-            and _is_plain(name, module)
-        ):
+        if isinstance(module, nn.Linear) and name.startswith(prefixes) and not is_left_out and _is_plain(name, module):
             linears[name] = module
     return linears
 

@@ -75,7 +75,7 @@ def base_name(model: PreTrainedModel) -> str:
 
 
 def base_model(model: PreTrainedModel) -> Any:
-    """Return the model below the output embedding, from token ids to the last hidden states, which may be itself.
+    """Return the model below the output embedding, from token ids to the last hidden states; without one the model.
 
     >>> base_model(Llama4ForCausalLM(config))  # doctest: +SKIP
     Llama4TextModel(...)

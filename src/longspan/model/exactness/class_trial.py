@@ -200,7 +200,10 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
-    """Name the first module inside the model whose outputs differ between all rows at once and rows in pieces."""
+    """Name the first module inside the model whose outputs differ between all rows at once and rows in pieces.
+
+    A module that is not called equally often for each piece cannot be compared.
+    """
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
             pieces = [piece_pass.outputs[name][i] for piece_pass in parts if i < len(piece_pass.outputs.get(name, ()))]

@@ -66,8 +66,9 @@ def is_compared(numbers: Integers) -> Integers:
 
 
 def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tuple[TrialRows, TrialRows, TrialRows]:
-    """Make the rows of three passes: some rows, the same next to others, and part of them next to others in another
-    order.
+    """Make the rows of three passes: some rows, the same next to others, and fewer next to others in another order.
+
+    Documents are no longer than a model's table of positions, if it has one.
     """
     most_positions = max(_LENGTHS) if table is None else table.positions
     lengths = [min(length, most_positions) for length in _LENGTHS]
@@ -266,7 +267,7 @@ class ObservedPass:
         return self.precision.combine_errors(errors, same_shapes=same_shapes).double()
 
     def _restore_rows(self, name: str, call: int, out: Any) -> Any:
-        """Return the output of a layer, with the compared rows of the pass before."""
+        """Return the output of a layer, with the compared rows of the pass before in its tensors of rows."""
         assert self.before is not None
         leaves, structure = tree_flatten(out)
         changed, leaf = list[Any](), 0

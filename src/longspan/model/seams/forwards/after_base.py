@@ -88,7 +88,7 @@ def refuse_other_forward(
     with a stand-in that notes calls of the base model: there must be one call, with the arguments of the forward.
     """
     calls, reads = list[ModelCall](), dict[str, str]()
-    inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)
+    inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)  # without `self`
     inputs = {n: _Watched.of(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
     rows = hidden[:, :_ROWS].detach().requires_grad_()
     try:
