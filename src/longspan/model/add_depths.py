@@ -172,7 +172,7 @@ def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
 
 
 def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Module]:
-    """Find the layers that a depth copies: that of `copied`, or the last of each type that the configuration has."""
+    """Find the layers that a depth copies: the last of each type that the configuration names, or that of `copied`."""
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
     types = depth_types(model.config.get_text_config(), [*of_type])
