@@ -82,7 +82,11 @@ class Stock:
         return answers
 
     def _compute_answer(self, dtype: torch.dtype, with_routers: bool) -> Expected:
-        """Compute the stock answer in a dtype, and the tolerance of cases that are compared with it."""
+        """Compute the stock answer in a dtype, and the tolerance of cases that are compared with it.
+
+        In half precision that is what the stock model's own half pass errs, times ROUNDING, with every expert for each
+        row: choices of experts would differ.
+        """
         if dtype == torch.float64:
             return self._float64_expectation(with_routers)
         if dtype == torch.float32:

@@ -49,7 +49,8 @@ _FUNCTIONS = (FunctionType, MethodType)
 def read_compiled_parts(word: bool | str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
     """Return what `compiled` stands for: True is "modules", False "none", "auto" a choice for this model and device.
 
-    Raises ModelError for another word.
+    "auto" is "layers" for wide models on GPUs without tensor parallelism, else "none". Raises ModelError for another
+    word.
 
     >>> read_compiled_parts("auto", model, torch.device("cpu"))
     'none'
@@ -92,7 +93,7 @@ def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> Compile
         return CompiledParts()
     whole_layers, layers_in_modules, reasons = 0, 0, dict[str, None]()
     for layer in _all_layers(models):
-        reason = "" if word == "modules" else _reason_against(layer)
+        reason = "" if word == "modules" else _refusal_of_layer(layer)
         if word == "layers" and not reason:
             _compile_layer(layer)
             whole_layers += 1
@@ -126,7 +127,7 @@ def _all_layers(models: Iterable[PreTrainedModel]) -> Iterator[nn.Module]:
             yield from [*depth.mtp_block] if isinstance(depth.mtp_block, MtpBlocks) else [depth.mtp_block]
 
 
-def _reason_against(layer: nn.Module) -> str:
+def _refusal_of_layer(layer: nn.Module) -> str:
     """Return why a layer is not compiled around attention; "" if it is."""
     if "forward" in vars(layer) or not inspect.isfunction(_own_forward(layer)):
         return f"the forward of {type(layer).__name__.removeprefix('FSDP')} was replaced"

@@ -220,7 +220,7 @@ class _Values:
             observed.note_value("the hidden states after its last layer", out.squeeze(0))
 
     def _make_hidden_states(self, stage: Stage, rows: TrialRows) -> Tensor:
-        """Make hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
+        """Make this rank's hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
         draw, inputs = torch.Generator().manual_seed(4), list[Tensor]()
         for _ in range(1 + stage.with_embedding):
             values = torch.randn(*self.numbers, self.width, generator=draw).to(self.device, self.dtype)

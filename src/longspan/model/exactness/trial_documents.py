@@ -262,6 +262,7 @@ def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) ->
     them apart. Raises ModelError for a model without videos by grids of patches, and whatever its own code raises.
     """
     videos, draw, base = VideoTokens.of(model.config), np.random.default_rng(seed), base_model(model)
+    # Words before all, between groups, and after each.
     merge, words = videos.images.merge, draw.choice(np.array(ordinary_ids(model.config)), (3, text))
     ids, images, clips = words[0].tolist(), list[ImageInput](), list[TrialVideo]()
     for number, (groups, side) in enumerate([(3, (1, 2)), (1, (2, 2)), (2, (2, 1))]):

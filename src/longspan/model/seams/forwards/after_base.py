@@ -122,14 +122,14 @@ def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iter
         defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
         base_arguments = dict(zip(defaults, args, strict=False)) | dict(kwargs)
         expected = {name: inputs.get(name, defaults.get(name)) for name in base_arguments}
-        if other := [name for name, value in base_arguments.items() if _differs_from_own(name, value, expected[name])]:
+        if other := [name for name, value in base_arguments.items() if _differs_from_step(name, value, expected[name])]:
             yield f"gives its base model {', '.join(other)} of its own making"
         rows = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
         if lost := [name for name in rows if base_arguments.get(name) is None]:
             yield f"keeps {', '.join(lost)} from its base model"
 
 
-def _differs_from_own(name: str, value: Any, expected: Any) -> bool:
+def _differs_from_step(name: str, value: Any, expected: Any) -> bool:
     """Return whether a forward gives its base model another argument than a step would, which calls it directly.
 
     Positions that are left out are no difference, as the base model makes them; None, False and 0 count as equal.
