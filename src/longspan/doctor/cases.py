@@ -74,7 +74,7 @@ class Case:
         return self.dtype, self.router_losses, self.encoder > 0
 
     def home(self, ranks: int) -> Layout:
-        """Return the home of this case over as many of the ranks as it divides.
+        """Return the home of this case over the largest number of these ranks that tp x pp x ep divides.
 
         Raises LayoutError where they are too few.
         """
@@ -210,7 +210,7 @@ def plan_case(
         heads=heads,
     )
     if case.plan == "dynamic":
-        cap = -(-max(lengths) // home.slots) + 8
+        cap = -(-max(lengths) // home.slots) + 8  # so small that the longest document needs nearly all slots
         return plan_dynamic(lengths, home, options=options, targets=targets, max_tokens_per_slot=cap)
     if home.slots % case.cp:
         return _plan_block(case, home, documents)
@@ -218,7 +218,10 @@ def plan_case(
 
 
 def _plan_block(case: Case, home: Layout, of: PackedDocuments) -> Plan:
-    """Plan one micro-batch of a degree that does not divide the slots."""
+    """Plan one micro-batch of a degree that does not divide the slots: the last group has those that remain.
+
+    Documents go to the groups in turn.
+    """
     blocks = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
     documents: list[list[int]] = [[] for _ in blocks]
     for document in range(len(of.lengths)):
@@ -230,11 +233,10 @@ def _plan_block(case: Case, home: Layout, of: PackedDocuments) -> Plan:
 
 
 def _plan_several(case: Case, home: Layout, of: PackedDocuments) -> Plan:
-    """Plan two micro-batches in which slots idle, have documents of their own, and share one.
+    """Plan micro-batches in which slots idle, have documents of their own, and share documents.
 
-    Slot 0 has some and shares one; the others idle in the first micro-batch, none works in the last.
-
-    Where the home has fewer slots, its last stands for those that it lacks.
+    In the first only slot 0 has documents. In the second it shares two with the other slots of its group and has one of
+    its own, and the last slot has one too. In the third all slots share the rest; the fourth is empty.
     """
     everyone, remaining = tuple(range(home.slots)), list(range(6, len(of.lengths)))
     first = MicroBatch((_make_group(case, (0,), [0, 1], of),))
@@ -249,13 +251,16 @@ def _plan_several(case: Case, home: Layout, of: PackedDocuments) -> Plan:
 
 
 def _make_group(case: Case, slots: tuple[int, ...], documents: list[int], of: PackedDocuments) -> Group:
+    """Make a group of these slots and documents with the case's communication type and partition."""
     lengths = tuple(of.lengths[d] for d in documents)
     return Group(slots, tuple(documents), lengths, case.cp_comm_type, partition=case.partition)
 
 
 def _check_plan(case: Case, home: Layout, of: PackedDocuments, *batches: MicroBatch) -> Plan:
+    """Make a plan of these micro-batches, and check it."""
     return Plan(home.slots, of.lengths, batches, targets=of.targets, row_multiple=_row_multiple(case)).check()
 
 
 def _row_multiple(case: Case) -> int:
+    """Return what a slot's rows must be a multiple of: sequence parallelism splits them over tp ranks."""
     return case.tp if case.sequence_parallel else 1

@@ -43,7 +43,7 @@ def no_video_reason(config: PreTrainedConfig) -> str:
 
 
 def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> ItemDocuments:
-    """Return the documents as `run_step` takes them."""
+    """Return the documents as `run_step` takes them; images of all documents come before frames of all videos."""
     ids = [document.ids for document in documents]
     of_images, of_videos = zip(*(_split_items(document, document.rows) for document in documents), strict=True)
     items = items_at_placeholders(ids, image_tokens(config).placeholder, of_images)
@@ -63,7 +63,7 @@ def _split_items(document: TrialDocument, values: Sequence[Any]) -> tuple[list[A
 
 
 def document_labels(document: np.ndarray | TrialDocument) -> np.ndarray:
-    """Return what each token but the last predicts; placeholders and a prefix are not predicted."""
+    """Return what each token but the last predicts, (T − 1,); NO_LABEL for placeholders of images and a prefix."""
     if isinstance(document, TrialDocument):
         hidden = document.at_images | (np.arange(len(document.ids)) < document.prefix)
         return np.where(hidden, NO_LABEL, document.ids)[1:]
@@ -71,5 +71,5 @@ def document_labels(document: np.ndarray | TrialDocument) -> np.ndarray:
 
 
 def _label_document(document: TrialDocument) -> Document:
-    """Make the document as `run_step` takes it, with its labels."""
+    """Make a document with a prefix as `run_step` takes it: the tokens of the prefix are not predicted."""
     return Document(document.ids, loss_mask=np.arange(len(document.ids)) >= document.prefix)

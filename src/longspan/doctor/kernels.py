@@ -33,9 +33,9 @@ class KernelLine:
 
 
 def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[KernelLine, ...]:
-    """Describe each kind of attention of a model at its true sizes, which is made without memory, and its kernels.
+    """Describe each kind of attention of a model at its true sizes, and its kernels; the model has no memory.
 
-    Raises what the model's own code raises where it cannot be made or run so, ModelError where it is refused.
+    Raises what the model's own code raises if it cannot be made or run on the meta device, ModelError if it is refused.
     """
     calls = record_model(_make_meta_model(config)).calls
     kinds: dict[tuple[int, int, int | None, float | None], list[RecordedCall]] = {}
@@ -43,6 +43,7 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
         kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
     lines: list[KernelLine] = []
     for (size, value_size, window, softcap), layers in kinds.items():
+        # One head of each: how many there are does not matter to a kernel.
         call = AttendCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
         lines.append(KernelLine(_call_words(layers[0]), len(layers), _local_kernel_text(call), _gpu_kernels_text(call)))
     return tuple(lines)
@@ -79,7 +80,7 @@ def _local_kernel_text(call: AttendCall) -> str:
 
 
 def _gpu_kernels_text(call: AttendCall) -> str:
-    """Name the kernels that the table has for a call, the first that a GPU has running; "" where `here` is a GPU."""
+    """Name the kernels that the table has for a call on GPUs, of which the first that is there runs; "" on a GPU."""
     if call.device.type == "cuda":
         return ""
     able = list_gpu_kernels(call)
@@ -88,7 +89,10 @@ def _gpu_kernels_text(call: AttendCall) -> str:
 
 
 def list_gpu_kernels(call: AttendCall) -> list[Kernel]:
-    """List the kernels that the table gives to such a call of several documents in bfloat16 on a GPU."""
+    """List the kernels that can do such a call, of several documents in bfloat16, on a GPU.
+
+    Asked of the table alone: what this machine's own device lacks does not count.
+    """
     on_gpu = replace(call, device=GPU, dtype=torch.bfloat16)
     return [
         k for k in KERNELS if not replace(k, device_lack=lambda device: "").lack_for(on_gpu) and not k.one_document_only

@@ -69,6 +69,7 @@ class Proof:
         return bool(self.outcomes) and all(outcome.good or self._is_remark(outcome) for outcome in self.outcomes)
 
     def _is_remark(self, outcome: Outcome) -> bool:
+        """Return whether an outcome is a refusal of images alone, for a model that needs none."""
         return self.text_suffices and outcome.case.encoder > 0 and outcome.status == "refused"
 
 
@@ -111,4 +112,5 @@ def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str,
 
 
 def _status_mark(outcome: Outcome) -> str:
+    """Return the mark of a case in a table; a refusal for sizes of this case alone has a dot."""
     return "✓" if outcome.status == "exact" else "·" if outcome.good else "✗"

@@ -59,6 +59,7 @@ class Stock:
     def __init__(
         self, config: PreTrainedConfig, documents: Sequence[Any], images: Sequence[TrialDocument] = ()
     ) -> None:
+        """Note what the stock model runs on: texts, and the documents with images for cases with an encoder."""
         self.config: PreTrainedConfig = config
         self.documents: Sequence[Any] = documents
         self.images: Sequence[TrialDocument] = images
@@ -66,7 +67,8 @@ class Stock:
     def compute_answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
         """Compute the expected answer, or why there is none, for every dtype that the cases use.
 
-        Losses of routers count where a case wants them and the model has them.
+        Answers are by dtype, with losses of routers or not, and with images or not (`Case.answer`). Those without
+        losses of routers are always computed, as models are prepared by them.
         """
         keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
         keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
@@ -80,14 +82,20 @@ class Stock:
         return answers
 
     def _compute_answer(self, dtype: torch.dtype, with_routers: bool) -> Expected:
-        """Compute the stock answer in a dtype, and the tolerance of cases that are compared with it."""
+        """Compute the stock answer in a dtype, and the tolerance of cases that are compared with it.
+
+        In half precision that is what the stock model's own half pass errs, times ROUNDING, with every expert for each
+        row: choices of experts would differ.
+        """
         if dtype == torch.float64:
             return self._float64_expectation(with_routers)
         if dtype == torch.float32:
             answer = self._stock_answer(dtype, dtype, with_routers)
             return Expected(answer, self._float32_bound(answer, with_routers), whole=False)
         stock = self._every_expert_stock  # the error of half precision is measured on the stock model itself
-        answer, half_answer = (stock._stock_answer(dtype, compute, with_routers) for compute in (torch.float32, dtype))
+        answer, half_answer = (
+            stock._stock_answer(dtype, compute_dtype, with_routers) for compute_dtype in (torch.float32, dtype)
+        )
         return Expected(
             answer, ROUNDING * _worst_error(half_answer, answer), whole=False, every_expert=stock is not self
         )
@@ -112,7 +120,7 @@ class Stock:
         """Return EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left.
 
         That is the error of the stock model's own float32 pass against float64, times ROUNDING, unless it is so large
-        that something else must be wrong.
+        that something else must be wrong. With experts that limit is lower: a row may have got another expert.
         """
         exact_bound = EXACT[torch.float32]
         for whole in (True, False):  # scans and norms in float64 too, where the model's code can
@@ -121,17 +129,20 @@ class Stock:
                     exact = self._stock_answer(torch.float32, torch.float64, with_routers)
             except (RuntimeError, TypeError):  # two types in one product, say
                 continue
-            between = ROUNDING * _worst_error(answer, exact)
+            rounding_bound = ROUNDING * _worst_error(answer, exact)
             routed = read_experts(self.config.get_text_config()).of_layer > 1
             return (
-                max(exact_bound, between)
-                if between <= (MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING)
+                max(exact_bound, rounding_bound)
+                if rounding_bound <= (MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING)
                 else exact_bound
             )
         return exact_bound
 
     def _float64_expectation(self, with_routers: bool) -> Expected:
-        """Return the answer in float64 throughout, if the model's code allows it."""
+        """Return the answer in float64 throughout, if the model's code allows it.
+
+        Else its own casts to float32 stay, and attention is "sdpa", as the eager one casts its softmax.
+        """
         try:
             with precision_mode(torch.float64, whole=True):
                 answer = self._stock_answer(torch.float64, torch.float64, with_routers)
@@ -149,6 +160,7 @@ class Stock:
 
 
 def _worst_error(answer: Answer, exact: Answer) -> float:
+    """Return the largest relative error of an answer's loss and gradients."""
     return max(loss_error(answer.loss, exact.loss), *gradient_errors(answer.gradients, exact).values())
 
 
@@ -162,8 +174,9 @@ Launch = Callable[[Callable[[int, Task], InWorld], Task, int, float], InWorld]
 class Ranks:
     """What a proof runs on: so many processes, and how they are started.
 
-    `timeout` is how long a rank waits for the others. `launch` runs a function on every rank and returns the first
-    one's result; None: on local processes, which are started again where a case ends them.
+    `timeout` is how long a rank waits for the others, in seconds; with `show` the first rank prints each outcome.
+    `launch` runs a function on every rank and returns the first one's result; None: on local processes, which are
+    started again where a case ends them.
     """
 
     count: int
@@ -214,7 +227,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
 def _draw_image_documents(
     config: PreTrainedConfig, cases: Sequence[Case]
 ) -> tuple[tuple[TrialDocument, ...], Outcome | None]:
-    """Draw the documents with images where cases want them, or why there are none."""
+    """Draw the documents with images if cases want them; or make the outcome that says why there are none."""
     first = next((case for case in cases if case.encoder), None)
     if first is None:
         return (), None
@@ -229,9 +242,10 @@ def _draw_image_documents(
 def _group_cases(
     cases: Sequence[Case], ranks: int, outcomes: dict[int, Outcome]
 ) -> dict[Layout, list[tuple[int, Case]]]:
-    """Group the cases that have no outcome yet by their home, those of one preparation together.
+    """Group the cases that have no outcome yet by their home, with their numbers.
 
-    Adds the refused ones.
+    Cases that share a prepared model follow each other, where the first of them stood. A case whose home the ranks
+    cannot have gets its outcome here, in `outcomes`.
     """
     homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
@@ -248,7 +262,10 @@ def _group_cases(
 
 
 def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
-    """Run a home's cases, in as many worlds as it takes; returns their outcomes."""
+    """Run a home's cases, in as many worlds as it takes; returns their outcomes.
+
+    The error that ended a world is the outcome of its first case without one; the next world takes those after it.
+    """
     outcomes: dict[int, Outcome] = {}
     pending = list(task.cases)
     with tempfile.TemporaryDirectory(prefix="longspan-proof-") as folder:
@@ -280,21 +297,23 @@ def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict
 
 
 def _start_world(fn: Callable[[int, Task], InWorld], task: Task, count: int, seconds: float) -> InWorld:
+    """Run a function on so many local processes, for so many seconds at most; returns the first one's result."""
     return run_local(fn, count, (task,), timeout=seconds, grace=5.0)[0]
 
 
 def _read_outcomes(task: Task) -> dict[int, Outcome]:
-    """Read the outcomes before the error that ended the ranks."""
+    """Read the outcomes that the first rank recorded before an error ended the ranks."""
     record = Path(task.record)
     cases, outcomes = dict(task.cases), dict[int, Outcome]()
     for line in record.read_text().splitlines() if record.exists() else []:
         fields: dict[str, Any] = json.loads(line)
         number = fields.pop("number")
-        fields |= {name: tuple(fields[name]) for name in ("levels", "why")}
+        fields |= {name: tuple(fields[name]) for name in ("levels", "why")}  # JSON has lists only
         outcomes[number] = Outcome(cases[number], **fields)
     return outcomes
 
 
 def _failure_outcome(case: Case, error: BaseException) -> Outcome:
+    """Return the outcome of a case that ended its ranks: refused by an error of ours, unless ranks lost each other."""
     refused = isinstance(error, LongspanError) and not isinstance(error, CommError)
     return Outcome(case, "refused" if refused else "crashed", message=error_text(error))

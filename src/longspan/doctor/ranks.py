@@ -95,7 +95,7 @@ def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
 
 
 def preparation_key(case: Case) -> tuple[str, str, bool, int]:
-    """Return what cases must have in common to share a prepared model."""
+    """Return what cases of one home must have in common to share a prepared model."""
     return case.dtype, case.recompute, case.sequence_parallel, case.encoder
 
 
@@ -116,7 +116,10 @@ class CaseRun:
     """One prepared model, or why it was refused, and its cases one after another."""
 
     def __init__(self, task: Task, world: World, first: Case) -> None:
-        """Prepare a model as the first of these cases wants it, which all of them do."""
+        """Prepare a model as the first of these cases wants it, which all of them do.
+
+        A refusal becomes the outcome of each case; an error of communication is raised and ends the world.
+        """
         self.task: Task = task
         self.world: World = world
         self.dtype: Any = getattr(torch, first.dtype)
@@ -132,7 +135,7 @@ class CaseRun:
         except LongspanError as error:
             if isinstance(error, CommError):
                 raise
-            self.refusal: str = str(error).partition(DOCTOR)[0]  # this is what it names
+            self.refusal: str = str(error).partition(DOCTOR)[0]  # without its advice to run this command
 
     def _prepare_model(self, first: Case) -> nn.Module:
         """Prepare a small model, with an encoder if the case has one, as the first case wants it."""
@@ -145,7 +148,10 @@ class CaseRun:
         return prepare(model, self.world, encoder=settings, options=options)
 
     def run_case(self, case: Case) -> Outcome:
-        """Run one case and return its outcome; an error of the step is raised, as other ranks may wait in it."""
+        """Run one case and return its outcome; an error of the step is raised, as other ranks may wait in it.
+
+        The first case's seconds contain the preparation of the model.
+        """
         began, self._began = self._began, time.perf_counter()
         expected = self.task.expected[case.answer]
         try:
@@ -199,7 +205,10 @@ class CaseRun:
         )
         self.model.zero_grad()
         rank_errors = self.world.control.gather_objects(errors_here, "errors of gradients")
-        errors = {name: max(of.get(name, 0.0) for of in rank_errors) for name in {n for of in rank_errors for n in of}}
+        errors = {
+            name: max(errors_of_rank.get(name, 0.0) for errors_of_rank in rank_errors)
+            for name in {n for errors_of_rank in rank_errors for n in errors_of_rank}
+        }
         errors |= missing_errors(set(errors), stock)
         losses = [loss_error(result.loss, stock.loss)]
         if case.router_losses and result.router is not None:
@@ -207,7 +216,10 @@ class CaseRun:
         return max(losses), errors
 
     def _choice_reason(self, case: Case, plan: Plan) -> tuple[str, ...]:
-        """Return why `auto` chose its type for the first group of the plan."""
+        """Return why `auto` chose its type for the first group of the plan; empty for another type.
+
+        It is empty too for a model whose calls of attention were not recorded, by which types are priced.
+        """
         calls = model_execution(self.model).calls
         if case.cp_comm_type != "auto" or not calls:
             return ()
@@ -220,6 +232,6 @@ class CaseRun:
 
 
 def _rank_levels(levels: Levels, world: World) -> Levels:
-    """Return the ranks that have these slots in this rank's stage and tensor-parallel position."""
+    """Return levels of slots as levels of ranks: those with this rank's pipeline stage and tensor-parallel position."""
     a2a, p2p = (tuple(tuple(world.plane[s] for s in slots) for slots in level) for level in (levels.a2a, levels.p2p))
     return Levels(a2a, p2p)

@@ -36,7 +36,7 @@ from longspan.plan.shape.model_shape import read_experts
 
 
 def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Copy a configuration so that every row gets every expert; the same object where there is none to choose.
+    """Copy a configuration so that every row gets every expert, of every group; the same object without experts.
 
     >>> choose_every_expert(MixtralConfig()).num_experts_per_tok
     8
@@ -56,6 +56,8 @@ def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 class _Float64(TorchFunctionMode):
+    """Turns casts to float32, by `.float()` or a dtype among the arguments, into casts to float64."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch with float64 in place of float32 in its arguments."""
         if func is Tensor.float:
@@ -105,7 +107,7 @@ class Answer:
 
 
 def precision_mode(dtype: torch.dtype, *, whole: bool) -> AbstractContextManager[Any]:
-    """Return the mode that a model of this type is compared in."""
+    """Return the context in which a model of this type is compared: with `whole`, float64 without casts to float32."""
     return whole_float64() if whole and dtype == torch.float64 else nullcontext()
 
 
@@ -133,20 +135,20 @@ def compute_stock_answer(
     """
     images = any(isinstance(document, TrialDocument) for document in documents)
     model: Any = make_stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
-    of_documents = [torch.from_numpy(document_labels(document)) for document in documents]
-    targets, losses, rows = sum(int((labels != NO_LABEL).sum()) for labels in of_documents), [], []
+    labels_of_documents = [torch.from_numpy(document_labels(document)) for document in documents]
+    targets, losses, router_logits = sum(int((labels != NO_LABEL).sum()) for labels in labels_of_documents), [], []
     states = _module_states(model)
-    for document, labels in zip(documents, of_documents, strict=True):
+    for document, labels in zip(documents, labels_of_documents, strict=True):
         _restore_states(states)
         output = _run_stock(model, document, with_routers=router.any)
         logits = output.logits[0, :-1]
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         losses.append(F.cross_entropy(logits, labels, reduction="sum").double() / targets)
-        rows.append(_router_logits(output, config) if router.any else ())
+        router_logits.append(_router_logits(output, config) if router.any else ())
     loss = total = torch.stack(losses).sum()
     routers: tuple[Tensor, ...] = ()
     if router.any:
-        layers = tuple(torch.cat(layer) for layer in zip(*rows, strict=True))
+        layers = tuple(torch.cat(layer) for layer in zip(*router_logits, strict=True))
         routers = _router_losses(model, layers)
         total = loss + (router.balance or 0.0) * routers[0] + router.z * routers[1]
     total.backward()
@@ -168,7 +170,7 @@ _State = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]
 
 
 def _module_states(model: nn.Module) -> list[_State]:
-    """Return what modules hold except parameters: numbers, texts and buffers."""
+    """Return what modules hold except parameters: their plain attributes (numbers, texts, None) and their buffers."""
     plain = bool | int | float | str | None
     return [
         (module, {n: x for n, x in vars(module).items() if isinstance(x, plain)}, dict(module._buffers))

@@ -67,7 +67,7 @@ def reads_images(config: PreTrainedConfig) -> bool:
 
 
 def register_class(config: PreTrainedConfig, architecture: type | None) -> None:
-    """Let transformers make this class for its configuration, of a class without one in transformers."""
+    """Let transformers make this class for its configuration, unless it has a class for that; None: change nothing."""
     if architecture is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         AutoModelForCausalLM.register(type(config), architecture)  # pyright: ignore[reportArgumentType]
 

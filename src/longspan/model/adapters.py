@@ -24,8 +24,8 @@ Value = TypeVar("Value")
 class Adapter:
     """The adapter of a model: its name in peft, and its configuration (a peft.LoraConfig).
 
-    `dropout` is the rate at which its modules drop their inputs in training, which may be 0 where the configuration has
-    another, as where a trainer of preferences turned it off.
+    `dropout` is the largest rate at which its modules drop their inputs in training. It may differ from the
+    configuration's: trainers of preferences set it to 0 in the modules.
     """
 
     name: str
@@ -49,7 +49,7 @@ def peft_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def base_module(module: nn.Module) -> nn.Module:
-    """Return the model's own module in an adapted one; another one as it is."""
+    """Return the model's own module inside an adapted one; a module that is not adapted is returned as it is."""
     return module.base_layer if is_adapted(module) else module  # pyright: ignore[reportReturnType]
 
 
@@ -70,7 +70,10 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def find_adapter(model: nn.Module) -> Adapter | None:
-    """Find the adapter in a model; None if peft has changed nothing in it. Raises ModelError for several."""
+    """Find the adapter in a model; None if peft has changed nothing in it.
+
+    Raises ModelError for several, and for peft's modules without a configuration.
+    """
     if not peft_modules(model):
         return None
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}

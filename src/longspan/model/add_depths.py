@@ -31,12 +31,12 @@ from longspan.plan.shape.layers import depth_types
 
 
 def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
-    """Draw random weights as transformers initialises them, the same on every rank and under every home."""
+    """Give depths random weights as transformers initialises them, the same on every rank and under every home."""
     _fill_depths(model, mtp, _DrawnWeights(model, mtp, seed))
 
 
 def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
-    """Read the weights from a folder of safetensors files. Raises ModelError for missing ones and other shapes."""
+    """Give depths the weights in a folder of safetensors files. Raises ModelError for missing ones and other shapes."""
     layers = model.config.get_text_config().num_hidden_layers
     rename = partial(translate_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
     source = FolderWeights(folder, weight_files(folder), model, rename=rename, view=order_columns)
@@ -53,9 +53,10 @@ def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
 
 
 class _DrawnWeights:
-    """Each depth is drawn at once, for modules may draw those inside them, from a seed of its own: `seed` and its name.
+    """Random weights of depths, each drawn from a seed of its own: `seed` and its name.
 
-    Only names, shapes and buffers of depths are kept here, no memory of parameters.
+    A depth is drawn whole, since modules may initialise those inside them. Only names, shapes and buffers of depths are
+    kept here, no memory of parameters.
     """
 
     def __init__(self, model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
@@ -76,7 +77,7 @@ class _DrawnWeights:
                     yield f"{path}.{name}", tensor.detach()[local_part.block or ...].to(local_part.dtype)
 
 
-class _Both:
+class _JoinedWeights:
     """The weights of the model itself, then those of its depths."""
 
     def __init__(self, model: WeightSource, depths: WeightSource) -> None:
@@ -95,7 +96,7 @@ class _Both:
 def _fill_depths(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
     """Fill the depths now, or, of a model whose parameters have no memory yet, when `prepare` fills it."""
     if (weights := vars(model).get("weights_to_come")) is not None:
-        weights.source = _Both(weights.source, source)
+        weights.source = _JoinedWeights(weights.source, source)
         return
     if is_empty(mtp):  # a model of names and shapes only
         return
@@ -171,7 +172,7 @@ def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
 
 
 def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Module]:
-    """Find the layers that a depth has copies of: this one, or the last of each type that the configuration names."""
+    """Find the layers that a depth copies: the last of each type that the configuration names, or that of `copied`."""
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
     types = depth_types(model.config.get_text_config(), [*of_type])
@@ -214,7 +215,10 @@ def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.M
 
 
 def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -> None:
-    """Give depths the buffers of a new model: Gemma 4's layers have scales there, which were trained."""
+    """Give depths the buffers of a newly made model: those copied from Gemma 4's layers are trained scales.
+
+    Depths that are read get theirs from the folder.
+    """
     if not any(True for _ in persistent_buffers(mtp)):
         return
     new_model = empty_model(model.config, model.dtype, type(model))

@@ -42,14 +42,15 @@ Compiled = Literal["auto", "layers", "modules", "none"]
 BACKEND = "inductor"
 RECOMPILES = 64  # kinds of layers that share a class, in training and in evaluation
 _IS_COMPILED = "is_compiled_layer"
-_STARTING = Lock()  # processes that compile
+_STARTING = Lock()  # held while processes that compile are started
 _FUNCTIONS = (FunctionType, MethodType)
 
 
 def read_compiled_parts(word: bool | str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
     """Return what `compiled` stands for: True is "modules", False "none", "auto" a choice for this model and device.
 
-    Raises ModelError for another word.
+    "auto" is "layers" for wide models on GPUs without tensor parallelism, else "none". Raises ModelError for another
+    word.
 
     >>> read_compiled_parts("auto", model, torch.device("cpu"))
     'none'
@@ -58,7 +59,8 @@ def read_compiled_parts(word: bool | str, model: nn.Module, device: torch.device
     if word not in get_args(Compiled):
         raise ModelError(f"compiled is {word!r}; use {', '.join(map(repr, get_args(Compiled)))}, True or False")
     if word == "auto":
-        can_compile = device.type == "cuda" and tp == 1 and isinstance(model, PreTrainedModel)  # others are refused
+        # Another class of model is refused later, by `check_model`.
+        can_compile = device.type == "cuda" and tp == 1 and isinstance(model, PreTrainedModel)
         config: Any = getattr(model, "config", None)
         return "layers" if can_compile and config.get_text_config().hidden_size >= COMPILED_WIDTH else "none"
     return cast(Compiled, word)
@@ -91,7 +93,7 @@ def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> Compile
         return CompiledParts()
     whole_layers, layers_in_modules, reasons = 0, 0, dict[str, None]()
     for layer in _all_layers(models):
-        reason = "" if word == "modules" else _reason_against(layer)
+        reason = "" if word == "modules" else _refusal_of_layer(layer)
         if word == "layers" and not reason:
             _compile_layer(layer)
             whole_layers += 1
@@ -103,7 +105,10 @@ def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> Compile
 
 
 def graphs_text() -> str:
-    """Return how many graphs this process has made, and in what time; "" if none. Its cache on disk takes some away."""
+    """Return in words how many graphs this process has made, and in what time; "" if none.
+
+    With kernels in torch's cache on disk the time is shorter.
+    """
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     seconds = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
     return f"{plural(graphs, 'graph')} of layers compiled in {seconds:.1f} s" if graphs else ""
@@ -122,7 +127,7 @@ def _all_layers(models: Iterable[PreTrainedModel]) -> Iterator[nn.Module]:
             yield from [*depth.mtp_block] if isinstance(depth.mtp_block, MtpBlocks) else [depth.mtp_block]
 
 
-def _reason_against(layer: nn.Module) -> str:
+def _refusal_of_layer(layer: nn.Module) -> str:
     """Return why a layer is not compiled around attention; "" if it is."""
     if "forward" in vars(layer) or not inspect.isfunction(_own_forward(layer)):
         return f"the forward of {type(layer).__name__.removeprefix('FSDP')} was replaced"
@@ -139,7 +144,7 @@ def _compile_modules(layer: nn.Module) -> None:
 
 
 def _compile_tiles(module: nn.Module) -> bool:
-    """Compile the forward of one tile of a module that runs in tiles; False where it does not."""
+    """Compile the forward of one tile if the module runs in tiles; returns whether it does."""
     if is_tiled := isinstance(tiled := vars(module).get("forward"), TiledForward):
         tiled.compile_run(BACKEND)
     return is_tiled
@@ -154,11 +159,11 @@ def _compile_layer(layer: nn.Module) -> None:
     for module in (*find_mixers(layer).values(), *replaced):
         _compile_tiles(module)
         run_outside_graphs(module)
-    remove_argument_hooks(layer)
+    remove_argument_hooks(layer)  # `_LayerRun` does what they do
     run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)
-    pieces = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
+    layer_run = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
     setattr(layer, _IS_COMPILED, True)
-    layer.forward = partial(_run_within_checkpoint, pieces) if _checkpoints_in_forward(layer) else pieces
+    layer.forward = partial(_run_within_checkpoint, layer_run) if _checkpoints_in_forward(layer) else layer_run
 
 
 def _set_up_compiler() -> None:
@@ -212,7 +217,7 @@ def _checkpoints_in_forward(layer: nn.Module) -> bool:
 
 
 class _LayerRun:
-    """A layer's forward, compiled: what `layer.forward` is called with, as the class has it."""
+    """A layer's compiled forward (`run`), which takes the arguments of its class's forward."""
 
     def __init__(self, layer: nn.Module, run: Callable[..., Any], *, has_experts: bool) -> None:
         self.layer, self.run, self.has_experts = layer, run, has_experts
@@ -224,24 +229,24 @@ class _LayerRun:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[1] == 1:
             return _own_forward(self.layer)(self.layer, *args, **kwargs)
-        # FSDP2 gives a view in forward, and in recomputation by transformers 5.17 none: graphs are for one of them.
+        # Always a view: FSDP2 hands rows on as one, transformers 5.17 recomputes without, and graphs fit one of these.
         hidden = hidden.view_as(hidden) if self._has_gradient(hidden) else _Begun.apply(hidden, _new_leaf(hidden))
         if args:
             return self.run(self.layer, hidden, *args[1:], **kwargs)
         return self.run(self.layer, **kwargs | {"hidden_states": hidden})
 
     def _has_gradient(self, hidden: Tensor) -> bool:
-        """Return whether rows have a gradient where the layer's weights have one."""
+        """Return whether rows require a gradient, or nothing in the layer does: no weight, or gradients are off."""
         if hidden.requires_grad or not torch.is_grad_enabled():
             return True
         return not any(parameter.requires_grad for parameter in self.layer.parameters())
 
 
 class _Begun(torch.autograd.Function):
-    """Rows that get a gradient, which goes nowhere: those of the first layer above a frozen embedding.
+    """Makes rows require a gradient, which backward then drops: those of the first layer above a frozen embedding.
 
-    So that it runs the graphs of the other layers, which take seconds to compile; its three products more are 0.2 % of
-    a step of 36 layers.
+    That layer then runs the same graphs as the others, which take seconds to compile; computing a gradient that is
+    dropped costs three products, 0.2 % of a step of 36 layers.
     """
 
     @staticmethod
@@ -254,12 +259,13 @@ class _Begun(torch.autograd.Function):
 
 
 def _new_leaf(like: Tensor) -> Tensor:
+    """Make a scalar that requires a gradient, so that what a function returns for it does too."""
     return like.new_empty(()).requires_grad_()
 
 
-def _run_within_checkpoint(pieces: _LayerRun, *args: Any, **kwargs: Any) -> Any:
+def _run_within_checkpoint(layer_run: _LayerRun, *args: Any, **kwargs: Any) -> Any:
     """Run a layer, under its checkpoint where it has one, as its class's forward would."""
-    layer: Any = pieces.layer
+    layer: Any = layer_run.layer
     if layer.gradient_checkpointing and layer.training:
-        return layer._gradient_checkpointing_func(partial(pieces, **kwargs), *args)
-    return pieces(*args, **kwargs)
+        return layer._gradient_checkpointing_func(partial(layer_run, **kwargs), *args)
+    return layer_run(*args, **kwargs)

@@ -57,7 +57,10 @@ class Execution:
         return ""
 
     def _kernel_words(self, call: AttendCall) -> str:
-        """Name the kernel of a layer, and the other one that groups of one document may take."""
+        """Name the kernel of a layer, and the other one that groups of one document may take.
+
+        Chunks divide a document as several documents would, so that a layer with chunks has no such other kernel.
+        """
         of_packed, of_single = (
             choose_kernel(replace(call, one_document=one_document and call.mask.chunk is None), self.kernel).name
             for one_document in (False, True)
@@ -97,6 +100,7 @@ _Ranks = dict[tuple[str, ...], list[int]]
 
 
 def _join_ranks(ours: _Ranks, theirs: _Ranks) -> _Ranks:
+    """Join two tables of ranks by the kernels that they compute with."""
     return {kernels: ours.get(kernels, []) + theirs.get(kernels, []) for kernels in {**ours, **theirs}}
 
 
@@ -107,13 +111,16 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _layers_text(calls: Sequence[AttendCall]) -> str:
+    """Describe the layers that make these calls by how far their rows see, as "layers with full attention"."""
     return "layers with " + " and ".join(dict.fromkeys(_limits_text(call) for call in calls))
 
 
 def _limits_text(call: AttendCall) -> str:
+    """Describe how far rows see in a call: its window and its chunks, in rows."""
     limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
     return ", ".join(limits) or "full attention"
 
 
 def _features_text(call: AttendCall) -> str:
+    """List the features of a call, each after a comma, to follow its type and heads."""
     return "".join(f", {feature}" for feature in sorted(call.features))

@@ -42,20 +42,23 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     >>> list(float8_linears(model))[:2]  # doctest: +SKIP
     ['model.layers.0.self_attn.q_proj', 'model.layers.0.self_attn.k_proj']
     """
-    inside = tuple(f"{name}." for name in (*decoder_layers(model), PREFIX if model_depths(model) else "") if name)
-    routers = tuple(f"{name}." for name in router_modules(model))
+    prefixes = tuple(f"{name}." for name in (*decoder_layers(model), PREFIX if model_depths(model) else "") if name)
+    router_prefixes = tuple(f"{name}." for name in router_modules(model))
     linears = dict[str, nn.Linear]()
     for name, module in model.named_modules():
-        is_left_out = f"{name}.".startswith(routers) or belongs_to_adapter(f"{name}.")
-        if isinstance(module, nn.Linear) and name.startswith(inside) and not is_left_out and _is_plain(name, module):
+        is_left_out = f"{name}.".startswith(router_prefixes) or belongs_to_adapter(f"{name}.")
+        if isinstance(module, nn.Linear) and name.startswith(prefixes) and not is_left_out and _is_plain(name, module):
             linears[name] = module
     return linears
 
 
 def _is_plain(name: str, module: nn.Linear) -> bool:
-    """Return whether a module is a wide linear of torch's, no gate, that nobody has patched."""
-    kind = [word for word in name.split(".") if word != "base_layer"][-1]
-    if type(module) is not nn.Linear or kind in _GATES or has_instance_forward(module):
+    """Return whether a module is a wide linear of torch's, no gate, that nobody has patched.
+
+    A gate is known by its name, without the `base_layer` that peft puts behind the name of an adapted linear.
+    """
+    linear_name = [word for word in name.split(".") if word != "base_layer"][-1]
+    if type(module) is not nn.Linear or linear_name in _GATES or has_instance_forward(module):
         return False
     return min(module.in_features, module.out_features) >= _LEAST_WIDTH
 
@@ -72,9 +75,9 @@ def device_lack(device: torch.device) -> str:
 
 
 def refuse_float8(model: PreTrainedModel, float8: str, placement: Placement, world: World) -> ModelError | None:
-    """Make the error of a model that cannot have float8 under this world's home, or on this rank's device; or None.
+    """Make the error of a model that cannot have float8 under this world's home, or on this rank's device; else None.
 
-    What it says of the model is the same on every rank; devices may differ.
+    Ranks find the same of the model, but their devices may differ: they have to agree on the error.
     """
     if float8 not in ("", "rows"):
         return ModelError(f'float8 is {float8!r}; use "rows" (one scale a row), or "" for none')
@@ -122,7 +125,7 @@ def _with_styles(
 
 
 def _local_widths(linear: nn.Linear, style: str, tp: int) -> tuple[int, int]:
-    """Return the outputs and inputs of a rank's part of a linear."""
+    """Return a rank's numbers of outputs and inputs of a linear, of which its style splits one over tp, or none."""
     out, into = linear.out_features, linear.in_features
     return out // tp if style in _OUT_SPLIT else out, into // tp if style in _IN_SPLIT else into
 

@@ -35,11 +35,12 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
 class Absent(nn.Module):
     """Stands where another rank holds a module, and hands its first input on.
 
-    It has the strings and numbers of `module`, which a forward around it may read; it returns `outputs` values, the
-    others None, as a tuple, or with 0 only the input.
+    It has the strings and numbers of `module`, which a forward around it may read. With `outputs` it returns a tuple of
+    so many values, the input and then None; with 0 the input itself.
     """
 
     def __init__(self, module: nn.Module | None = None, outputs: int = 0) -> None:
+        """Take the plain attributes of the module that it stands for, but not torch's own."""
         super().__init__()
         for name, value in ({} if module is None else vars(module)).items():
             if isinstance(value, str | int) and name != "training" and not name.startswith("_"):
@@ -47,7 +48,7 @@ class Absent(nn.Module):
         self.outputs = outputs
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the first input as it is."""
+        """Return the first input as it is, in a tuple if `outputs` says so."""
         return (x, *[None] * (self.outputs - 1)) if self.outputs else x
 
 
@@ -74,7 +75,7 @@ def base_name(model: PreTrainedModel) -> str:
 
 
 def base_model(model: PreTrainedModel) -> Any:
-    """Return the model below the output embedding, from token ids to the last hidden states, which may be itself.
+    """Return the model below the output embedding, from token ids to the last hidden states; without one the model.
 
     >>> base_model(Llama4ForCausalLM(config))  # doctest: +SKIP
     Llama4TextModel(...)
@@ -99,7 +100,7 @@ def text_name(model: PreTrainedModel) -> str:
     embedding, inner = model.get_input_embeddings(), ""
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel) and any(child is embedding for child in module.modules()):
-            inner = name
+            inner = name  # models inside this one come later
     return inner
 
 
@@ -143,8 +144,8 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     Raises ModelError if it cannot be found.
     """
     count = model.config.get_text_config().num_hidden_layers
-    inside = text_name(model) if reads_other_modalities(model) else ""
-    for name, module in text_model(model).named_modules(prefix=inside):
+    text_prefix = text_name(model) if reads_other_modalities(model) else ""
+    for name, module in text_model(model).named_modules(prefix=text_prefix):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
     raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers (num_hidden_layers) to be found")
@@ -160,9 +161,9 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module | None:
-    """Find the norm after the decoder layers that is here, in the module that has them or one around it.
+    """Find the norm after the decoder layers, in the text model or in the module that has the list of layers.
 
-    It is None without a norm.
+    It is the module's `norm`, or its last child whose class is named as one; None if no norm is on this rank.
     """
     around = model.get_submodule(layer_list(model)[0].rpartition(".")[0])
     for module in (decoder_model(model), around):

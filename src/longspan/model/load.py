@@ -104,13 +104,14 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _find_preset(preset: str | None, vocab_size: int | None) -> PreTrainedConfig:
+    """Return a preset's configuration. Raises ModelError if `load_model` got neither a folder nor a preset."""
     if preset is None:
         raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")
     return preset_config(preset, vocab_size=vocab_size)
 
 
 def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
-    """Draw a model on the CPU, in float32 first, so that every dtype has the same numbers."""
+    """Draw a model on the CPU; `with_images` is its class from images and text to text, None for a causal model."""
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -123,7 +124,7 @@ def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_im
 
 
 def _prepare_to_draw(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
-    """Make a model without memory for its parameters, and what draws them."""
+    """Make a model without memory for its parameters, which `prepare` will draw; `with_images` as for `_draw_model`."""
     with _name_configuration(config):
         model = empty_model(config, dtype, with_images)
     fill_when_prepared(model, RandomWeights(model, seed))
@@ -143,7 +144,10 @@ def _name_configuration(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any) -> PreTrainedModel:
-    """Read a folder's model. Raises ModelError if it cannot be loaded, or if weights are missing."""
+    """Read a folder's model; `with_images` as for `_draw_model`.
+
+    Raises ModelError if it cannot be loaded, or if weights are missing.
+    """
     weight_files(folder)
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     config = config or read_configuration(folder)
@@ -166,7 +170,10 @@ def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtyp
 def _prepare_to_read(
     folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any
 ) -> PreTrainedModel:
-    """Make the folder's model without memory for its parameters, and what fills them."""
+    """Make a folder's model without memory for its parameters, which `prepare` will read from its files.
+
+    Raises ModelError for files that cannot be read in parts, and a model that cannot be made.
+    """
     files = weight_files(folder)
     if files[0].suffix != ".safetensors":
         raise ModelError(

@@ -60,8 +60,8 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
             f"{name} cannot be cut into pipeline stages: {expected}, its base model "
             f"has {', '.join(n for n, _ in base.named_children())}; use pp 1"
         )
-    at = order.index(lists[0])
-    parts = count_outputs(model, ModelParts(tuple(order[:at]), lists[0], tuple(order[at + 1 :])))
+    index = order.index(lists[0])
+    parts = count_outputs(model, ModelParts(tuple(order[:index]), lists[0], tuple(order[index + 1 :])))
     if towers := other_towers(model):
         raise ModelError(
             f"{name} has encoders of other modalities ({', '.join(type(tower).__name__ for tower in towers[:4])}), "
@@ -76,7 +76,10 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
 
 
 def count_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
-    """Count how many values the base model's forward takes from a layer, into the parts."""
+    """Return the parts with the number of values that the base model's forward takes from a layer.
+
+    Parts with which no number runs are returned as they are.
+    """
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
             _, out, (x, *_) = _trace_calls(model, candidate := replace(parts, outputs=outputs))
@@ -88,9 +91,9 @@ def count_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
 class PartCall(NamedTuple):
     """One call of a part in a forward pass.
 
-    `reads_more`: whether it got earlier hidden states in addition to those that the call before it returned;
-    `first_again` is the argument, by position or name, that was the first ones as they are, where no other was earlier
-    ones. `keywords` are the names of its keyword arguments.
+    `reads_more`: whether it got earlier hidden states in addition to those that the call before it returned. If a
+    single argument was made of earlier states, and is the model's first hidden states unchanged, `first_again` is its
+    position or name; else None. `keywords` are the names of its keyword arguments.
     """
 
     part: str
@@ -102,8 +105,8 @@ class PartCall(NamedTuple):
 def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], bool]:
     """Run a base model's own forward on two rows of hidden states, with a stand-in for each part that hands them on.
 
-    `more` are keyword arguments of the forward. Returns the calls of its parts, and whether the hidden states came out
-    bit by bit as they went in; on the meta device, whether they came out in their shape.
+    `more` are keyword arguments of the forward. Returns the calls of its parts, and whether what the last one returned
+    came out bit by bit, and nothing earlier in it; on the meta device, whether it came out in its shape.
     """
     calls, out, returned = _trace_calls(model, parts, **more)
     x = returned[0]
@@ -123,8 +126,9 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
     returned, calls = [x], list[PartCall]()
 
     def note_call(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        """Note a part's call: which hidden states it read. What it returned is replaced by a leaf, which later calls
-        show.
+        """Note a part's call, and which hidden states it read: a forward hook.
+
+        Its hidden states are returned as a leaf of autograd, so that later calls can be traced back to them.
         """
         reads_earlier = _depends_on([args, kwargs], returned[:-1])
         first_again = _find_first_states(args, kwargs, returned)
@@ -144,7 +148,8 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
 def _find_first_states(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
     """Find the argument of a layer, after the first, that is the first hidden states of all; None without one.
 
-    `returned` are the hidden states that went through the layers before.
+    `returned` are the hidden states that went through the layers before. The argument at position 0 is the layer's
+    input itself. More than one argument made of earlier states is something that stages cannot hand on.
     """
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     earlier = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
@@ -165,9 +170,10 @@ def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
 
 
 class _Entry(Absent):
-    """Stands for the first part that hidden states go through, on a later stage: gives those that the stage was given.
+    """Stands on a later stage for the first part that hidden states go through, and returns those that the stage got.
 
-    What the base model does to its embeddings before that part, as Granite's scales them, the first stage has done.
+    It does not pass its own input on, to which the base model has applied what the first stage already did: Granite's
+    scales its embeddings before the first layer.
     """
 
     rows: Tensor | None = None
@@ -186,7 +192,10 @@ class _Entry(Absent):
 
 
 def _replace_first_part(base: nn.Module, part: str, outputs: int) -> None:
-    """Put an entry for hidden states in place of the first part of a stage's base model, which another stage has."""
+    """Put an entry for hidden states in place of the first part of a stage's base model, which another stage has.
+
+    A part with a dot in its name is a layer, which returns `outputs` values; any other part returns a tensor.
+    """
     around, _, name = part.rpartition(".")
     entry = _Entry(base.get_submodule(part), outputs if around else 0)
     base.get_submodule(around)._modules[name] = entry
@@ -259,4 +268,4 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             if module.training != training:
-                vars(module)["training"] = training  # torch's own way asks nine times what a flag is
+                vars(module)["training"] = training  # nn.Module's own assignment checks types many times

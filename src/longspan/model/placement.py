@@ -25,9 +25,9 @@ from longspan.model.weights.fill import is_empty
 
 
 def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
-    """List modules of different layers with the same parameters, all of them shared: one list for each set of these.
+    """List modules of different layers that have the same parameters, all of them shared: a list for each set of these.
 
-    The outermost such modules that are called; one that two layers both hold, itself, is left out.
+    They are the outermost modules that are called. A single module that several layers hold is left out.
     """
     users: dict[int, set[str]] = {}
     for name, layer in layers.items():
@@ -41,7 +41,10 @@ def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
 
 
 def _shared_modules(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
-    """Return the outermost modules inside this one whose parameters are all of the same several layers."""
+    """Return the outermost modules inside this one whose parameters are all of the same several layers.
+
+    Lists and dictionaries of modules are never called themselves, so their children are returned.
+    """
     modules: list[nn.Module] = []
     for child in module.children():
         layers = {frozenset(users[parameter]) for parameter in _parameter_ids(child)}
@@ -54,12 +57,13 @@ def _shared_modules(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn
 
 
 def _parameter_ids(module: nn.Module) -> tuple[int, ...]:
+    """Return the identities of a module's parameters, by which modules that share them all are grouped."""
     return tuple(id(parameter) for parameter in module.parameters())
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What becomes of every layer under the world's home."""
+    """What becomes of every layer under the world's home; `mlp_tile_rows` 0: MLPs run on all rows at once."""
 
     world: World
     sharding: Sharding
@@ -94,13 +98,13 @@ class Placement:
         `root` is what will be called: the model, or a stage around it. `offload` is one for all stages of a rank.
         `has_experts` is of the whole model: a stage may have none.
         """
-        world, rows, copies = self.world, self.sequence_parallel, not self.sharding.parameters
+        world, splits_rows, has_copies = self.world, self.sequence_parallel, not self.sharding.parameters
         if world.home.tp > 1:
-            split_over_ranks(model, world, sequence_parallel=rows, sum_expert_gradients=copies)
+            split_over_ranks(model, world, sequence_parallel=splits_rows, sum_expert_gradients=has_copies)
         tile_layers(model, self.mlp_tile_rows)
         self.recomputation.apply_measures(model, offload)
-        if copies:
-            if not is_empty(root):
+        if has_copies:
+            if not is_empty(root):  # a model without memory is filled on its device later
                 nn.Module.to(root, world.device)
         else:
             if has_experts:

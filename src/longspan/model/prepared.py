@@ -76,7 +76,7 @@ class PrepareOptions:
 
         Raises ModelError for options that exclude each other.
         """
-        # A stage's micro-batches alternate: layers that free their parameters would gather them for each pass of each.
+        # Passes of a stage's micro-batches alternate: layers that free parameters would gather them again for each.
         frees_parameters = self.reshard_after_forward and world.home.pp == 1
         return Placement(
             world,
@@ -154,7 +154,7 @@ def prepare_language_model(
     execution = replace(execution, float8=use_float8(model) if options.float8 else "")
     if placement.recomputation.exchanges_again and world.home.slots > 1:
         check_same_kernels(execution, world)
-    # The first pass would show it on the last stage only, and the others wait.
+    # Over stages always tried here: an error in the first pass would come on the last stage only, while others wait.
     tried = add_row_loss(model, probe=options.probe or world.home.pp > 1, required=options.probe)
     rules = _make_call_rules(model, placement, kernel, evidence)
     weights = pop_deferred_weights(model)
@@ -180,7 +180,7 @@ def prepare_language_model(
 
 
 def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device) -> None:
-    """Have RMS norms run as one kernel if `fused_norms` says so, and on GPUs over any number of rows."""
+    """Have RMS norms run as one kernel if `fused_norms` says so; on GPUs, split inputs too long for torch's norms."""
     if fused_norms == "on" or (fused_norms == "auto" and device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
     if device.type == "cuda":
@@ -189,7 +189,7 @@ def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device
 
 def _connect_layers(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
     """Have the model's attention, mixers and experts call this package."""
-    model.set_attn_implementation(_own_attention(model))
+    model.set_attn_implementation(_attention_by_configuration(model))
     number_layers(model)
     attend_causally(model)
     choose_frequencies_by_document(model)
@@ -222,8 +222,11 @@ def _make_call_rules(model: PreTrainedModel, placement: Placement, kernel: str |
     )
 
 
-def _own_attention(model: PreTrainedModel) -> str | dict[str, str]:
-    """Return the name of our attention for a wrapper's text model, and not for its towers, which see images whole."""
+def _attention_by_configuration(model: PreTrainedModel) -> str | dict[str, str]:
+    """Return the name of our attention, for a wrapper by configuration: the whole model's ("") and its text model's.
+
+    A wrapper's towers are left out, as they see images whole.
+    """
     config, text = model.config, model.config.get_text_config()
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
     return {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)} if names else IMPLEMENTATION

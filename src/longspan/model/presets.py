@@ -148,5 +148,6 @@ def _check_vocab_size(name: str, vocab_size: int | None) -> int:
 
 
 def _nearest_preset(name: str) -> str:
+    """Return the question of a message whether the preset with the most similar name was meant; "" without one."""
     matches = get_close_matches(name, PRESETS, n=1, cutoff=0.4)
     return f", did you mean {matches[0]!r}?" if matches else ""

@@ -23,7 +23,7 @@ from longspan.errors import ModelError
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
-_FSDP_MODULES = "listed_fsdp_modules"  # on a model: a table of models would keep them
+_FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
 
 
@@ -62,6 +62,7 @@ class Sharding:
 
 
 def _dtype_bits(dtype: torch.dtype) -> int:
+    """Return a type's significant bits, the implicit leading one included: 8 of bfloat16, 24 of float32."""
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
@@ -193,6 +194,7 @@ def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
 
 
 def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
+    """Have a module keep parameters and gradients whole and unsummed after backward, or free and sum them again."""
     module.set_requires_gradient_sync(not keep, recurse=False)
     module.set_reshard_after_backward(not keep, recurse=False)
     module.set_reshard_after_forward(reshard_after_forward, recurse=False)
@@ -200,7 +202,7 @@ def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: boo
 
 @contextmanager
 def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Sum gradients over the slots of a replica in backward passes inside, after the yielded call over replicas too.
+    """Sum gradients over the slots of each replica only, until the yielded function is called: from then on over all.
 
     Call it before the last backward pass: what the others leave, a shard of the gradients, is in that one's sum. After
     an error inside nothing is left. It changes nothing where parameters have no replicas (`dp_replicate` 1).

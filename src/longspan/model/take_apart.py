@@ -22,7 +22,7 @@ from longspan.model.seams.refusals import doctor_hint
 from longspan.model.vision.image_encoder import VisionParts, split_model
 from longspan.model.vision.image_tokens import image_tokens
 
-_REASONS = {
+_REASONS = {  # by model type, where the cause is known: clearer than the differences that a trial finds
     "gemma4": "its layers take inputs made of its ids, placeholders among them, which no step hands over; and where "
     "its configuration says so, tokens of an image see each other in layers with a window alone, whereas those of a "
     "shard do so in every layer",
@@ -68,16 +68,16 @@ def take_apart(model: PreTrainedModel) -> VisionParts:
 
 
 def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "none"]) -> None:
-    """Leave of a whole vision-language model's tower and projector those parameters trainable, and freeze the others.
+    """Choose what of a whole vision-language model's tower and projector is trained, and freeze the other parameters.
 
-    A projector is known by its name (`is_in_projector`); adapters stay as they are. Raises ModelError where nothing is
-    a projector.
+    A projector is known by its name (`is_in_projector`); adapters stay as they are. Raises ModelError for "projector"
+    where no parameter is a projector's.
     """
     check_vision(model)
     base, towers = base_model(model), other_towers(model)
     of_images = {f"{n}.{p}": x for n, m in base.named_children() if m in towers for p, x in m.named_parameters()}
     of_images = {name: x for name, x in of_images.items() if not belongs_to_adapter(name)}
-    between = dict(base.named_parameters(recurse=False))  # what is put between rows
+    between = dict(base.named_parameters(recurse=False))  # rows put between those of images; trained as a projector is
     projector = {name for name in of_images if is_in_projector(name.rpartition(".")[0])} | {*between}
     of_images |= between
     if trained == "projector" and not projector:

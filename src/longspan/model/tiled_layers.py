@@ -57,6 +57,7 @@ def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has_experts(module: nn.Module) -> bool:
+    """Return whether a module contains experts, which are tiled by themselves, or refused."""
     return any(type(inner).__name__.endswith("Experts") for inner in module.modules())
 
 
@@ -91,6 +92,7 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
 
 
 def _find_arguments(module: nn.Module) -> list[str]:
+    """Find the names of the arguments that a module's forward requires, rows among them."""
     parameters = inspect.signature(module.forward).parameters.values()
     usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in usual and p.default is inspect.Parameter.empty]
@@ -111,4 +113,5 @@ def tile_layers(model: PreTrainedModel, tile_rows: int) -> None:
 
 
 def _layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the decoder layers that are here, and those in depths of multi-token prediction, by name."""
     return decoder_layers(model) | mtp_blocks(model)

@@ -22,26 +22,27 @@ def _attention_error(world: World, lengths: Sequence[int], *, causal: bool = Tru
     shard = bind(plan_fixed(lengths, world.home, 2).micro_batches[0], world)
     random = torch.Generator().manual_seed(0)
     dense_tensors = [torch.randn(sum(lengths), n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2, 4)]
-    q, k, v, slope = (x.requires_grad_() for x in dense_tensors)
+    q, k, v, out_gradient = (x.requires_grad_() for x in dense_tensors)
     leaves = (q, k, v)
     out = dense_attention(q, k, v, lengths, causal=causal)
-    exact = [out.detach(), *torch.autograd.grad(out, leaves, slope.detach())]
+    exact = [out.detach(), *torch.autograd.grad(out, leaves, out_gradient.detach())]
     local = [shard.scatter(x.detach()).requires_grad_() for x in leaves]
     out = attend(local[0], local[1], local[2], shard, cp_comm_type="p2p", causal=causal)
-    results = [out.detach(), *torch.autograd.grad(out, local, shard.scatter(slope.detach()))]
+    results = [out.detach(), *torch.autograd.grad(out, local, shard.scatter(out_gradient.detach()))]
     return max(tensor_error(result, shard.scatter(x)) for result, x in zip(results, exact, strict=True))
 
 
-def _gradients_of_a_ring(world: World) -> float:
+def _compare_ring_gradients(world: World) -> float:
+    """Take two documents over two ranks: the keys of both ranks pass through the ring in backward."""
     return _attention_error(world, (29, 12))
 
 
-def _odd_lengths(world: World) -> float:
+def _compare_odd_lengths(world: World) -> float:
     """Take lengths that twice the degree does not divide, with and without a causal mask."""
     return max(_attention_error(world, (7, 3, 1), causal=causal) for causal in (True, False))
 
 
-def _sinks_of_a_model(world: World) -> float:
+def _compare_sinks(world: World) -> float:
     """Return the error of a step of a small GPT-OSS, whose attention has sinks, against the dense one."""
     config = tiny_configuration(
         "GptOssConfig",
@@ -53,11 +54,13 @@ def _sinks_of_a_model(world: World) -> float:
     return step_error(world, config, draw_documents())
 
 
-def _windows_of_a_model(world: World) -> float:
+def _compare_windows(world: World) -> float:
+    """Return the error of a step of a small Mistral whose window is shorter than its documents."""
     return step_error(world, tiny_configuration("MistralConfig", sliding_window=5), draw_documents())
 
 
-def _positions_of_packed_documents(world: World) -> float:
+def _compare_packed_positions(world: World) -> float:
+    """Return the error of a step of a small Llama, whose rotary positions begin again in each document."""
     config = tiny_configuration("LlamaConfig")
     return step_error(world, config, draw_documents((8, 16, 4, 12)))
 
@@ -71,7 +74,7 @@ ERRORS = (
         seen="The loss is right; only the gradients of a layer, compared with one device, are not.",
         prevented="Backward walks the ring with the log-sum-exp of all rows, and tests compare every gradient with a "
         "dense model in float64, for each type, degree and feature.",
-        check=_gradients_of_a_ring,
+        check=_compare_ring_gradients,
     ),
     KnownError(
         "sinks swallowed",
@@ -81,7 +84,7 @@ ERRORS = (
         seen="gpt-oss trains with context parallelism, with other attention weights than it was made with.",
         prevented="Sinks are a named argument: they join the sum over all keys once, with their gradient. A tensor "
         "that the attention function does not know is refused.",
-        check=_sinks_of_a_model,
+        check=_compare_sinks,
         pull=True,
     ),
     KnownError(
@@ -92,7 +95,7 @@ ERRORS = (
         seen="A plausible loss; beyond the window the model answers worse than before.",
         prevented="The layer's own window reaches the kernel, and what a row sees follows from the shard and the "
         "layer. A mask that would be lost is refused.",
-        check=_windows_of_a_model,
+        check=_compare_windows,
         pull=True,
     ),
     KnownError(
@@ -102,7 +105,7 @@ ERRORS = (
         "ignored.",
         seen="Outputs differ from those without context parallelism wherever a length is no multiple of the degree.",
         prevented="Shares may be unequal: each row is in exactly one of them, and a document may have any length.",
-        check=_odd_lengths,
+        check=_compare_odd_lengths,
     ),
     KnownError(
         "rotary positions of packed documents",
@@ -111,7 +114,7 @@ ERRORS = (
         "angles of the first one: positions 0, 3, 0, 3 of a table where 0, 3, 4, 7 were meant.",
         seen="A loss that is a little higher, growing with the number of documents in a pack.",
         prevented="Each local row has its position inside its document, worked out with the rows themselves.",
-        check=_positions_of_packed_documents,
+        check=_compare_packed_positions,
         pull=True,
     ),
 )

@@ -119,6 +119,7 @@ def model_error(model: Any, answer: Answer, world: World) -> float:
 
 
 def _norm_error(result: StepResult, answer: Answer) -> float:
+    """Return the relative error of the gradient norm that a step reports; 0 if it reports none."""
     return 0.0 if result.grad_norm is None else loss_error(result.grad_norm, answer.norm)
 
 

@@ -13,7 +13,7 @@ from longspan.layout import Layout
 LIMIT = 1e-10  # of every check's relative error: all of them compute in float64, or compare integers
 RANKS = 2
 
-# Entered by every rank of the world; returns this rank's relative error from what is right. Infinity is none of it.
+# Entered by every rank of the world; returns this rank's relative error, infinity if a result is missing.
 Check = Callable[[World], float]
 
 

@@ -41,7 +41,7 @@ from longspan.train.terms.mtp import MtpLoss
 _LENGTHS = (9, 14, 5)
 
 
-def _states_of_documents(world: World) -> float:
+def _compare_states(world: World) -> float:
     """Scan packed documents over two ranks, and each of them on its own, step by step."""
     random, rows = torch.Generator().manual_seed(0), sum(_LENGTHS)
     shapes = ((rows, 2, 4), (rows, 2, 4), (rows, 2, 3), (rows, 2, 1), (rows, 2))
@@ -67,7 +67,7 @@ def _scan_document(inputs: Sequence[Tensor]) -> Tensor:
     return torch.stack(outs)
 
 
-def _convolutions_of_documents(world: World) -> float:
+def _compare_convolutions(world: World) -> float:
     """Convolve packed documents over two ranks, and each of them on its own."""
     random = torch.Generator().manual_seed(0)
     x, weight = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in ((sum(_LENGTHS), 6), (6, 4)))
@@ -78,7 +78,7 @@ def _convolutions_of_documents(world: World) -> float:
     return tensor_error(causal_conv(shard.scatter(x), weight, None, shard), shard.scatter(exact))
 
 
-def _losses_of_routers(world: World) -> float:
+def _compare_router_losses(world: World) -> float:
     """Compare a step with balance and z losses of routers with transformers' own over all documents."""
     config = tiny_configuration("Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     documents = draw_documents()
@@ -106,20 +106,26 @@ def _compare_depths(world: World, documents: Sequence[Any]) -> float:
     return max(tensor_error(gradients[1][name], exact) for name, exact in gradients[0].items())
 
 
-def _depths_at_degree_two(world: World) -> float:
+def _compare_depths_without_masks(world: World) -> float:
+    """Compare depths on documents in which every token but the first is a target."""
     return _compare_depths(world, draw_documents())
 
 
 def _compare_depths_uneven_masks(world: World) -> float:
+    """Compare depths on documents whose targets are among the first tokens, so that the ranks' numbers differ."""
     return _compare_depths(world, draw_documents((24, 40), mask=lambda _, position: position < 11))
 
 
-def _formulas_of_norms(world: World) -> float:
-    """Compare the formulas that norms of two families run by with the norms' own code, weights far from 1."""
+def _compare_norm_formulas(world: World) -> float:
+    """Compare the formulas that norms of two families run by with the norms' own code; infinite if none was fused.
+
+    Their weights are random, so that an offset of 1 shows.
+    """
     worst_error = 0.0
     for name in ("GemmaConfig", "Qwen3Config"):
         model = make_tiny_model(tiny_configuration(name), torch.float32)
         fuse_norms(model)
+        # A fused norm's forward is bound to the norm and its formula.
         fused = [x for x in model.modules() if isinstance(getattr(vars(x).get("forward"), "args", None), tuple)]
         for norm in fused:
             _, formula = vars(norm)["forward"].args
@@ -150,7 +156,7 @@ def kernel_sources() -> dict[str, str]:
     return sources
 
 
-def _offsets_of_kernels(world: World) -> float:
+def _count_narrow_offsets(world: World) -> float:
     """Count the kernels that do not widen the number of a row, or of a head, before they multiply it by a stride."""
     sources = kernel_sources()
     return float(sum("tl.int64" not in source for source in sources.values())) if sources else float("inf")
@@ -165,7 +171,7 @@ ERRORS = (
         seen="A sample's loss depends on what is packed before it, in linear-attention layers only.",
         prevented="A chain of runs is one document's; the state before its first run is zero, on whichever rank that "
         "run lies.",
-        check=_states_of_documents,
+        check=_compare_states,
         pull=True,
     ),
     KnownError(
@@ -175,7 +181,7 @@ ERRORS = (
         "three tokens of one bled into the first three of the next.",
         seen="Outputs of packed samples differ from those of the same samples one by one (0.4 in the thread).",
         prevented="A run fetches rows of its own document only, and zeros stand before its start.",
-        check=_convolutions_of_documents,
+        check=_compare_convolutions,
         pull=True,
     ),
     KnownError(
@@ -185,7 +191,7 @@ ERRORS = (
         "discarded; its gradient never reached the router.",
         seen="The balance loss is logged, and experts stay unbalanced.",
         prevented="The gradients of routers are compared with those of transformers' own loss over the same documents.",
-        check=_losses_of_routers,
+        check=_compare_router_losses,
         pull=True,
     ),
     KnownError(
@@ -195,7 +201,7 @@ ERRORS = (
         "of one rank: its gradient was too small by the data-parallel size.",
         seen="The same coefficient balances less on more GPUs.",
         prevented="Loads are summed over all slots before the first backward pass, and the divisor is the step's.",
-        check=_losses_of_routers,
+        check=_compare_router_losses,
         pull=True,
     ),
     KnownError(
@@ -205,7 +211,7 @@ ERRORS = (
         seen="A pretrained Gemma begins with a high loss, and learns its way out of it.",
         prevented="What a norm computes is tried on a copy of it, and the kernel gets that formula; a norm of another "
         "formula keeps its own code.",
-        check=_formulas_of_norms,
+        check=_compare_norm_formulas,
     ),
     KnownError(
         "losses of later tokens divided by the degree",
@@ -214,7 +220,7 @@ ERRORS = (
         "up for that and the loss of multi-token prediction did not.",
         seen="The depths learn less the higher the degree.",
         prevented="A depth's loss is a sum over its targets in the step, divided once by their number.",
-        check=_depths_at_degree_two,
+        check=_compare_depths_without_masks,
         pull=True,
     ),
     KnownError(
@@ -235,6 +241,6 @@ ERRORS = (
         seen="Finite, plausible, wrong numbers in long sequences only.",
         prevented="Kernels widen what they multiply by a stride to 64 bits. Without a GPU their source is read; with "
         "one, tests run every kernel past 2^32 elements.",
-        check=_offsets_of_kernels,
+        check=_count_narrow_offsets,
     ),
 )

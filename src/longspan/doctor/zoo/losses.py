@@ -22,11 +22,12 @@ from longspan.train.step import run_step, token_log_probs
 TP = Layout(ranks=2, tp=2)
 
 
-def _step_at_degree_two(world: World) -> float:
+def _compare_step(world: World) -> float:
+    """Return the error of one step in which both ranks share every document."""
     return step_error(world, tiny_configuration(), draw_documents())
 
 
-def _same_norm_at_both_degrees(world: World) -> float:
+def _compare_norms(world: World) -> float:
     """Return how far the gradient norms of degree 1 and 2 are from the dense one."""
     config, documents = tiny_configuration(), draw_documents()
     norm = dense_answer(config, documents).norm
@@ -39,26 +40,26 @@ def _same_norm_at_both_degrees(world: World) -> float:
     return max(loss_error(value, norm) for value in norms)
 
 
-def _rank_without_targets(world: World) -> float:
+def _compare_rank_without_targets(world: World) -> float:
     """Mask all but the first tokens: at degree 2 in zigzag order the second rank has no target."""
     documents = draw_documents((32, 40), mask=lambda _, position: position < 8)
     return step_error(world, tiny_configuration(), documents)
 
 
-def _uneven_masks(world: World) -> float:
+def _compare_uneven_masks(world: World) -> float:
     """Mask so that the ranks of a group have different numbers of targets."""
     documents = draw_documents((24, 40), mask=lambda _, position: position < 9 or position % 5 == 0)
     return step_error(world, tiny_configuration(), documents)
 
 
-def _several_micro_batches(world: World) -> float:
+def _compare_several_micro_batches(world: World) -> float:
     """Take micro-batches that hold very different numbers of targets."""
     documents = draw_documents((30, 4, 3, 17))
     plan = plan_documents(documents, world, max_tokens_per_slot=15)
     return step_error(world, tiny_configuration(), documents, plan)
 
 
-def _sums_of_log_probs(world: World) -> float:
+def _compare_sums_of_log_probs(world: World) -> float:
     """Sum log-probabilities over ranks that hold the same rows, as those of tensor parallelism do."""
     config, documents = tiny_configuration(), draw_documents()
     sums = [float(x.sum()) for x in dense_log_probs(config, documents)]
@@ -68,7 +69,7 @@ def _sums_of_log_probs(world: World) -> float:
     return max(loss_error(score, value) for score, value in zip(scores.sums.tolist(), sums, strict=True))
 
 
-def _norm_with_copies(world: World) -> float:
+def _compare_clipped_norm(world: World) -> float:
     """Clip to half of the dense norm: the norm that is reported, and that of the gradients afterwards."""
     config, documents = tiny_configuration(), draw_documents()
     norm = dense_answer(config, documents).norm
@@ -77,6 +78,7 @@ def _norm_with_copies(world: World) -> float:
         run_step(model, plan_documents(documents, world, 1), documents, world)
         reported = clip_grad_norm(model, norm / 2, world)
     clipped = sum(float(x.square().sum()) for x in collect_gradients(model).values()) ** 0.5
+    # Clipping divides by the norm plus 1e-6, as torch's does.
     return max(loss_error(reported, norm), loss_error(clipped, norm / 2 * norm / (norm + 1e-6)))
 
 
@@ -89,7 +91,7 @@ ERRORS = (
         seen="The gradient norm at degree 4 is not that at degree 1 on the same batch.",
         prevented="A loss is a sum over targets, divided once by the plan's number of targets; gradients are a plain "
         "sum over slots. The degree stands in neither.",
-        check=_step_at_degree_two,
+        check=_compare_step,
     ),
     KnownError(
         "gradients averaged over other ranks than the loss",
@@ -98,7 +100,7 @@ ERRORS = (
         "size of the data-parallel group without context parallelism: dp 2 with cp 4 had other gradients than dp 8.",
         seen="Gradients grow with the degree, and clipping hides it.",
         prevented="FSDP2's divide factor is 1 and all slots are summed, whatever groups a plan has made of them.",
-        check=_same_norm_at_both_degrees,
+        check=_compare_norms,
     ),
     KnownError(
         "nan on a rank without targets",
@@ -107,7 +109,7 @@ ERRORS = (
         "0, and loss and gradients became nan.",
         seen="A short answer behind a long prompt, or much padding, at a high degree: nan.",
         prevented="No rank divides by what it holds itself. A rank without targets adds 0.",
-        check=_rank_without_targets,
+        check=_compare_rank_without_targets,
     ),
     KnownError(
         "loss divided by a rank's own targets",
@@ -117,7 +119,7 @@ ERRORS = (
         seen="Training on masked chats depends on the degree and on where the answers lie.",
         prevented="The divisor is the plan's; all ranks agree on the plan before the model runs, and the targets that "
         "were counted are compared with it after each step.",
-        check=_uneven_masks,
+        check=_compare_uneven_masks,
         pull=True,
     ),
     KnownError(
@@ -126,7 +128,7 @@ ERRORS = (
         happened="Each micro-batch was divided by its own number of tokens instead of that of the whole batch.",
         seen="Short micro-batches weigh as much as long ones, and the loss depends on how documents are packed.",
         prevented="Every micro-batch of a step is divided by the same number, the targets of the step.",
-        check=_several_micro_batches,
+        check=_compare_several_micro_batches,
         pull=True,
     ),
     KnownError(
@@ -136,7 +138,7 @@ ERRORS = (
         "summing it over these ranks doubled it, and the correction of gradients lacked the degree.",
         seen="The policy loss is −57.36 where another backend has −28.43.",
         prevented="Of ranks that hold the same rows one counts; all others add 0.",
-        check=_sums_of_log_probs,
+        check=_compare_sums_of_log_probs,
         pull=True,
         home=TP,
     ),
@@ -147,7 +149,7 @@ ERRORS = (
         "them hold, such as norms of queries and keys, were counted as often as there are ranks.",
         seen="The reported norm grows with tp, and gradients are clipped too much.",
         prevented="The norm counts each element once, by the placement of its gradient.",
-        check=_norm_with_copies,
+        check=_compare_clipped_norm,
         pull=True,
         home=TP,
     ),

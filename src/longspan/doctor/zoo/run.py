@@ -40,7 +40,8 @@ def run_zoo(
 ) -> list[ZooResult]:
     """Run the checks of these numbers of KNOWN_ERRORS (None: all), in their order.
 
-    `timeout` is how long a rank waits for the other; `show` gets each result of a world when that has ended.
+    `timeout` is how long a rank waits for the other, in seconds; `show` gets the results when their processes have
+    ended. A check that ends the processes has no result, and the checks after it run in new ones.
     """
     pending = list(range(len(KNOWN_ERRORS)) if numbers is None else numbers)
     results = list[ZooResult]()
@@ -86,6 +87,7 @@ def _run_checks(rank: int, numbers: Sequence[int], record: str, timeout: float) 
 
 
 def _read_results(record: Path) -> list[ZooResult]:
+    """Read the results that the first rank wrote, in the order of the checks; none without a file."""
     lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
     rows = [json.loads(line) for line in lines]
     return [ZooResult(KNOWN_ERRORS[row["number"]], row["error"], row["seconds"]) for row in rows]

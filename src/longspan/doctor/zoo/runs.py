@@ -23,23 +23,26 @@ from longspan.layout import Layout
 from longspan.plan.planners.fixed import plan_fixed
 
 
-def _tied_embeddings(world: World) -> float:
+def _compare_tied_embeddings(world: World) -> float:
+    """Return the error of a step over two stages, of which both have the embedding that is tied to the head."""
     documents = draw_documents()
     config = tiny_configuration(tie_word_embeddings=True)
     return step_error(world, config, documents, plan_documents(documents, world, 1))
 
 
-def _split_layers(world: World) -> float:
+def _compare_split_layers(world: World) -> float:
+    """Return the error of a step whose layers are split over two tensor-parallel ranks."""
     documents = draw_documents()
     return step_error(world, tiny_configuration(), documents, plan_documents(documents, world, 1))
 
 
 def _make_order() -> StepOrder:
+    """Make the order of 60 documents of random lengths, of which 3 are held out for evaluation."""
     lengths = np.random.default_rng(0).integers(4, 40, size=60)
     return StepOrder(lengths, tokens_per_step=96, seed=7, eval_documents=3)
 
 
-def _one_epoch(world: World) -> float:
+def _count_wrong_documents(world: World) -> float:
     """Count documents that one epoch leaves out or has twice before its last step, for homes of 1 to 8 slots.
 
     The last step may go on into the next epoch, so its documents may be there again, but none may be missing.
@@ -58,7 +61,7 @@ def _one_epoch(world: World) -> float:
     return float(wrong)
 
 
-def _order_after_resuming(world: World) -> float:
+def _count_wrong_steps(world: World) -> float:
     """Count steps that a resumed run takes with other documents, and epochs that repeat the first one's order.
 
     A run is resumed before each step: its order is pickled and read again.
@@ -73,7 +76,7 @@ def _order_after_resuming(world: World) -> float:
     return float(sum(a != b for a, b in zip(documents_of_steps, resumed, strict=True)) + repeated)
 
 
-def _newest_checkpoint(world: World) -> float:
+def _check_newest_checkpoint(world: World) -> float:
     """Interrupt a save: the newest checkpoint is the one before it, and stays when old ones are removed."""
     with tempfile.TemporaryDirectory(prefix="longspan-zoo-") as folder:
         root = Path(folder)
@@ -95,7 +98,7 @@ ERRORS = (
         seen="Copies of one embedding drift apart, or learn from a part of the batch.",
         prevented="Copies of a shared parameter are summed over the stages that hold it, each element once; one of "
         "them is trained.",
-        check=_tied_embeddings,
+        check=_compare_tied_embeddings,
         home=Layout(ranks=2, pp=2),
     ),
     KnownError(
@@ -106,7 +109,7 @@ ERRORS = (
         seen="Log-probabilities are right on all ranks, and the policy does not improve.",
         prevented="Each collective over tensor-parallel ranks states its gradient, identical or partial, and has a "
         "backward pass.",
-        check=_split_layers,
+        check=_compare_split_layers,
         pull=True,
         home=Layout(ranks=2, tp=2),
     ),
@@ -117,7 +120,7 @@ ERRORS = (
         "steps were counted as if each rank had data of its own.",
         seen="Several times the epochs, and a schedule that does not fit the data.",
         prevented="A step takes documents by the seed and its number; slots and degrees are no part of that.",
-        check=_one_epoch,
+        check=_count_wrong_documents,
     ),
     KnownError(
         "a resumed run repeats the first epoch's order",
@@ -126,7 +129,7 @@ ERRORS = (
         "came again, and others never came.",
         seen="Nothing, except a training loss that is a little too good after a restart.",
         prevented="The documents of a step are computed from the seed and the step; there is no state to lose.",
-        check=_order_after_resuming,
+        check=_count_wrong_steps,
     ),
     KnownError(
         "the newest checkpoint is not there yet",
@@ -136,6 +139,6 @@ ERRORS = (
         seen="Nothing, until the process dies in that minute: then no checkpoint can be loaded.",
         prevented="A save is written under another name, and gets its own once every rank's files are durable; older "
         "ones are removed only then.",
-        check=_newest_checkpoint,
+        check=_check_newest_checkpoint,
     ),
 )

@@ -19,7 +19,7 @@ from longspan.evaluation.evaluate import evaluate
 from longspan.train.step import token_log_probs
 
 
-def _log_probs_at_borders(world: World) -> float:
+def _compare_log_probs(world: World) -> float:
     """Compare the log-probability of every token with the dense model's."""
     config, documents = tiny_configuration(), draw_documents()
     exact = np.concatenate([x.numpy() for x in dense_log_probs(config, documents)])
@@ -28,12 +28,12 @@ def _log_probs_at_borders(world: World) -> float:
     return float(np.abs(scores.values - exact).max())
 
 
-def _last_tokens_predict_nothing(world: World) -> float:
+def _compare_two_token_documents(world: World) -> float:
     """Take documents of two tokens, whose second has no label."""
     return step_error(world, tiny_configuration(), draw_documents((2, 5, 2, 2, 9)))
 
 
-def _packed_batch(world: World) -> float:
+def _compare_packed_batch(world: World) -> float:
     """Read a packed row by its position_ids, and compare with its documents one by one."""
     config, documents = tiny_configuration(), draw_documents()
     row = np.concatenate([d.ids for d in documents])
@@ -45,7 +45,7 @@ def _packed_batch(world: World) -> float:
     return loss_error(loss, exact.loss)
 
 
-def _evaluation_at_both_degrees(world: World) -> float:
+def _compare_evaluation_degrees(world: World) -> float:
     """Return the worst error of an evaluation's loss at cp 1 and at cp 2, against the dense model's."""
     config, documents = tiny_configuration(), draw_documents()
     exact = dense_answer(config, documents).loss
@@ -55,7 +55,7 @@ def _evaluation_at_both_degrees(world: World) -> float:
     return max(loss_error(loss, exact) for loss in losses)
 
 
-def _evaluation_of_uneven_documents(world: World) -> float:
+def _compare_uneven_evaluation(world: World) -> float:
     """Return the error of an evaluation's loss over documents of unequal lengths and masks, against a dense one."""
     config, documents = tiny_configuration(), draw_documents((3, 40, 5), mask=lambda d, p: d != 1 or p > 30)
     exact = dense_answer(config, documents).loss
@@ -64,7 +64,7 @@ def _evaluation_of_uneven_documents(world: World) -> float:
     return loss_error(loss, exact)
 
 
-def _same_documents_on_all_members(world: World) -> float:
+def _compare_documents_of_equal_length(world: World) -> float:
     """Evaluate documents of one length: members that read other documents would not be noticed by their sizes."""
     config, documents = tiny_configuration(), draw_documents((16, 16, 16))
     exact = dense_answer(config, documents).loss
@@ -84,7 +84,7 @@ ERRORS = (
         "quality falls slowly.",
         prevented="Labels are made inside documents, before anything is split; a rank reads the token after its last "
         "row where a label needs it.",
-        check=_log_probs_at_borders,
+        check=_compare_log_probs,
         pull=True,
     ),
     KnownError(
@@ -95,7 +95,7 @@ ERRORS = (
         seen="One wrong target a document, which matters most where documents are short.",
         prevented="The last position of a document has no label, and a step is refused if its ranks count other "
         "targets than its plan.",
-        check=_last_tokens_predict_nothing,
+        check=_compare_two_token_documents,
         pull=True,
     ),
     KnownError(
@@ -106,7 +106,7 @@ ERRORS = (
         seen="A sample's loss depends on what is packed before it.",
         prevented="Documents are values: positions, masks and states begin with each of them. Where a packed batch is "
         "read, position_ids that begin again at 0 begin a document.",
-        check=_packed_batch,
+        check=_compare_packed_batch,
         pull=True,
     ),
     KnownError(
@@ -116,7 +116,7 @@ ERRORS = (
         "true value, 13.96 at cp 2 and 27.92 at cp 4 instead of 6.98.",
         seen="Training loss is right; early stopping and the choice of the best checkpoint are not.",
         prevented="An evaluation is a plan without a backward pass, through the code of training.",
-        check=_evaluation_at_both_degrees,
+        check=_compare_evaluation_degrees,
         pull=True,
     ),
     KnownError(
@@ -126,7 +126,7 @@ ERRORS = (
         "packed micro-batches weighed alike.",
         seen="The validation loss moves with the batch size and the number of ranks.",
         prevented="Sums and counts travel, of each document; the only division is by all targets.",
-        check=_evaluation_of_uneven_documents,
+        check=_compare_uneven_evaluation,
         pull=True,
     ),
     KnownError(
@@ -136,7 +136,7 @@ ERRORS = (
         "size: members of one group read different samples.",
         seen="A validation loss that is finite, smooth and meaningless.",
         prevented="A rank reads what its plan says, and ranks compare their plans before the model runs.",
-        check=_same_documents_on_all_members,
+        check=_compare_documents_of_equal_length,
         pull=True,
     ),
 )

@@ -23,7 +23,7 @@ from longspan.model.mtp.depths import depth_reasons, model_depths, select_depth_
 from longspan.model.parts import is_tied
 
 _DORA = "DoraLinearVariant"
-_UNTESTED = {  # keys of LoraConfig, and what they may be
+_UNTESTED = {  # keys of LoraConfig, and what a value there asks for
     "target_parameters": "adapters of parameters that are not a linear's weight (fused experts)",
     "layer_replication": "layers that share weights",
     "trainable_token_indices": "single rows of an embedding",
@@ -60,7 +60,10 @@ def _refuse_adapted_embedding(model: PreTrainedModel, world: World) -> None:
 
 
 def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
-    """Raise ModelError, on every rank, if ranks would begin with different adapters; all ranks call it together."""
+    """Raise ModelError, on every rank, if ranks would begin with different adapters; all ranks call it together.
+
+    Compared are checksums of all that is trained; parameters on the meta device have no values yet.
+    """
     trained = dict(adapter_parameters(model)) | {n: p for n, p in model.named_parameters() if p.requires_grad}
     digests = {name: zlib.crc32(_parameter_bytes(p)) for name, p in trained.items() if not p.is_meta}
     of_ranks = world.control.gather_objects(digests, "digests of adapters")
@@ -75,11 +78,12 @@ def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
 
 
 def _parameter_bytes(x: Tensor) -> Any:
+    """Return a tensor's bytes on the host; as bytes, since numpy has no bfloat16."""
     return x.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
 def configuration_reasons(adapter: Adapter) -> Iterator[str]:
-    """Yield why an adapter of this configuration cannot be trained, wherever it is."""
+    """Yield why an adapter of this configuration cannot be trained, whatever layers it is in."""
     config = adapter.config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
@@ -96,7 +100,7 @@ def configuration_reasons(adapter: Adapter) -> Iterator[str]:
 
 
 def layer_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield why the layers that peft has put into a module cannot be trained."""
+    """Yield the first reason why one of the layers that peft has put into a module cannot be trained."""
     for name, module in peft_modules(model).items():
         layer: Any = module
         if is_adapted(module):
@@ -118,7 +122,7 @@ def layer_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _value_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield the reason why parameters of an adapter have no values."""
+    """Yield the reason why parameters of an adapter have no values, unless `prepare` itself will draw them."""
     if is_drawn_when_prepared(model):
         return
     if "weights_to_come" in vars(model):
@@ -126,15 +130,18 @@ def _value_reasons(model: nn.Module) -> Iterator[str]:
             "prepare reads its base model's weights (sharded=True or None), before which peft gives an adapter no "
             "values; load the base with sharded=False: load_model(folder, sharded=False)"
         )
-    elif without := [name for name, p in adapter_parameters(model) if p.is_meta]:
+    elif without_values := [name for name, p in adapter_parameters(model) if p.is_meta]:
         yield (
-            f"{len(without)} of its parameters have no values ({without[0]}); load it without low_cpu_mem_usage=True, "
-            "and its base with sharded=False"
+            f"{len(without_values)} of its parameters have no values ({without_values[0]}); load it without "
+            "low_cpu_mem_usage=True, and its base with sharded=False"
         )
 
 
 def _parameter_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield why the parameters that require gradients are not those of an adapter to train."""
+    """Yield why the parameters that require gradients are not those of an adapter to train.
+
+    Weights of depths of multi-token prediction may be trained with it, by the rules of `depth_reasons`.
+    """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         yield (
@@ -154,8 +161,8 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
 
 def _stage_reasons(model: PreTrainedModel) -> Iterator[str]:
     """Yield why an adapter cannot be trained over pipeline stages."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if is_tied(model) and any(is_adapted(end) or is_copied(end) for end in ends if end is not None):
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    if is_tied(model) and any(is_adapted(module) or is_copied(module) for module in modules if module is not None):
         yield (
             "it changes an embedding that is tied to the head, of which the first and the last pipeline stage hold a "
             "copy each; leave embed_tokens and lm_head out, or use pp 1"

@@ -38,7 +38,7 @@ from longspan.plan.shape.model_shape import read_experts
 
 _STAND_IN = "longspan_separate_rows"
 _ROWS, _EXPERTS = 48, 8
-_PIECES = (slice(0, 1), slice(1, 30), slice(30, _ROWS))
+_PIECES = (slice(0, 1), slice(1, 30), slice(30, _ROWS))  # of unequal sizes, one of a single row
 _TOLERANCE = 1e-4  # relative; many routers and norms compute in float32, whatever the model's type
 
 
@@ -81,7 +81,10 @@ def _innermost_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
-    """Try a small model of a class; that it cannot be run is a reason only if the trial is `required`."""
+    """Try a small model of a class; that it cannot be run is a reason only if the trial is `required`.
+
+    A class that draws at random in training is compared in evaluation mode: draws would differ from pass to pass.
+    """
     try:
         model = _small_model(kind, config)
         draws = _random_draw_reasons(model)
@@ -132,7 +135,10 @@ class _Pass(NamedTuple):
 
 
 def _run_rows(model: PreTrainedModel, order: Tensor) -> _Pass:
-    """Run one pass, forward and back, of the rows of these numbers; each has its own token and its own gradient."""
+    """Run one pass, forward and back, of the rows of these numbers.
+
+    Each row has its own token and its own random gradient of its output; all have one position, whatever their order.
+    """
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
     upstream = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
@@ -142,8 +148,8 @@ def _run_rows(model: PreTrainedModel, order: Tensor) -> _Pass:
                 lambda _, __, out, name=name: outputs.setdefault(name, []).extend(_row_tensors(out, len(order)))
             )
             hooks.callback(hook.remove)
-        places = torch.full((1, len(order)), 3)
-        out = model(input_ids=order[None], position_ids=places, use_cache=False)[0][0]
+        positions = torch.full((1, len(order)), 3)
+        out = model(input_ids=order[None], position_ids=positions, use_cache=False)[0][0]
     gradients = parameter_gradients((out * upstream[order]).sum(), model.named_parameters())
     return _Pass(out.detach(), gradients, outputs)
 
@@ -161,7 +167,7 @@ def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _random_draw_reasons(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return why a class is refused if two runs with different seeds differ; else nothing."""
+    """Return in words what a class draws at random if two runs with different seeds differ; else nothing."""
     outs: list[Tensor] = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -171,30 +177,33 @@ def _random_draw_reasons(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield how results of rows in pieces differ from those of all rows at once."""
-    # What is not saved may be a log; where results depend on it, they differ below.
+    """Yield how results of rows in pieces differ from those of all rows at once; if outputs do, nothing further."""
+    # Buffers that are not saved may only log what was run; if results depend on them, rows differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
     all_rows = _run_rows(model, torch.arange(_ROWS))
     order = torch.randperm(_ROWS)
     pieces = [_run_rows(model, order[piece]) for piece in _PIECES]
-    size = f"(found with a small {type(model).__name__} of {_ROWS} rows, whole and in {len(pieces)} pieces)"
+    evidence = f"(found with a small {type(model).__name__} of {_ROWS} rows, whole and in {len(pieces)} pieces)"
     buffers_after = dict(model.named_buffers())
     if changed := [name for name, buffer in buffers.items() if not torch.equal(buffers_after[name], buffer)]:
-        yield f"its forward pass in training changes {changed[0]} by the rows that it is given {size}"
+        yield f"its forward pass in training changes {changed[0]} by the rows that it is given {evidence}"
     if (
         error := relative_error(torch.cat([piece_pass.rows for piece_pass in pieces]), all_rows.rows[order])
     ) > _TOLERANCE:
         yield (
             f"rows influence each other outside attention, first in {_first_difference(all_rows, pieces, order)}: "
-            f"outputs differ by {error:.1e} {size}"
+            f"outputs differ by {error:.1e} {evidence}"
         )
         return
-    yield from _gradient_reasons(all_rows, pieces, size)
+    yield from _gradient_reasons(all_rows, pieces, evidence)
     yield from _expert_reasons(model)
 
 
 def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
-    """Name the first module whose outputs differ between all rows at once and rows in pieces."""
+    """Name the first module inside the model whose outputs differ between all rows at once and rows in pieces.
+
+    A module that is not called equally often for each piece cannot be compared.
+    """
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
             pieces = [piece_pass.outputs[name][i] for piece_pass in parts if i < len(piece_pass.outputs.get(name, ()))]
@@ -203,24 +212,24 @@ def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> st
     return "an unknown place"
 
 
-def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], size: str) -> Iterator[str]:
-    """Yield the first gradient that is not the sum of those of the pieces."""
+def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> Iterator[str]:
+    """Yield the first gradient that is not the sum of those of the pieces, or that is missing in one of them."""
     for name, gradient in whole.gradients.items():
         pieces = [piece_pass.gradients[name] for piece_pass in parts]
         present = [piece for piece in pieces if piece is not None]
         if gradient is not None and len(present) < len(pieces):
             yield (
                 f"{name} has no gradient, not even zeros, where no row of a rank visits it, and ranks would add "
-                f"different parameters {size}"
+                f"different parameters {evidence}"
             )
             return
         if gradient is not None and (error := relative_error(torch.stack(present).sum(0), gradient)) > _TOLERANCE:
-            yield f"the gradient of {name} is not the sum over rows: it differs by {error:.1e} {size}"
+            yield f"the gradient of {name} is not the sum over rows: it differs by {error:.1e} {evidence}"
             return
 
 
 def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield whether our function for experts computes what those of this class do."""
+    """Yield the first module of experts, if any, for which our function computes something else than its class."""
     for name, experts in expert_modules(model).items():
         count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
         x = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)

@@ -22,7 +22,7 @@ from longspan.model.seams.rope import rope_types
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
-_MIXING = ("linear_attention", "conv", "hybrid", "mamba")
+_MIXING = ("linear_attention", "conv", "hybrid", "mamba")  # types of layers that may contain a mixer
 
 _KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions"
 
@@ -45,7 +45,10 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why a model of this architecture is no causal language model."""
+    """Yield why a model of this architecture is no causal language model.
+
+    The class's name tells its head; wrappers of several modalities are called ForConditionalGeneration.
+    """
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, only decoder-only language models are supported"
@@ -68,7 +71,7 @@ def _text_class(model: PreTrainedModel) -> str:
 
 
 def _output_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why a model whose outputs are other than logits of rows is refused."""
+    """Yield why the form of a model's outputs is refused: hidden states are read by name."""
     if model.config.return_dict is False:
         yield "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
 
@@ -78,7 +81,8 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers}
     replaced |= {name: module for name, module in model.named_modules() if length_kinds(module)}
-    if model_depths(model) and find_copied_layer(model).of_tokens:  # which run what is around the layers by themselves
+    # Depths whose layers take arguments made of tokens run the module around the layers once more, for their tokens.
+    if model_depths(model) and find_copied_layer(model).of_tokens:
         around = layer_list(model)[0].rpartition(".")[0]
         replaced[around] = model.get_submodule(around)
     if names := find_set_forwards(replaced.items()):
@@ -105,7 +109,10 @@ def _temperature_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _rope_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which rotary modules choose frequencies by the longest position of a call, and cannot do so by document."""
+    """Yield which rope types choose frequencies by the longest position of a call, and cannot do so by document.
+
+    Modules that name their type in `rope_type` can: `rope_by_length.py` runs them.
+    """
     if any(hasattr(module, "rope_type") for module in model.modules()):
         return
     config = model.config

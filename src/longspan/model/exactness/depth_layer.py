@@ -31,7 +31,10 @@ def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
 
 
 def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
-    """Run a forward pass that calls stand-ins for all layers, and return these; None if no such pass succeeds."""
+    """Run a forward pass that calls stand-ins for all layers, and return these; None if no such pass succeeds.
+
+    Tried are layers that return a tensor (0), or a tuple of one or two values.
+    """
     for outputs in (0, 1, 2):
         embedded = _meta_rows(model)
         bare, layers = copy_without_layers(model, embedded, outputs)
@@ -44,6 +47,7 @@ def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
 
 
 def _meta_rows(model: PreTrainedModel) -> Tensor:
+    """Make two embedded rows (1, 2, D) on the meta device, which require a gradient."""
     weight = next(model.get_input_embeddings().parameters())
     return torch.zeros(1, 2, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True)
 
@@ -61,10 +65,9 @@ def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
 
 
 def _last_independent_layer(model: PreTrainedModel, last: int, outputs: int) -> int:
-    """Find the last layer that runs with stand-ins for all others; `last` where the whole model does not run on meta
-    tensors.
+    """Find the last layer that runs with stand-ins for all others.
 
-    In that case a failure does not show whether the layer lacks others.
+    It is `last` if the whole model does not run on meta tensors: a failure then says nothing of the layer.
     """
     if _runs_on_meta(model, outputs, [last]) or not _runs_on_meta(model, outputs, range(last + 1)):
         return last

@@ -60,11 +60,15 @@ def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return why groups of frames of videos do not enter so; for models whose images do."""
+    """Return why videos' groups of frames do not enter such a model as rows and positions only; empty if they do.
+
+    It is asked of models whose images do.
+    """
     return _try_images_once(config, "videos", lambda model: [make_video_document(model)])
 
 
 def _try_images_once(config: PreTrainedConfig, modality: str, make_documents: _Documents) -> tuple[str, ...]:
+    """Try a small model of this configuration on such documents, once for each modality in a process."""
     key = modality, type(config), config.to_json_string()
     return try_once(key, lambda: tuple(_image_differences(config, make_documents)))
 
@@ -93,12 +97,14 @@ def _split_model(model: PreTrainedModel) -> VisionParts:
 
 
 def _run_whole(model: PreTrainedModel, documents: list[TrialDocument]) -> _Pass:
+    """Run documents through the unchanged model, which gets ids and pixels."""
     return _make_pass(
         dict(model.named_parameters()), documents, lambda d: model(**make_stock_arguments(model, d)).logits[0]
     )
 
 
 def _run_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
+    """Run documents through the text model, which gets rows from the encoder."""
     named = dict(parts.language_model.named_parameters()) | dict(parts.encoder.named_parameters())
     return _make_pass(named, documents, partial(_part_logits, parts))
 
@@ -112,7 +118,10 @@ def _make_pass(named: dict[str, nn.Parameter], documents: list[TrialDocument], r
 
 
 def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
-    """Compute logits (T, V) of the text model from ids, positions and the rows of each image, encoded one at a time."""
+    """Compute logits (T, V) of the text model from ids, positions and the rows of each image, encoded one at a time.
+
+    Encoded rows are as wide as the embedding, or, for DeepStack, several times: the further parts go to layers.
+    """
     model, ids = parts.language_model, torch.from_numpy(document.ids)[None]
     places = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [parts.encoder([image]) for image in document.images]
@@ -123,7 +132,7 @@ def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
     if document.positions is not None:
         positions = torch.from_numpy(document.positions)[:, None]
     parameters = signature(model.forward).parameters
-    # Its own mask stands for that of a shard, which has spans of images and prefixes.
+    # In place of a shard's spans, the stock mask gets kinds of tokens: rows of an image or a prefix see each other.
     kind = document.kinds(model, images=model.config.model_type in SEEN_BY_IMAGES)
     kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in parameters), kind)
     with ExitStack() as hooks:
@@ -133,7 +142,10 @@ def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
 
 
 def _add_rows_to_layers(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
-    """Have the embedding take the images' rows, and the first layers add the rows that are for them."""
+    """Have the embedding take the images' rows (R, D), and the first layers add the parts that are for them.
+
+    `places` (R,) are the positions of the placeholders; `hooks` removes the hooks.
+    """
     embedding_rows, *rows_of_layers = rows
     embedding = model.get_input_embeddings()
     hooks.callback(
@@ -144,6 +156,7 @@ def _add_rows_to_layers(model: PreTrainedModel, places: Tensor, rows: tuple[Tens
 
 
 def _add_part(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:
+    """Add rows (R, D) to a layer's output at these places: a forward hook. A tuple begins with the hidden states."""
     if isinstance(out, tuple):
         return (out[0].index_add(1, places, part[None]), *out[1:])
     return out.index_add(1, places, part[None])
@@ -151,12 +164,12 @@ def _add_part(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:
 
 def _difference_reasons(whole: _Pass, parts: _Pass) -> Iterator[str]:
     """Yield how logits, or the first gradient, of the model in parts differ from those of the whole model."""
-    size = "(found with a small model of its class, whole and in parts)"
+    evidence = "(found with a small model of its class, whole and in parts)"
     errors = [relative_error(a, b) for a, b in zip(parts.logits, whole.logits, strict=True)]
     if max(errors) > _TOLERANCE:
         yield (
             "it does more with images than put their rows in the places of their placeholders: logits differ by "
-            f"{max(errors):.1e} {size}"
+            f"{max(errors):.1e} {evidence}"
         )
         return
     largest = max(float(g.abs().max()) for g in whole.gradients.values() if g is not None)
@@ -164,7 +177,7 @@ def _difference_reasons(whole: _Pass, parts: _Pass) -> Iterator[str]:
         gradient = parts.gradients.get(name)
         exact, gradient = (torch.zeros(1) if g is None else g for g in (exact, gradient))
         if (error := relative_error(gradient, exact, least=_FLOOR * largest)) > _TOLERANCE:
-            yield f"the gradient of {name} is another where rows of images are made apart: by {error:.1e} {size}"
+            yield f"the gradient of {name} is another where rows of images are made apart: by {error:.1e} {evidence}"
             return
 
 

@@ -27,7 +27,7 @@ from longspan.model.seams.attention_record import Probe, RecordedCall, check_cal
 from longspan.model.seams.meta_pass import VALUES_READ, run_on_meta
 from longspan.model.seams.refusals import doctor_hint
 
-_RATES, _MODES = ("p", "dropout_p", "dropout"), ("train", "training")  # arguments by which an operator draws nothing
+_RATES, _MODES = ("p", "dropout_p", "dropout"), ("train", "training")  # if one is 0 or False, an operator draws nothing
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ def _training_draws(model: PreTrainedModel, training: _Pass) -> tuple[str, ...]:
 
 
 def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:
+    """Write each function that drew, with its number of calls."""
     return tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(calls.items()))
 
 
@@ -143,7 +144,7 @@ class _CallNames(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note the name of a function of torch while it runs; of dropout also its rate."""
+        """Note the name of a function of torch while it runs; of dropout also its rate, torch's default being 0.5."""
         arguments, name = kwargs or {}, getattr(func, "__name__", "")
         if "dropout" in name and "attention" not in name:
             rate = arguments.get("p", args[1] if len(args) > 1 else 0.5)
@@ -179,7 +180,10 @@ class _Draws(TorchDispatchMode):
 
 
 def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator that may draw does so: not with a dropout rate of 0, nor in evaluation."""
+    """Return whether an operator that may draw does so: not with a dropout rate of 0, nor in evaluation.
+
+    An operator without such arguments draws.
+    """
     parameters = operator._schema.arguments
     values = {parameter.name: parameter.default_value for parameter in parameters}
     values |= dict(zip(values, args, strict=False)) | dict(kwargs)
@@ -188,7 +192,7 @@ def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _dropout_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield a reason for each dropout outside attention and adapters."""
+    """Yield in words each dropout module outside attention and adapters that has a rate."""
     for name, module in model.named_modules():
         drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not _is_adapter_dropout(name)
         if drops and "att" not in name.rpartition(".")[2]:
@@ -208,12 +212,10 @@ def check_kernel(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[AttendCall, ...]:
-    """Check the different calls among `recorded`, and return them.
+    """Check that the kernel of this name, or with None any, can do the recorded calls, and return the different ones.
 
-    Raises ModelError where this kernel (None: any) cannot do one.
-
-    Tensors will be of `dtype` on `device`; in training calls have the dropout of their layer. Raises AttentionError for
-    an unknown kernel, and for one that cannot do a layer's call.
+    Tensors will be of `dtype` on `device`; calls are returned with the dropout of their layer. Raises AttentionError
+    for an unknown kernel, and for one that cannot do a layer's call.
     """
     if name is not None:
         find_kernel(name)
@@ -223,6 +225,7 @@ def check_kernel(
             (recorded_call.head_size, recorded_call.value_size),
             Mask(window=recorded_call.window, chunk=recorded_call.chunk),
         )
+        # One head of each: how many there are does not matter to a kernel.
         call = AttendCall(1, 1, *sizes, dtype, device, mask, softcap=recorded_call.softcap)
         try:
             choose_kernel(call, name)

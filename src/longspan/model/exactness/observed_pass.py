@@ -52,19 +52,23 @@ class TrialRows:
         return self.numbers.reshape(self.parts, -1)[self.part] if rows * self.parts == len(self.numbers) else None
 
     def choose_values(self, values: Tensor) -> Tensor:
-        """Choose among values (2, numbers, …) those of these rows (T, …): the second ones of rows that are others."""
+        """Choose among values (2, numbers, …) those of these rows (T, …).
+
+        With `others`, rows that are not compared get the second ones.
+        """
         others = (~is_compared(self.numbers) & self.others).astype(np.int64)
         return values[to_device(others, values.device), to_device(self.numbers, values.device)]
 
 
 def is_compared(numbers: Integers) -> Integers:
-    """Return which rows are compared, by their numbers."""
+    """Return which rows (T,) are compared: about half, by a draw that depends on their numbers only."""
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 
 
 def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tuple[TrialRows, TrialRows, TrialRows]:
-    """Make the rows of three passes: some rows, the same next to others, and part of them next to others in another
-    order.
+    """Make the rows of three passes: some rows, the same next to others, and fewer next to others in another order.
+
+    Documents are no longer than a model's table of positions, if it has one.
     """
     most_positions = max(_LENGTHS) if table is None else table.positions
     lengths = [min(length, most_positions) for length in _LENGTHS]
@@ -80,8 +84,8 @@ def _document_rows(
 ) -> TrialRows:
     """Return the rows of one pass: these documents on every slot, once for each of `parts` ranks.
 
-    `numbers` are the rows' places among those of all documents; COUNT apart for each rank. With several parts, tensor
-    parallelism splits rows between layers, and this rank has the part of its number.
+    A row's number is its index among the rows of all documents of `_LENGTHS`, plus COUNT for each earlier part. With
+    several parts, sequence parallelism splits rows between layers, and this rank has the part of its tp rank.
     """
     starts = np.cumsum([0, *lengths])
     numbers_of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
@@ -95,7 +99,10 @@ def _document_rows(
 
 
 class Precision(NamedTuple):
-    """The type that a model computes in, and whether it has experts, whose numbers of rows depend on other rows."""
+    """The type that a model computes in, whether float32 products may run in TF32, and whether it has experts.
+
+    How many rows an expert gets depends on other rows, and so do the shapes of its products.
+    """
 
     dtype: torch.dtype
     tf32: bool
@@ -113,7 +120,8 @@ class Precision(NamedTuple):
     def tolerance(self, *, same_shapes: bool) -> float:
         """Return how far a row may differ, relative to what a module adds to it.
 
-        Norms and routers may be in float32.
+        Norms and routers may be in float32, whatever the model's type. In coarse types it is least where every product
+        has the same shapes, and most where rounding may let a router choose other experts.
         """
         if not self.rounds_coarsely:
             return 1e-4
@@ -122,7 +130,7 @@ class Precision(NamedTuple):
         )
 
     def rounding(self, x: Tensor, *, same_shapes: bool) -> float:
-        """Return by how much rounding may change a number, relative to it."""
+        """Return by how much rounding may change a number, relative to it: some epsilons of the coarser type."""
         if self.must_be_equal(same_shapes=same_shapes):
             return 0.0
         return (2 if self.rounds_coarsely else 16) * max(torch.finfo(x.dtype).eps, torch.finfo(self.dtype).eps)
@@ -130,13 +138,16 @@ class Precision(NamedTuple):
     def combine_errors(self, errors: Tensor, *, same_shapes: bool) -> Tensor:
         """Return the error of a tensor from those of its rows.
 
-        Rounding may let a router choose other experts for some.
+        It is the largest, or the median where rounding may let a router choose other experts for some rows.
         """
         return errors.median() if self.rounds_coarsely and self.experts and not same_shapes else errors.max()
 
 
 class Key(NamedTuple):
-    """An input or output tensor of a module, by the module's name, the number of the call and its place."""
+    """An input or output (`out`) tensor of a module: the module's name, the number of its call, and the tensor's index.
+
+    `leaf` counts only tensors of rows.
+    """
 
     module: str
     call: int
@@ -151,6 +162,7 @@ class ObservedPass:
     """
 
     def __init__(self, rows: TrialRows, precision: Precision, before: "ObservedPass | None" = None) -> None:
+        """Begin a pass: `_calls` has the number of each module's latest call, `_places` the compared rows by sizes."""
         self.rows: TrialRows = rows
         self.precision: Precision = precision
         self.before: ObservedPass | None = before
@@ -160,7 +172,10 @@ class ObservedPass:
 
     @contextmanager
     def observe_calls(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Note and compare calls of these modules; those of `layers` return the rows of the pass before."""
+        """Note and compare calls of these modules; those of `layers` return the rows of the pass before.
+
+        Inputs are noted before other hooks, which count as part of their module, see them.
+        """
         with ExitStack() as stack:
             for name, module in {**modules, **layers}.items():
                 note_inputs = module.register_forward_pre_hook(
@@ -182,6 +197,7 @@ class ObservedPass:
         return dict(zip(self.errors, torch.stack(list(self.errors.values())).tolist(), strict=True))
 
     def _note_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Count the call of a module, and note its inputs: a forward pre-hook."""
         call = self._calls[name] = self._calls.get(name, -1) + 1
         for leaf, x in enumerate(_row_tensors(self.rows, (args, kwargs))):
             self._compare_tensor(Key(name, call, out=False, leaf=leaf), x, None)
@@ -197,12 +213,16 @@ class ObservedPass:
         return self._restore_rows(name, call, out) if is_layer and self.before is not None else None
 
     def _note_tensors(self, name: str, call: int, out: Any, entered: Tensor | None) -> None:
+        """Note the tensors of rows of an output; those of the shape of `entered`, a layer's input, were added to it."""
         for leaf, x in enumerate(_row_tensors(self.rows, out)):
             added_to = entered if entered is not None and entered.shape == x.shape else None
             self._compare_tensor(Key(name, call, out=True, leaf=leaf), x, added_to)
 
     def _compare_tensor(self, key: Key, x: Tensor, added_to: Tensor | None) -> None:
-        """Keep a tensor, and its error relative to the pass before; a layer adds to `added_to`."""
+        """Keep a tensor, and its error relative to the pass before; a layer adds to `added_to`.
+
+        The first pass keeps a copy, since modules may write into their tensors before the next pass reads it.
+        """
         x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
         if self.before is None or (earlier := self.before.tensors.get(key)) is None:
             return
@@ -212,7 +232,10 @@ class ObservedPass:
             self.errors[key] = self._relative_error(x[places], earlier[earlier_places], entered)
 
     def _rows_to_compare(self, x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the places of compared rows in a tensor, and in that of the pass before; None if there are none."""
+        """Return the indices of compared rows in a tensor, and in that of the pass before.
+
+        None if there are no such rows, or if the tensors differ in their other dims.
+        """
         sizes = len(x), len(earlier)
         if sizes not in self._places:
             assert self.before is not None
@@ -238,12 +261,13 @@ class ObservedPass:
         a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
         added = b if entered is None else b - entered.flatten(1)
         excess = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
+        # Rows to which next to nothing is added count as if something were, relative to the largest row.
         size = added.norm(dim=1).clamp(min=1e-3 * torch.finfo(x.dtype).eps * b.norm(dim=1).max()).clamp(min=1e-30)
-        errors = (excess / size).nan_to_num(nan=0.0) / tolerance
+        errors = (excess / size).nan_to_num(nan=0.0) / tolerance  # NaN shows nothing, infinity is an error
         return self.precision.combine_errors(errors, same_shapes=same_shapes).double()
 
     def _restore_rows(self, name: str, call: int, out: Any) -> Any:
-        """Return the output of a layer, with the compared rows of the pass before."""
+        """Return the output of a layer, with the compared rows of the pass before in its tensors of rows."""
         assert self.before is not None
         leaves, structure = tree_flatten(out)
         changed, leaf = list[Any](), 0
@@ -273,7 +297,7 @@ def _row_tensors(rows: TrialRows, values: Any) -> Iterator[Tensor]:
 
 
 def _flatten_rows(rows: TrialRows, value: Any) -> Tensor | None:
-    """Return a tensor of numbers of rows, (R, …) or (1, R, …), as (R, …); None for another value."""
+    """Return a floating tensor of the pass's rows, (R, …) or (1, R, …), as (R, …); None for another value."""
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1):
         return None
     if rows.row_numbers(value.shape[0]) is not None:
@@ -282,5 +306,6 @@ def _flatten_rows(rows: TrialRows, value: Any) -> Tensor | None:
 
 
 def _find_places(numbers: Integers, chosen: Integers) -> Integers:
+    """Return the indices of the chosen numbers among `numbers`, which are in any order."""
     order = np.argsort(numbers)
     return order[np.searchsorted(numbers, chosen, sorter=order)]

@@ -46,12 +46,12 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
         return
     trial = _Trial(model, world)
     with _preserve_modes(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
-        if not (backward and model.training):
+        if not (backward and model.training):  # a model in training keeps the modules that its user froze as they are
             model.train(backward)
         differences = trial.find_differences(every_module=False)
         if world.control.any_rank(bool(differences)):
             module_differences = trial.find_differences(every_module=True)  # by all ranks together
-            differences = module_differences or differences
+            differences = module_differences or differences  # modules name the culprit closer than layers
             raise_first_error(world, trial.refusal_error(differences) if differences else None)
     _trial_modes(model).add(backward)
 
@@ -62,7 +62,10 @@ def try_rows_at_first_call(model: nn.Module) -> None:
 
 
 def _try_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Try the rows on the ranks of the call, which see the same: passes of the model send all that is needed."""
+    """Try the rows before a call: a forward pre-hook.
+
+    Ranks that make the call together find the same, so none has to hear of another's result, as in `try_rows`.
+    """
     shard = kwargs.get("shard")
     if model.training in _trial_modes(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
         return
@@ -89,7 +92,10 @@ def _preserve_modes(model: nn.Module) -> Iterator[None]:
 
 
 class _Difference(NamedTuple):
-    """A module, or a value in words; by how much of what it adds to rows two passes differ, and which passes."""
+    """The name of a module or value in which two passes differ.
+
+    `error` and `tolerance` are relative to what it adds to rows; `comparison` says in words which rows were compared.
+    """
 
     name: str
     error: float
@@ -101,10 +107,10 @@ class _Trial:
     """The passes of a model, or of each stage that is here, and what differs between them."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        """Prepare the passes of a trial: one, and others whose rows it is compared with.
+        """Prepare the passes of a trial: one, one with the same rows next to others, one with fewer in another order.
 
-        Where sums round coarsely a difference may hide in one pass, so all others run; otherwise the first of them is
-        left out, as one shows everything.
+        Where products round coarsely a difference may hide in one comparison, so all are made; otherwise the second
+        pass is left out, as the third shows everything.
         """
         self.model, self.world = model, world
         self.stages: tuple[Any, ...] = model.stages if isinstance(model, PipelineModel) else (model,)
@@ -116,11 +122,11 @@ class _Trial:
         tf32 = world.device.type == "cuda" and dtype == torch.float32
         self.precision = Precision(dtype, tf32, has_experts(model))
         if not self.precision.rounds_coarsely:
-            self.others = self.others[1:]  # one pass shows all
+            self.others = self.others[1:]  # the last one shows all
         self.values = _Values(model, world, self.first.parts)
 
     def find_differences(self, *, every_module: bool) -> list[_Difference]:
-        """Find what differs between passes, with the culprit first; among layers, or among `every_module`."""
+        """Find what differs between passes, with the culprit first: layers alone are compared, or `every_module`."""
         return [
             difference
             for stage in self.stages
@@ -171,9 +177,14 @@ class _Trial:
 
 
 class _Values:
-    """Token ids of rows by their numbers, and hidden states for stages behind the first one."""
+    """Token ids (2, numbers) of rows, and hidden states for stages behind the first one.
+
+    Each number has two ids: rows that are not compared take the second one in passes with other neighbours. `later` are
+    the ids that depths of multi-token prediction read.
+    """
 
     def __init__(self, model: Any, world: World, parts: int) -> None:
+        """Draw the ids, the same on every rank; `parts` as for `make_trial_rows`, with COUNT numbers each."""
         self.device, self.dtype, self.numbers = world.device, model.dtype, (2, COUNT * parts)
         self.width, vocabulary = (getattr(model.config.get_text_config(), n) for n in ("hidden_size", "vocab_size"))
         depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
@@ -200,6 +211,7 @@ class _Values:
             return
 
         def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+            """Run the model of the last stage, which is given the note in place of a loss."""
             return part(**arguments, row_loss=note_hidden, **later)
 
         x = ids if stage.first else self._make_hidden_states(stage, rows)
@@ -208,7 +220,7 @@ class _Values:
             observed.note_value("the hidden states after its last layer", out.squeeze(0))
 
     def _make_hidden_states(self, stage: Stage, rows: TrialRows) -> Tensor:
-        """Make hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
+        """Make this rank's hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
         draw, inputs = torch.Generator().manual_seed(4), list[Tensor]()
         for _ in range(1 + stage.with_embedding):
             values = torch.randn(*self.numbers, self.width, generator=draw).to(self.device, self.dtype)
@@ -225,6 +237,7 @@ def _first_culprit(shares: Mapping[Key, float]) -> Key | None:
 
 
 def _module_words(model: nn.Module, name: str) -> str:
+    """Return a module's name and class; the model itself has only a class, and a noted value only a name."""
     modules = dict(model.named_modules())
     kind = type(modules[name]).__name__.removeprefix("FSDP") if name in modules else ""
     return f"{name} ({kind})" if name and kind else name or kind
@@ -232,7 +245,7 @@ def _module_words(model: nn.Module, name: str) -> str:
 
 @contextmanager
 def _preserve_state(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and attributes of modules after a pass."""
+    """Restore attributes of modules after a pass, and the values of buffers that it wrote to."""
     values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
         with preserve_attributes(model):

@@ -90,7 +90,7 @@ def make_tiny_model(
 
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
-    """Make a model with `attention` if its class has that, else with its own."""
+    """Make a model with this attention of transformers, or with "eager" if its class does not support it."""
     settings: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}
     automatic: Any = AutoModelForImageTextToText if images or reads_images_alone(config) else AutoModelForCausalLM
     if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -120,7 +120,10 @@ def _small_configuration(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedCo
 
 
 def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str, Any]:
-    """Return the small values of a configuration and of those inside it, of so many layers at least."""
+    """Return the small values of a configuration, and of the configurations inside it, each for `least` layers or more.
+
+    Values in OVERRIDES, which may be functions of the others, come last.
+    """
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)
@@ -142,7 +145,7 @@ def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) 
         raise ModelError(
             f"it has {count:,} parameters, more than {limit:,}; the largest, {name}, is {tuple(largest.shape)}"
         )
-    ids = torch.arange(1, 2 * SCALED_FROM)[None] % sizes.vocabulary
+    ids = torch.arange(1, 2 * SCALED_FROM)[None] % sizes.vocabulary  # longer than where scaled positions begin
     with torch.no_grad(), _silence_warnings():
         make_tiny_model(config, torch.float32, images=images)(input_ids=ids, use_cache=False)
 
@@ -162,8 +165,8 @@ def _silence_warnings() -> Iterator[None]:
 def try_once(key: Hashable, trial: Callable[[], _T]) -> _T:
     """Try a small copy on the host once for each key in a process; returns the result of the trial.
 
-    It draws random numbers of its own, in one thread: operations on tens of numbers take longer in several, above all
-    if processes share the cores.
+    The trial leaves the state of random numbers as it was, and runs in one thread: operations on tens of numbers take
+    longer in several, above all if processes share the cores.
     """
     if key not in _results:
         threads = torch.get_num_threads()

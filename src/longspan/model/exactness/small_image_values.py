@@ -36,9 +36,10 @@ def least_layers(config: Any) -> int:
 
 
 def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) -> dict[str, Any]:
-    """Return small values of a model with images that fit each other, as its parts were made small separately.
+    """Make the small values of a model with images fit each other, as its parts were made small separately.
 
-    `base` is its class below the head, which says whether positions are in three parts.
+    `base` is its class below the head; one with `get_rope_index` has positions in three parts (M-RoPE). Ids of
+    placeholders become the largest of the vocabulary. Values of a model without images are returned as they are.
     """
     vision, width = values.get("vision_config"), _text_width(values)
     if not isinstance(vision, dict):
@@ -91,12 +92,13 @@ def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _text_width(values: Mapping[str, Any]) -> int | None:
+    """Return the hidden size of the text model, whose configuration may be inside that of the whole model."""
     text = next((values[name] for name in _TEXTS if values.get(name)), values)
     return text.get("hidden_size") if isinstance(text, Mapping) else None
 
 
 def _placeholder_names(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of special tokens of images, videos and audio, the image's own first."""
+    """Return the names of special tokens of images, videos and audio, not of text, the image's own first."""
     names = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
     usual = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
     names = [name for name in names if not name.startswith(usual)]

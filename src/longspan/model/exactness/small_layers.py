@@ -17,7 +17,7 @@ _FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe
 _LAST = ("num_kv_shared_layers",)
 _PERIODS = {"decoder_sparse_step": None, "attn_layer_period": "attn_layer_offset"}
 _PERIODS |= {"expert_layer_period": "expert_layer_offset", "moe_layer_interval": None}
-_MOST = 6
+_MOST = 6  # kinds of layers that each get a layer; of more kinds, layers that show each property
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,10 @@ def _covering_layers(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]
 
 
 def _cover_periods(values: Mapping[str, Any], layers: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return these layers, or the first four if a period above one (two, when small) would not show both its kinds."""
+    """Return these layers, or the first four if there are fewer and the configuration has periods above one.
+
+    Periods become two in a small copy, so that four layers show each kind twice.
+    """
     periods = [name for name in _PERIODS if isinstance(values.get(name), int) and values[name] > 1]
     return tuple(range(min(4, count))) if periods and len(layers) < 4 else layers
 

@@ -16,10 +16,12 @@ _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
 def _rope_by_kind(small: Mapping[str, Any]) -> Any:
+    """Return the rotary parameters, or default ones for each type of layer if there are none."""
     return small["rope_parameters"] or dict.fromkeys(("full_attention", "sliding_attention"), _DEFAULT_ROPE)
 
 
 def _replace_value(name: str, value: Any) -> Any:
+    """Make a function of the small values that returns the attribute `name`, or `value` if it is None or missing."""
     return lambda small: value if small.get(name) is None else small[name]
 
 
@@ -158,7 +160,7 @@ class _Rules:
             return self._fill_missing(name)
         if isinstance(value, float) and _DROPOUT.search(name):
             return 0.0
-        if isinstance(value, float) and name in _SCORE_SCALES:  # Granite's default, 1, leaves softmaxes of one key
+        if isinstance(value, float) and name in _SCORE_SCALES:  # by Granite's default, 1, a softmax sees one key alone
             return min(value, 1.5 / math.sqrt(self.sizes.head_size))
         if isinstance(value, bool) or not isinstance(value, int) or value == 0:
             return value
@@ -171,7 +173,11 @@ class _Rules:
         return self.sizes.heads if name in _KV_HEADS else None
 
     def _small_integer(self, name: str, value: int) -> int:
-        """Return the small value of an integer: by its name if that is known, otherwise by its ratio to widths."""
+        """Return the small value of an integer: by its name if that is known, otherwise by its ratio to widths.
+
+        Of several head sizes, the one that equals the rotary part of latent attention follows that; the others keep
+        their multiple of the first.
+        """
         simple = {
             **dict.fromkeys(_HEADS, self.sizes.heads),
             **dict.fromkeys(_EXPERTS, min(value, self.sizes.experts)),
@@ -294,12 +300,16 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes)
 
 
 def alternative_sizes(sizes: Sizes) -> list[Sizes]:
-    """Return sizes to try in turn until a class accepts them."""
+    """Return sizes to try in turn until a class accepts them: these, then others that some classes ask for.
+
+    They are a hidden size of all heads together, as many key heads as queries, and a padding id that is set.
+    """
     equal, wide = replace(sizes, grouped=False), replace(sizes, narrow=False)
     padded = [replace(sizes, pad=0), replace(sizes, pad=1)]
     return [sizes, wide, equal, replace(equal, narrow=False), *padded, replace(equal, narrow=False, pad=0)]
 
 
 def _first_count(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Return the first of these attributes that is an integer other than 0; None without one."""
     present = (values[name] for name in names if name in values)
     return next((value for value in present if isinstance(value, int) and not isinstance(value, bool) and value), None)

@@ -30,9 +30,10 @@ _SHAPES, _MERGES, _FINER = "spatial_shapes", "image_merge_sizes", "high_res_pixe
 
 
 def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
-    """Draw an image as a model takes it: of so many merged patches a side, or so many quarters of a tile's side.
+    """Draw an image as a model takes it, which the arguments of its class's image function tell.
 
-    `merge` are the merged patches a side of models with grids.
+    `side` counts merged patches, or halves of a tile's side, or tiles. In models with grids `merge` patches a side make
+    a merged one.
     """
     parameters, vision = image_parameters(base), base.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
@@ -53,7 +54,7 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
 
 
 def probe_image(base: Any, merge: int, rows: int) -> ImageInput:
-    """Draw an image that gives so many rows where they follow from its size, otherwise of one or two tiles."""
+    """Draw an image that gives so many rows (a square) if they follow from its size, otherwise of one or two tiles."""
     of_any_size = GRIDS in image_parameters(base) or _is_merged(base)
     side = math.isqrt(rows) if of_any_size else 2
     return sample_image(base, merge, (side, side), np.random.default_rng(0))
@@ -96,8 +97,8 @@ def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Genera
 def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
     """Draw the tiles of an image of some size, or, in models that ask for it, of one among others in its document.
 
-    Its sides are so many halves of a tile's; the model's own function counts the tiles, but an image among others has
-    one.
+    Its sides are so many halves of a tile's; the model's own function counts the tiles. In models whose images say how
+    many there are in their document, one with a long first side says three, and then has one tile.
     """
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
     count: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
@@ -134,10 +135,11 @@ def _first_side(value: Any) -> int:
 
 
 def _draw_pixels(shape: tuple[int, ...], draw: np.random.Generator) -> Tensor:
+    """Draw pixels of this shape from a normal distribution, in float64."""
     return torch.from_numpy(draw.normal(size=shape))
 
 
-_SIDES = ((2, 3), (1, 2), (3, 2))  # of images in merged patches; of tiles in quarters of a tile's side
+_SIDES = ((2, 3), (1, 2), (3, 2))  # of images, as `sample_image` takes them
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, 2 at videos, as processors make them
 
 
@@ -161,7 +163,7 @@ class TrialDocument:
 
     @property
     def groups(self) -> set[int]:
-        """Which of the images are groups of frames of videos."""
+        """Return the indices of the images that are groups of frames of videos."""
         return {video.first + k for video in self.videos for k in range(video.video.grid[0])}
 
     def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
@@ -180,10 +182,7 @@ class TrialVideo(NamedTuple):
 
 
 def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
-    """Return what models are told of the rows of a document of text (1, T).
-
-    It is 0, and where a model has a prefix, 1 after it.
-    """
+    """Return the kinds (1, T) that a model is told of the tokens of a text: 0, and 1 after a prefix if it has one."""
     kinds = torch.arange(rows) >= (prefix if has_prefix(model.config) else rows)
     return kinds.long()[None]
 
@@ -263,6 +262,7 @@ def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) ->
     them apart. Raises ModelError for a model without videos by grids of patches, and whatever its own code raises.
     """
     videos, draw, base = VideoTokens.of(model.config), np.random.default_rng(seed), base_model(model)
+    # Words before all, between groups, and after each.
     merge, words = videos.images.merge, draw.choice(np.array(ordinary_ids(model.config)), (3, text))
     ids, images, clips = words[0].tolist(), list[ImageInput](), list[TrialVideo]()
     for number, (groups, side) in enumerate([(3, (1, 2)), (1, (2, 2)), (2, (2, 1))]):
@@ -274,7 +274,7 @@ def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) ->
             images.append(sample_image(base, merge, side, draw))
             ids += [*words[1, :2].tolist()] * (videos.apart and group > 0) + [placeholder] * (side[0] * side[1])
         ids += words[2, : 2 + number].tolist()
-    places, grid = np.array(ids), np.array([image.grid for image in images[3:4]])
+    places, grid = np.array(ids), np.array([image.grid for image in images[3:4]])  # behind the first video's 3 groups
     positions = videos.positions(places, grid, [clip.video for clip in clips])
     at_videos = places == videos.placeholder
     rows = tuple(videos.images.rows(image.grid) for image in images)
@@ -283,7 +283,7 @@ def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) ->
 
 
 def _make_images(base: Any, tokens: ImageTokens, count: int, draw: np.random.Generator) -> list[tuple[ImageInput, int]]:
-    """Make so many images; returns how many rows the model's own code makes of each, too."""
+    """Make images of the sizes of `_SIDES` in turn, each with how many rows the model's own code makes of it."""
     images = [sample_image(base, tokens.merge, side, draw) for side in (_SIDES * count)[:count]]
     with torch.no_grad():
         return [(image, len(encode_images(base, [image])[0])) for image in images]

@@ -30,7 +30,7 @@ _BY_POSITION = "scales_queries_by_position"
 
 
 def defer_temperature(model: nn.Module) -> None:
-    """Leave the temperature of every attention module that has one to our attention function."""
+    """Turn off each attention module's own scaling of queries by position ("temperature"); `scale_queries` does it."""
     for module in model.modules():
         if has_temperature(module):
             attention: Any = module
@@ -39,17 +39,17 @@ def defer_temperature(model: nn.Module) -> None:
 
 
 def has_temperature(module: nn.Module) -> bool:
-    """Return whether this attention module scales queries by the number of a row among those that it is given."""
+    """Return whether this attention module scales queries by row numbers that it counts within a call (Llama 4)."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
 def is_llama4_temperature(module: nn.Module) -> bool:
-    """Return whether a module has the numbers of its temperature, as Llama 4's does."""
+    """Return whether a module has the constants of Llama 4's formula, `floor_scale` and `attn_scale`."""
     return all(isinstance(getattr(module, name, None), int | float) for name in ("floor_scale", "attn_scale"))
 
 
 def scale_queries(module: Any, query: Tensor, position_ids: Tensor) -> Tensor:
-    """Scale queries (1, N, T, H) by positions (T,), if their attention module has a temperature."""
+    """Scale queries (1, N, T, H) by positions (T,), by Llama 4's formula, if `defer_temperature` marked the module."""
     if not getattr(module, _BY_POSITION, False):
         return query
     steps = torch.floor((position_ids.float() + 1.0) / module.floor_scale)
@@ -68,7 +68,7 @@ def chunk_size(module: nn.Module) -> int | None:
 
 IMPLEMENTATION = "longspan"
 _BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of packed rows
-PARTS_OF_POSITIONS = (3, 4)  # time, height and width, or the place in the text before them
+PARTS_OF_POSITIONS = (3, 4)  # M-RoPE: time, height and width; of four, the position in the text comes first
 
 
 @outside_graphs
@@ -141,7 +141,9 @@ def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Refuse what would not be exact, on the host, before any collective: a forward pre-hook of a prepared model.
 
-    Rows without a batch dim are taken too: `input_ids` (T,) becomes (1, T). Raises ModelError.
+    Returns no positional arguments, and keyword arguments as the model takes them.
+    Rows without a batch dim are taken too: `input_ids` (T,) becomes (1, T). Calls with a `Probe` are longspan's own and
+    are not checked. Raises ModelError.
     """
     if len(args) > 1:
         raise ModelError(f"call {_call_text(model)} with keyword arguments; got {len(args)} positional ones")
@@ -162,7 +164,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Raise ModelError for an argument of the stock model that means nothing over a sharded sequence."""
+    """Raise ModelError for a stock argument that means nothing over a sharded sequence, or without `position_ids`."""
     architecture = architecture_name(model)
     reasons = {
         "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",
@@ -219,4 +221,5 @@ def layer_index(module: nn.Module) -> int | None:
 
 
 def _call_text(model: nn.Module) -> str:
+    """Return the call that error messages recommend."""
     return f"{architecture_name(model)}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"

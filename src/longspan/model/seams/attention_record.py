@@ -76,13 +76,17 @@ def check_recorded_calls(models: Sequence[PreTrainedModel], shard: SequenceShard
 
 def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
     """Raise ModelError, naming the modules, if the attention calls of a pass show that the model is not exact."""
-    mixers = {id(mixer) for mixer in find_mixers(model).values()}  # these find the shard, or fail
+    mixers = {id(mixer) for mixer in find_mixers(model).values()}  # they read the shard, and raise without one
     _refuse_bypassing_layers(model, mixers | {id(call.module) for call in calls})
     _refuse_features(model, calls)
 
 
 def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
-    """Raise ModelError, naming them, for layers in which an attention module does not reach our attention."""
+    """Raise ModelError, naming them, for layers in which an attention module does not reach our attention.
+
+    `reached` are the modules, by `id`, that did. Layers of a type without attention are passed over. A layer in which
+    nothing reached it is named by its first attention module, or by itself if no class is named as attention.
+    """
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     for index, (name, layer) in enumerate(decoder_layers(model).items()):
@@ -91,11 +95,15 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
         if not any(id(module) in reached for module in layer.modules()):
             bypassing.append(next((f"{name}.{child}" for child, _ in _attention_modules(layer)), name))
         else:
-            bypassing += [f"{name}.{f}" for f, m in _attention_modules(layer) if not _reaches_attention(m, reached)]
+            bypassing += [
+                f"{name}.{child_name}"
+                for child_name, module_inside in _attention_modules(layer)
+                if not _reaches_attention(module_inside, reached)
+            ]
     if bypassing:
-        kinds = sorted({type(model.get_submodule(name)).__name__ for name in bypassing})
+        class_names = sorted({type(model.get_submodule(name)).__name__ for name in bypassing})
         raise ModelError(
-            f"{stock_class_name(model)}: {items_text(bypassing)} ({', '.join(kinds)}) bypasses transformers' "
+            f"{stock_class_name(model)}: {items_text(bypassing)} ({', '.join(class_names)}) bypasses transformers' "
             "AttentionInterface and would attend to the local rows alone; use a model whose attention goes through "
             "the interface (Qwen3, Llama, …)"
             f"{doctor_hint(model)}"
@@ -103,12 +111,14 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
 
 
 def _attention_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules inside a layer whose class is named as attention, with their names in the layer."""
     for name, module in layer.named_modules():
         if name and type(module).__name__.endswith("Attention"):
             yield name, module
 
 
 def _reaches_attention(module: nn.Module, reached: set[int]) -> bool:
+    """Return whether the module or one inside it is among those, by `id`, that called our attention."""
     return any(id(inner) in reached for inner in module.modules())
 
 
@@ -143,6 +153,7 @@ class FirstPass:
     """Forward hooks of a model that was not probed; removed when a pass has shown that its layers attend."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Register the hooks: one records calls from the beginning of a pass, one judges them at its end."""
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self, with_kwargs=True),
             model.register_forward_hook(self._check_pass, with_kwargs=True),
@@ -151,7 +162,8 @@ class FirstPass:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         """Record the calls of attention of the pass that begins.
 
-        torch leaves keywords out if the trial of rows, inside the same call, was the first pass and removed this hook.
+        `kwargs` is missing if an earlier hook of the same call, the trial of rows, ran a pass that removed this hook:
+        torch still calls it, without keywords.
         """
         if isinstance(shard := (kwargs or {}).get("shard"), SequenceShard):
             record_calls(shard)

@@ -22,12 +22,12 @@ from longspan.model.layers import decoder_layers, text_name
 from longspan.plan import MicroBatch
 
 _WITH_PREFIX = ("paligemma",)
-_SAMPLE = ("exponential_", "multinomial", "gumbel_softmax")  # one of several, as a router may choose experts
+_SAMPLE = ("exponential_", "multinomial", "gumbel_softmax")  # draw one of several, as some routers choose experts
 _NOT_HERE = ("att", "summary", "classifier", "layerdrop")  # keys of dropout in attention, or in heads of other tasks
 
 
 class PositionTable(NamedTuple):
-    """A model's table of positions: its qualified name, and how many positions it has."""
+    """A table of positions: the class of its model, its qualified name there, and how many positions it has."""
 
     model: str
     name: str
@@ -37,21 +37,22 @@ class PositionTable(NamedTuple):
 def position_table(model: PreTrainedModel) -> PositionTable | None:
     """Find the table around the decoder layers with as many rows as `max_position_embeddings`; None without one.
 
-    Rows that a module skips at the start of its table (`offset`) are no positions.
+    Rows that a module skips at the start of its table (`offset`) are no positions. Tables inside layers, and the token
+    embedding, whose vocabulary may be as large by chance, are passed over.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int):
         return None
-    inside = tuple(f"{layer}." for layer in decoder_layers(model))
+    layer_prefixes = tuple(f"{layer}." for layer in decoder_layers(model))
     for name, module in model.get_submodule(text_name(model)).named_modules():
-        full = f"{text_name(model)}.{name}".strip(".")
-        if full.startswith(inside) or module is model.get_input_embeddings():
+        full_name = f"{text_name(model)}.{name}".strip(".")
+        if full_name.startswith(layer_prefixes) or module is model.get_input_embeddings():
             continue
         if isinstance(module, nn.Embedding) and module.num_embeddings - getattr(module, "offset", 0) == positions:
-            return PositionTable(type(model).__name__, full, positions)
+            return PositionTable(type(model).__name__, full_name, positions)
         for buffer, table in module.named_buffers(recurse=False):
             if table.ndim == 2 and table.is_floating_point() and len(table) == positions:
-                return PositionTable(type(model).__name__, f"{full}.{buffer}", positions)
+                return PositionTable(type(model).__name__, f"{full_name}.{buffer}", positions)
     return None
 
 
@@ -59,13 +60,13 @@ def refuse_positions(table: PositionTable | None, micro_batches: Iterable[MicroB
     """Raise ModelError if a document, or rows of padding, go beyond a model's table of positions."""
     if table is None:
         return
-    laid_out = [
+    rows_of_documents = [
         (f"document {document} takes {rows} rows" + ("" if rows == length else f" ({length} tokens, padded)"), rows)
         for micro_batch in micro_batches
         for group in micro_batch.groups
         for document, length, rows in zip(group.documents, group.lengths, group.laid_out, strict=True)
     ]
-    for subject, rows in (*laid_out, (f"the shard has {padding_rows} rows of padding", padding_rows)):
+    for subject, rows in (*rows_of_documents, (f"the shard has {padding_rows} rows of padding", padding_rows)):
         if rows > table.positions:
             raise ModelError(
                 f"{subject}, {table.model} knows {table.positions} positions ({table.name}); use documents of at most "
@@ -79,9 +80,9 @@ class CallRules:
 
     `attention_kernel` None: each call of attention takes the first kernel that can. A slot's rows must be a multiple of
     `row_multiple`, which is tp under sequence parallelism. `random_draws` are in words what training would draw outside
-    attention, `draws_in_evaluation` what evaluation would. Rows of items of the modalities `in_spans` see each other,
-    or those of a `prefix` of each document; shards then contain the spans. If layers have a window, a prefix has at
-    most `prefix_window` rows.
+    attention, `draws_in_evaluation` what evaluation would. Rows see each other in both directions within an item of the
+    modalities `in_spans`, or with `prefix` at the start of each document; the shard must then say where (`spans`). If
+    layers have a window, a prefix has at most `prefix_window` rows.
     """
 
     architecture: str
@@ -100,7 +101,7 @@ class CallRules:
         return {**kernel, **arguments}
 
     def check_rows(self, shard: SequenceShard) -> None:
-        """Raise ModelError for rows that sequence parallelism cannot split."""
+        """Raise ModelError for a number of rows that sequence parallelism cannot split evenly."""
         if shard.local_rows % self.row_multiple:
             raise ModelError(
                 f"the shard holds {shard.local_rows} rows, which sequence parallelism cannot split over tp "
@@ -125,19 +126,19 @@ def is_prepared(model: nn.Module) -> bool:
 
 
 def call_rules(model: nn.Module) -> CallRules:
-    """Return the rules of a prepared model; those of another one refuse nothing."""
+    """Return the rules of a prepared model; for a model that is not prepared, rules that refuse nothing."""
     return getattr(model, "call_rules", None) or CallRules(type(model).__name__)
 
 
 def has_prefix(config: PreTrainedConfig) -> bool:
-    """Return whether a model of this configuration has a prefix."""
+    """Return whether rows at the start of a document see each other in both directions (PaliGemma's prompts)."""
     return config.model_type in _WITH_PREFIX
 
 
 def attend_causally(model: nn.Module) -> None:
     """Make the layers of a model with a prefix causal; the shard's spans add the rows of prefixes.
 
-    They are not causal themselves, as their model's own mask contains everything.
+    transformers sets their `is_causal` False, since the model's own mask, which is not built here, says it all.
     """
     config: Any = model.config
     if not has_prefix(config):
@@ -148,7 +149,7 @@ def attend_causally(model: nn.Module) -> None:
 
 
 def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
-    """Raise ModelError if training this prepared model, or evaluating it, would draw numbers by the layout."""
+    """Raise ModelError if training, or evaluating, this prepared model would draw numbers that depend on the layout."""
     rules = call_rules(model)
     always = rules.draws_in_evaluation
     if draws := ", ".join(rules.random_draws if training else always):
@@ -177,8 +178,8 @@ def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
 def _random_keys(config: Any) -> str:
     """Return the keys of a configuration for dropout and noise outside attention, with their values.
 
-    Keys in `_NOT_HERE` are of attention or of parts that do not run here; "layerdrop", although it looks like one of
-    them, drops whole layers and counts.
+    Left out are keys in `_NOT_HERE`, of attention or of parts that do not run here. Those of "layerdrop", which leaves
+    out whole layers, are listed last.
     """
     values = {} if config is None else config.get_text_config().to_dict()
     words = ("drop", "jitter", "noise")
@@ -205,8 +206,10 @@ def refuse_two_pass_dropout(model: nn.Module, losses: str) -> None:
 
 
 def _is_dropout_key(key: str) -> bool:
+    """Return whether a key sets dropout of attention weights, or of an adapter's inputs."""
     return key == "lora_dropout" or ("att" in key and "drop" in key)
 
 
 def _is_positive(value: Any) -> bool:
+    """Return whether a configuration's value is a rate above 0; True, an int in Python, is a switch and no rate."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -31,7 +31,7 @@ def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") 
 
 
 def _trainer_hint() -> str:
-    """Return the end of a message where a Trainer of transformers or TRL made the call: what runs one over plans."""
+    """Return how to run a Trainer with longspan, for a message; "" if no Trainer is among the callers."""
     frame = sys._getframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -55,9 +55,8 @@ def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShar
 def number_layers(model: PreTrainedModel) -> None:
     """Give a module with `layer_idx` -1 the index of its decoder layer from here on, if it is in only one.
 
-    Calls of attention are told apart by that index. A module that several layers share keeps -1.
-
-    In a depth of multi-token prediction it gets that of the layer that the depth copies.
+    Calls of attention are told apart by that index. A module that several layers share keeps -1. A module in a depth of
+    multi-token prediction gets the index of the layer that the depth copies.
     """
     modules_with_layers: dict[int, tuple[Any, set[int]]] = {}
     depths = [(find_copied_layer(model).index, block) for block in mtp_blocks(model).values()]
@@ -71,6 +70,11 @@ def number_layers(model: PreTrainedModel) -> None:
 
 
 class _Running(NamedTuple):
+    """What the running layer was called with, and, in `outer`, what was noted around it.
+
+    `layer` is None in recomputation, where a forward runs without its module.
+    """
+
     layer: nn.Module | None
     shard: Any
     attention_kernel: str | None
@@ -109,7 +113,7 @@ def keep_layer_arguments(model: PreTrainedModel) -> None:
 def run_within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a layer's forward, bound to its keyword arguments by `functools.partial`, to note them at every call.
 
-    Another callable, such as a layer itself, is returned as it is.
+    A callable that is not bound to a shard notes what the layer around it has; with none around it, it stays as it is.
     """
     keywords: Mapping[str, Any] = getattr(run, "keywords", {})
     if "shard" not in keywords and (running := _running.get()) is not None:
@@ -134,7 +138,7 @@ def _note_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
     token = _running.set(_Running(None, keywords["shard"], kernel, router, None))
     try:
         yield
-    finally:  # recomputation ends with an exception where it has what it needs
+    finally:  # torch ends a recomputation by an exception once it has the tensors that it needs
         _running.reset(token)
 
 
@@ -142,13 +146,16 @@ def _note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     """Note a layer's shard, kernel and router, or those of the model around it: a forward pre-hook."""
     outer = _running.get()
     shard, kernel, router = (kwargs.get(name) for name in ("shard", "attention_kernel", "router"))
-    if shard is None and outer is not None:  # the model keeps keyword arguments from its layers
+    if shard is None and outer is not None:  # the model does not hand keyword arguments on to its layers
         shard, kernel, router = outer.shard, outer.attention_kernel, outer.router
     _running.set(_Running(layer, shard, kernel, router, outer))
 
 
 def _forget_arguments(layer: nn.Module, *_: Any) -> None:
-    """Forget what a layer was called with. It runs after errors too, perhaps before the layer noted its arguments."""
+    """Forget what a layer was called with: a forward hook, which also runs after an error.
+
+    If the error came before the layer's arguments were noted, there is nothing of it to forget.
+    """
     running = _running.get()
     if running is not None and running.layer is layer:
         _running.set(running.outer)

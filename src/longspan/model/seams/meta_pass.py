@@ -23,7 +23,7 @@ VALUES_READ = "the forward read values of tensors on the meta device, which were
 def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **more: Any) -> Any:
     """Run the model's forward on two rows, on the meta device; an argument of `more` that is None is left out.
 
-    With `gradients`, results of parameters require a gradient, also those of frozen ones.
+    With `gradients`, whatever depends on parameters requires a gradient, even if they are frozen.
     """
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
@@ -86,6 +86,7 @@ def _list_contents(module: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def _refill_container(container: Any, content: Any) -> None:
+    """Put saved contents back into the container itself, as other objects may refer to it."""
     container.clear()
     (container.extend if isinstance(container, list | deque) else container.update)(content)
 
@@ -110,7 +111,10 @@ class _MadeUpValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch; one that reads values of a tensor without memory gets made-up ones."""
+        """Run a function of torch; one that reads values of a tensor without memory gets made-up ones.
+
+        A scalar tensor as an index counts as 0, as torch would read its value.
+        """
         if func in _READS and args[0].is_meta:
             self.read = True
             return _READS[func](args[0])
@@ -121,4 +125,5 @@ class _MadeUpValues(TorchFunctionMode):
 
 
 def _is_scalar(index: object) -> bool:
+    """Return whether an index is a meta tensor of one number; a boolean is a mask and stays."""
     return isinstance(index, Tensor) and index.is_meta and index.ndim == 0 and index.dtype != torch.bool

@@ -35,7 +35,7 @@ _EPSILON = 1e-6  # of the norm of queries and keys, as in flash-linear-attention
 class MixerOps(Protocol):
     """What a mixer computes across rows: its convolution (T, C) and its scan (T, H, ·), as `longspan.ssm` has them.
 
-    `kernels` are the names of those requested; the scan takes its own among them.
+    `kernels` are the names of the kernels that the user requested; each operation takes its own among them.
     """
 
     @property
@@ -82,7 +82,7 @@ class SeparateMixerOps:
 
 @dataclass(frozen=True)
 class _ShapeOps:
-    """For passes on the meta device, which show shapes."""
+    """For passes on the meta device: empty results of the right shape."""
 
     kernels: tuple[str, ...] = ()
 
@@ -99,7 +99,8 @@ ROWS_ALONE = SeparateMixerOps()
 def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, rows: int) -> MixerOps:
     """Find the operations over the shard that a mixer of this name, or the decoder layer around it, was called with.
 
-    Raises ModelError without a shard, with more than one batch row, or with other rows than the shard's.
+    A probe gets results of the right shape only, a shard of separate rows operations on each row. Raises ModelError
+    without a shard, with more than one batch row, or with other rows than the shard's.
     """
     shard = find_layer_shard() if shard is None else shard
     if isinstance(shard, Probe):
@@ -109,14 +110,17 @@ def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, ro
 
 
 def kernel_replacements(find_ops: FindOps) -> dict[str, Callable[..., Any]]:
-    """Return what mixers call in place of their own kernels, by the names under which they call them."""
+    """Return what mixers call in place of their own kernels, by the names under which they call them.
+
+    Further arguments of those kernels, about packing, chunk sizes and states to return, are ignored.
+    """
     delta_rule = partial(_run_delta_rule, find_ops)
     return {
         "causal_conv1d_fn": partial(_run_convolution, find_ops),
         "torch_chunk_gated_delta_rule": delta_rule,
         "chunk_kimi_delta_attention": delta_rule,
         "mamba2_chunk_scan": partial(_run_mamba2, find_ops),
-        "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # a fused kernel, which may decline
+        "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # declines, so that the mixer calls the others
     }
 
 
@@ -188,9 +192,10 @@ def _run_mamba2(
         raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
     ops = find_ops(shard, len(x), x.shape[1])
     wide_dtype = state_dtype(x.dtype)
-    v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))
+    v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))  # as linear attention: x are values, B keys, C queries
     step = step.to(wide_dtype) if dt_bias is None else step.to(wide_dtype) + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    # A kernel that computes on half precision gets the values as the model has them, else in the state's type.
     takes_half = scan_kernel(v, k.shape[-1], delta=False, kernel_names=ops.kernels).half
     values = (v * step.unsqueeze(-1)).to(v.dtype if takes_half else wide_dtype)
     out = ops.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)

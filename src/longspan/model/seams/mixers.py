@@ -35,7 +35,10 @@ def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether the forward of a module's class is a mixer's: a causal convolution, and a scan or none."""
+    """Return whether the forward of a module's class is a mixer's: a causal convolution, and a scan or none.
+
+    A forward that calls a function which is not known here may mix rows in another way, and is none.
+    """
     convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
     if not convolutions:
         return False
@@ -67,19 +70,22 @@ def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def use_torch_operations(model: nn.Module) -> None:
-    """Let mixers call transformers' own operations, which run everywhere, whatever kernels are installed."""
+    """Let mixers call transformers' own operations, which run everywhere, whatever kernels are installed.
+
+    transformers wraps each operation to choose an installed kernel; the torch operation is inside the wrapper.
+    """
     for mixer in find_mixers(model).values():
         called = {name: class_forward(mixer).__globals__[name] for name in _called_functions(class_forward(mixer))}
         replace_functions(mixer, {name: inspect.unwrap(function) for name, function in called.items()})
 
 
 def class_forward(module: nn.Module) -> FunctionType:
-    """Return the forward that its class defines, without what transformers wraps around it; others are refused."""
+    """Return the forward that its class defines, unwrapped; `prepare` refuses wrappers that are not transformers'."""
     return inspect.unwrap(type(module).forward)
 
 
 def _called_functions(forward: Any) -> set[str]:
-    """Return names of functions of its module that a forward calls."""
+    """Return names of module-level functions that a forward uses, without classes; none if it is not plain Python."""
     if not isinstance(forward, FunctionType):
         return set()
     globals_by_name = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}

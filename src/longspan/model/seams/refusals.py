@@ -43,7 +43,7 @@ def items_text(items: Sequence[int] | Sequence[str], limit: int = 4) -> str:
 
 
 def stock_class_name(model: nn.Module) -> str:
-    """Return the name of a model's class, before which FSDP2 puts a word."""
+    """Return the name of a model's class without the "FSDP" that FSDP2 puts before it."""
     return type(model).__name__.removeprefix("FSDP")
 
 
@@ -60,7 +60,7 @@ def has_instance_forward(module: nn.Module) -> bool:
 
 
 def is_wrapped_by_others(module: nn.Module) -> bool:
-    """Return whether its class's forward has a wrapper that is not transformers' own."""
+    """Return whether the forward of a module's class has a wrapper that is not transformers' own."""
     function: Any = type(module).forward
     while hasattr(function, "__wrapped__"):
         if not _defining_module(function).startswith("transformers."):
@@ -75,7 +75,10 @@ def find_set_forwards(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
 
 
 def _defining_module(function: Any) -> str:
-    """Return the module in which a function was written; `functools.wraps` does not copy it."""
+    """Return the name of the module in which a function was written, from its globals.
+
+    `functools.wraps` copies `__module__` from the wrapped function, but not these.
+    """
     return function.__globals__["__name__"] if isinstance(function, FunctionType) else ""
 
 
@@ -85,15 +88,15 @@ def refuse_shared_layers(
     """Raise ModelError if one of these decoder layers shares parameters with another, or with what is around it.
 
     FSDP2 shards each layer, and sequence parallelism sums its gradients, as if its parameters were in no other.
-    `blocks`, each of several modules with the same parameters, are excepted.
+    `blocks` are sets of modules with the same parameters, which layers may share, but not what is around the layers.
     """
-    together = {id(parameter) for modules in blocks for parameter in modules[0].parameters()}
-    owner: dict[int, tuple[str, str]] = {}
+    shared_in_blocks = {id(parameter) for modules in blocks for parameter in modules[0].parameters()}
+    owner: dict[int, tuple[str, str]] = {}  # of a parameter: its first name, and its layer, "" around the layers
     prefixes = [f"{layer}." for layer in layers]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         first, owner_layer = owner.setdefault(id(parameter), (name, layer))
-        if owner_layer != layer and not (layer and owner_layer and id(parameter) in together):
+        if owner_layer != layer and not (layer and owner_layer and id(parameter) in shared_in_blocks):
             raise ModelError(
                 f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or split "
                 "over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its own"

@@ -19,7 +19,7 @@ _STEP = 0.25  # of factors that are chosen here
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the longest document that a configuration stands for, its own scaling included; None without a limit.
+    """Return the longest document, in tokens, that a configuration and its scaling allow; None without a limit.
 
     llama3 and longrope scale up to `max_position_embeddings`, yarn to `original_max_position_embeddings` x `factor`
     where that is more, linear and dynamic to `max_position_embeddings` x `factor`, as inference engines read them.
@@ -42,12 +42,12 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 def has_no_positions(config: PreTrainedConfig) -> bool:
     """Return whether a hybrid's attention has no positions: Nemotron-H, Kimi Linear, Granite 4-H, some Zamba 2.
 
-    What order its rows have is in the states of its other layers, which suit documents of any length.
+    Its other layers carry the order of rows in their states, which suit documents of any length.
     """
     text = config.get_text_config()
     if not has_mixers(text):
         return False
-    kind = getattr(text, "position_embedding_type", "rope")  # of Granite; None, or "nope" as published
+    kind = getattr(text, "position_embedding_type", "rope")  # a key of Granite: without positions None or "nope"
     rotary = getattr(text, "rope_parameters", None) is not None and kind == "rope"
     return not rotary or not getattr(text, "use_mem_rope", True)
 
@@ -97,7 +97,10 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
 
 
 def rope_types(rope: Any) -> set[str]:
-    """Return the types that a configuration's rotary parameters name, of all layers or of each type of layer."""
+    """Return the types that rotary parameters name, under the present key or the older "type".
+
+    They are of all layers, or nested by type of layer.
+    """
     if not isinstance(rope, Mapping):
         return set()
     nested = (rope_types(values) for values in rope.values())

@@ -19,7 +19,7 @@ class SeparateRows(SequenceShard):
 
     @classmethod
     def of(cls, shard: SequenceShard) -> "SeparateRows":
-        """Make a shard with the rows, positions and documents of this one, whose rows do not meet."""
+        """Make a shard with the rows, positions and documents of another, whose rows do not meet: it has its fields."""
         rows = object.__new__(cls)
         rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__})
         return rows
@@ -42,7 +42,10 @@ def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float 
 
 
 def scan_separately(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-    """Let each row read only itself in place of a scan: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) -> (T, H, V)."""
+    """Let each row read only itself in place of a scan: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) -> (T, H, V).
+
+    The formula is no model's: it only has to depend on every input.
+    """
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     out = scale * (q * k).sum(-1, keepdim=True) * v * (1 + g.exp().mean(-1, keepdim=True))
     return out if beta is None else out * beta.unsqueeze(-1)

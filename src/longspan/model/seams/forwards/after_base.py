@@ -58,12 +58,15 @@ class _BaseStandIn:
 
 
 def _put_stand_in(value: Any, hidden: Tensor, calls: list[ModelCall]) -> Any:
-    """Return what a forward after the base model sees in place of an attribute: OPT calls its base model's decoder."""
+    """Return an attribute, or a stand-in for it if it is a model: OPT's forward calls its base model's decoder."""
     return _BaseStandIn(value, hidden, calls) if isinstance(value, PreTrainedModel) else value
 
 
 class _BaseOutput:
-    """A base model's output with only its hidden states; any other attribute is None."""
+    """A base model's output with only its hidden states, by name or as item 0; any other attribute is None.
+
+    Special methods are missing, not None, for Python would call them.
+    """
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -79,19 +82,19 @@ class _BaseOutput:
 def refuse_other_forward(
     model: PreTrainedModel, forward: Forward, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise ModelError for a forward that is more than its base model and what the output embedding makes of its rows.
+    """Raise ModelError for a forward that does more than call its base model and apply the output embedding to rows.
 
-    `hidden` (1, T, D) is what the base model made of these arguments. The forward runs again on some of its rows,
-    with a base model that notes its calls: there must be one, with the arguments of the forward.
+    `hidden` (1, T, D) is what the base model made of these arguments. The forward runs again on some of these rows,
+    with a stand-in that notes calls of the base model: there must be one call, with the arguments of the forward.
     """
     calls, reads = list[ModelCall](), dict[str, str]()
-    inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)
+    inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)  # without `self`
     inputs = {n: _Watched.of(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
     rows = hidden[:, :_ROWS].detach().requires_grad_()
     try:
         with torch.enable_grad():
             logits = forward(ModelAfterBase(model, rows, calls), **inputs).logits
-    except Exception as error:  # of what a forward does by itself, if it does
+    except Exception as error:  # what the forward does by itself is the clearer reason, if there is any
         reasons = [*_read_texts(reads), *_call_reasons(calls, inputs)]
         reasons = reasons or [f"cannot be cut after its base model ({type(error).__name__}: {error})"]
     else:
@@ -106,6 +109,7 @@ def refuse_other_forward(
 
 
 def _read_texts(reads: Mapping[str, str]) -> Iterator[str]:
+    """Yield in words which inputs a forward read the values of, and by which function."""
     for name, function in reads.items():
         yield f"reads {name} itself ({function}), which it may only hand on to its base model"
 
@@ -118,15 +122,18 @@ def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iter
         defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
         base_arguments = dict(zip(defaults, args, strict=False)) | dict(kwargs)
         expected = {name: inputs.get(name, defaults.get(name)) for name in base_arguments}
-        if other := [name for name, value in base_arguments.items() if _differs_from_own(name, value, expected[name])]:
+        if other := [name for name, value in base_arguments.items() if _differs_from_step(name, value, expected[name])]:
             yield f"gives its base model {', '.join(other)} of its own making"
         rows = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
         if lost := [name for name in rows if base_arguments.get(name) is None]:
             yield f"keeps {', '.join(lost)} from its base model"
 
 
-def _differs_from_own(name: str, value: Any, expected: Any) -> bool:
-    """Return whether an argument of the base model is another than the one that it is run with by itself."""
+def _differs_from_step(name: str, value: Any, expected: Any) -> bool:
+    """Return whether a forward gives its base model another argument than a step would, which calls it directly.
+
+    Positions that are left out are no difference, as the base model makes them; None, False and 0 count as equal.
+    """
     if value is expected or name in _HARMLESS or name.startswith(_IMAGE_ARGUMENTS):
         return False
     if isinstance(value, Tensor) or isinstance(expected, Tensor):
@@ -173,7 +180,7 @@ class _Watched(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch, and note which watched tensor it reads the values of."""
+        """Run a function of torch, and note which watched tensor it reads the values of; its result is not watched."""
         if func not in _WITHOUT_VALUES:
             for value in (*args, *(kwargs or {}).values()):
                 if isinstance(value, _Watched):

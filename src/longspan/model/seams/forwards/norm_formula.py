@@ -19,12 +19,15 @@ from torch.autograd.function import once_differentiable
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 16384  # features of a group, which a program holds
 _TILE = 4096  # features that a program of four warps has at a time
-_PROGRAMS = 512  # that sum gradients of weights
+_PROGRAMS = 512  # at most in backward, each with its own sum of the weight's gradient
 
 
 @dataclass(frozen=True)
 class NormFormula:
-    """`offset` is added to weights (1 in Gemma's norms); `gate` stands before the norm, after it, or nowhere ("")."""
+    """`offset` is added to weights (1 in Gemma's norms); the mean is taken over each of `groups` groups of features.
+
+    `gate`, through its `activation`, stands before the norm, after it, or nowhere ("").
+    """
 
     offset: float = 0.0
     groups: int = 1
@@ -45,7 +48,10 @@ class NormFormula:
         return activation(gate)
 
     def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
-        """Compute the norm by the kernel; None if that cannot take these tensors."""
+        """Compute the norm by the kernel; None if that cannot take these tensors.
+
+        It takes no CPU tensors, other types, wider groups, a gate too many or too few, or tensors without rows.
+        """
         tensors = (x, weight) if gate is None else (x, weight, gate)
         if not are_on_gpus(tensors) or any(t.dtype not in _DTYPES for t in tensors) or _norm_kernels() is None:
             return None
@@ -60,6 +66,8 @@ def are_on_gpus(tensors: Sequence[Tensor]) -> bool:
 
 
 class _OnePass(torch.autograd.Function):
+    """A norm by one Triton kernel in forward and one in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, formula: NormFormula) -> Tensor:
         """Compute the norm of all rows by one kernel, which also stores 1 / root of each row and group for backward."""
@@ -94,7 +102,10 @@ class _OnePass(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Block:
-    """What a program has at a time: some rows of a group of features, whose number is raised to a power of two."""
+    """What a program has at a time: `rows` rows of one group of `width` features, and `count` such blocks in all.
+
+    Triton wants a power of two: a row takes `columns`, the next one above `width`.
+    """
 
     rows: int
     width: int
@@ -103,13 +114,14 @@ class _Block:
 
     @classmethod
     def of(cls, rows: int, width: int) -> "_Block":
+        """Choose the block for all `rows`: one wide row, or as many narrow ones as fill half a tile."""
         columns = max(16, 1 << (width - 1).bit_length())
         at_once = max(1, _TILE // 2 // columns)
         return cls(at_once, width, columns, -(-rows // at_once))
 
 
 def _kernel_constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
-    """Return the kernel's compile-time constants for these sizes and this formula."""
+    """Return the kernel's compile-time constants for these sizes and this formula, with four warps for each tile."""
     sizes = {"ROWS": block.rows, "COLUMNS": block.columns, "GROUPS": formula.groups, "OFFSET": formula.offset}
     kinds = {"GATE_FIRST": formula.gate == "first", "GATE_LAST": formula.gate == "last"}
     warps = 4 * max(1, block.rows * block.columns // _TILE)
@@ -123,9 +135,11 @@ def _flatten_rows(x: Tensor) -> Tensor:
 
 
 def _row_stride(rows: Tensor | None) -> int:
+    """Return the distance between rows in elements; 0 for a gate that is not there, which no kernel reads."""
     return 0 if rows is None else rows.stride(0)
 
 
 @cache
 def _norm_kernels() -> Any:
+    """Return the module of the Triton kernels; None without triton."""
     return None if find_spec("triton") is None else import_module("longspan.model.seams.forwards.norm_kernels")

@@ -23,7 +23,7 @@ from longspan.errors import ModelError
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.model.seams.refusals import has_instance_forward
 
-MOST = 2**31 - 1  # elements of a call
+MOST = 2**31 - 1  # elements of a call, which torch's kernels count in 32 bits
 
 
 def run_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -39,7 +39,10 @@ def run_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def split_long_norms(model: nn.Module) -> None:
-    """Let the layer norms and RMS norms of a model take any number of rows; those that run by a kernel stay theirs."""
+    """Let the layer norms and RMS norms of a model take any number of rows.
+
+    Norms with a forward of their own stay as they are: `fuse_norms` sets such forwards, which split long inputs.
+    """
     for norm in model.modules():
         if type(norm).__name__.endswith(("LayerNorm", "RMSNorm")) and "forward" not in vars(norm):
             norm.forward = partial(_norm_forward, norm.forward)
@@ -99,7 +102,10 @@ def runs_in_one_pass(module: nn.Module) -> bool:
 
 
 def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
-    """Compute the norm (…, n) of x (…, n), by torch's kernel."""
+    """Compute the norm (…, n) of x (…, n), by torch's kernel; in mixed types or float64 by its class's own code.
+
+    `formula`, which is the plain one here, is taken as `_run_own_kernel` takes it.
+    """
     weight = norm.weight
     assert isinstance(weight, Tensor)
     if x.dtype != weight.dtype or x.dtype == torch.float64:
@@ -111,7 +117,7 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
 
 
 def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Compute the norm (…, n) of x (…, n) and its gate, by our kernel."""
+    """Compute the norm (…, n) of x (…, n) and its gate, by our kernel, or by its class's code if that cannot."""
     weight, eps = norm.weight, _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
     out = formula.run_kernel(x, weight, eps, gate)
@@ -121,6 +127,7 @@ def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tens
 
 
 def _find_eps(norm: nn.Module) -> float | None:
+    """Return a norm's eps, under whichever of its usual names; None without a number."""
     for name in _EPS:
         if isinstance(eps := getattr(norm, name, None), float):
             return eps
@@ -128,11 +135,13 @@ def _find_eps(norm: nn.Module) -> float | None:
 
 
 def _has_weight_and_eps(norm: nn.Module) -> bool:
+    """Return whether a norm has a weight (n,) and an eps, as every formula here needs."""
     weight = getattr(norm, "weight", None)
     return isinstance(weight, Tensor) and weight.ndim == 1 and _find_eps(norm) is not None
 
 
 def _count_groups(norm: nn.Module) -> int:
+    """Return over how many groups of features a norm takes means, from the size or the number of groups; else 1."""
     size, groups = getattr(norm, "group_size", None), getattr(norm, "n_groups", None)
     return norm.weight.numel() // size if isinstance(size, int) else groups if isinstance(groups, int) else 1  # pyright: ignore
 
@@ -149,14 +158,14 @@ def _find_formula(norm: nn.Module) -> NormFormula | None:
             (f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)),
             None,
         )
-    kinds = product(("first", "last"), ("silu", "sigmoid"))
-    gated = (NormFormula(groups=_count_groups(norm), gate=gate, activation=act) for gate, act in kinds)
+    variants = product(("first", "last"), ("silu", "sigmoid"))
+    gated = (NormFormula(groups=_count_groups(norm), gate=gate, activation=act) for gate, act in variants)
     return next((formula for formula in gated if _computes_formula(norm, formula)), None)
 
 
 @torch.no_grad()
 def _computes_formula(norm: nn.Module, formula: NormFormula) -> bool:
-    """Return whether a norm computes a formula, on rows of large, usual and tiny numbers."""
+    """Return whether a norm computes a formula, on rows of numbers near 100, 1 and √eps, where eps counts."""
     weight, eps = norm.weight, _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
     generator = torch.Generator().manual_seed(0)

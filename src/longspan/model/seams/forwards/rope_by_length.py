@@ -43,7 +43,10 @@ def choose_frequencies_by_document(model: nn.Module) -> None:
 
 
 def length_kinds(rotary: nn.Module) -> set[str]:
-    """Return the rope types of a rotary module that choose frequencies by a length; none for other modules."""
+    """Return the rope types of a rotary module that choose frequencies by a length; none for other modules.
+
+    A module has one type, or one for each type of layer.
+    """
     kind = getattr(rotary, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else [kind]
     return {name for name in kinds if isinstance(name, str) and depends_on_length(name)}
@@ -55,12 +58,14 @@ def depends_on_length(kind: str) -> bool:
 
 
 def _note_shard(parent: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Note the shard of a call on the rotary modules directly inside its module: a forward pre-hook."""
     for child in parent.children():
         if length_kinds(child):
             child.__dict__[_CALL] = kwargs.get("shard")
 
 
 def _forget_shard(parent: nn.Module, args: object, out: object) -> None:
+    """Forget the shard of the call that ends: a forward hook."""
     for child in parent.children():
         child.__dict__.pop(_CALL, None)
 
@@ -71,7 +76,8 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
     if isinstance(shard, Probe) or not depends_on_length(kind):
         fresh_rotary: Any = _copy_unscaled_rotary(rotary)
-        fresh_rotary.rope_type = "default" if layer_type is None else {layer_type: "default"}  # reads no positions
+        # transformers changes frequencies by the longest position unless the type is "default".
+        fresh_rotary.rope_type = "default" if layer_type is None else {layer_type: "default"}
         return fresh_rotary(x, position_ids, **_layer_type_argument(layer_type))
     if not isinstance(shard, SequenceShard) or position_ids.shape != (1, shard.local_rows):
         got = "no shard" if not isinstance(shard, SequenceShard) else f"position_ids of {tuple(position_ids.shape)}"
@@ -82,12 +88,12 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
     positions = position_ids.masked_fill(shard.rows < 0, 0)  # rows of padding have no document
     rows_by_length = _group_rows(shard, rotary, kind, layer_type)
     parts = [_document_frequencies(rotary, layer_type, x, positions, *item) for item in rows_by_length.items()]
-    order = np.concatenate(list(rows_by_length.values()))
+    order = np.concatenate(list(rows_by_length.values()))  # the row of each place in the results, one after another
     if len(parts) == 1:
         return parts[0]
     place = to_device(np.argsort(order), x.device)
     leaves, structure = zip(*map(tree_flatten, parts), strict=True)
-    joined = [torch.cat(of_part, dim=1).index_select(1, place) for of_part in zip(*leaves, strict=True)]
+    joined = [torch.cat(leaf_parts, dim=1).index_select(1, place) for leaf_parts in zip(*leaves, strict=True)]
     return tree_unflatten(joined, structure[0])
 
 
@@ -108,7 +114,11 @@ def _group_rows(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: 
 
 
 def _representative_lengths(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Integers) -> Integers:
-    """Return for each length one that gives the same frequencies: longrope has two kinds, dynamic one up to a limit."""
+    """Return for each length one that gives the same frequencies, so that fewer calls are made.
+
+    longrope has two sets of frequencies, up to a limit and beyond it; dynamic has one up to the trained length, and
+    another for each length beyond.
+    """
     owner: Any = rotary
     if kind == "longrope":
         parameters = owner.config.rope_parameters
@@ -133,7 +143,11 @@ def _document_frequencies(
 
 
 def _copy_unscaled_rotary(rotary: nn.Module) -> nn.Module:
-    """Copy a rotary module with the frequencies that it was made with; the module itself stays as it is."""
+    """Copy a rotary module with the frequencies that it was made with; the module itself stays as it is.
+
+    Buffers are named "inv_freq", with the type of layer before it if each type has its own. The copy has its class's
+    forward, which may write to buffers, and a dynamic one counts from the trained length again.
+    """
     fresh_rotary: Any = copy.copy(rotary)
     del fresh_rotary.__dict__["forward"]
     buffers = {name: None if x is None else x.clone() for name, x in rotary.named_buffers(recurse=False)}

@@ -66,12 +66,12 @@ def _takes_embeddings(forward: Forward) -> bool:
 
 
 def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool = True, tried: bool = False) -> bool:
-    """Let the model's forward take `row_loss=`; without it, it is as before. `probe` tries it on the meta device.
+    """Let the model's forward take `row_loss=`; a call without it runs as before.
 
-    Returns whether it was tried. Where not, as one that is not `required` to run on the meta device may be, the first
-    pass shows the same, except for a stage of a model that was `tried` as a whole. Raises ModelError if logits depend
-    on more than the last hidden states and the output embedding, or the forward does more before its base model than
-    hand on its arguments.
+    Raises ModelError if logits depend on more than the last hidden states and the output embedding, or the forward does
+    more before its base model than hand on its arguments. `probe` tries that on the meta device, where a pass that
+    fails is an error only if it is `required`. Otherwise the first call with `row_loss=` tries it, except for a stage
+    of a model that was `tried` as a whole. Returns whether it was tried.
     """
     _check_head(model)
     forward, untried = type(model).forward, not tried
@@ -128,6 +128,7 @@ def _try_row_loss(model: PreTrainedModel, *, required: bool) -> None:
     """
 
     def note_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
+        """Return the logits of the deepest states, cut off from the layers: a gradient can then come from them only."""
         with torch.enable_grad():
             return head((deeper or (hidden,))[-1].detach().requires_grad_())
 
