@@ -24,10 +24,10 @@ from longspan.model.weights.local_tensors import add_gradient
 
 
 class PendingWeights(NamedTuple):
-    """What the gradients of a stage's weights are made from. `output` keeps the graph alive.
+    """What the gradients of a stage's weights are computed from later. `output` keeps the graph alive.
 
-    `groups` are the weights by the nodes where their paths meet those of the input, `gradients` what passed each node:
-    one for each of its outputs.
+    `groups` are the weights by the nodes where their paths meet those of the input; `gradients` are the gradients that
+    reached each node, one for each output of the node.
     """
 
     output: GradientEdge
@@ -38,9 +38,9 @@ class PendingWeights(NamedTuple):
 def compute_input_gradient(
     output: Tensor, gradient: Tensor | None, x: Tensor, weights: Iterable[Tensor]
 ) -> tuple[Tensor, PendingWeights]:
-    """Compute the gradient of the input `x`; returns it, and what `compute_weight_gradients` goes on from.
+    """Compute the gradient of the input `x`; returns it, and the record for `compute_weight_gradients`.
 
-    `weights` are leaves, parameters and others. `gradient` is that of the output, None for a loss.
+    `weights` are the leaves whose gradients come later. `gradient` is that of the output, None if the output is a loss.
     """
     edge = get_gradient_edge(output)
     pending = PendingWeights(edge, _group_weights(edge.node, get_gradient_edge(x).node, weights), {})
@@ -59,7 +59,7 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
     while pending.groups:
         nodes, weights = pending.groups.popitem()
         gradients = {node: pending.gradients[node] for node in nodes if node in pending.gradients}
-        # A gradient that passed a node holds what came through the others already: nothing is added to it again.
+        # The gradient of a node holds already what reached it through other nodes of the group: hooks put it back.
         hooks = gradients.items() if len(gradients) > 1 else ()
         handles = [node.register_prehook(lambda _, passed=passed: passed) for node, passed in hooks]
         try:
@@ -71,7 +71,7 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
 
 
 def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: list[Tensor]) -> None:
-    """Run backward from these nodes to only these weights.
+    """Run backward from these nodes to only these weights, and add to their `.grad`.
 
     `torch.autograd.grad` does the same, but in torch 2.11 it reads the shapes of nodes, which autograd.Functions lack.
     """
@@ -120,7 +120,7 @@ def _find_users(output: Node) -> dict[Node, list[Node]]:
 
 
 def _dependent_nodes(start: Node, users: dict[Node, list[Node]], ends: Set[Node] = frozenset()) -> set[Node]:
-    """Return the nodes that depend on `start`, itself among them; none beyond those of `ends`."""
+    """Return the nodes that depend on `start`, `start` included; the search does not go on behind nodes in `ends`."""
     dependents, to_visit = {start}, [start]
     while to_visit:
         node = to_visit.pop()
