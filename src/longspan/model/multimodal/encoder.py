@@ -90,7 +90,7 @@ def _hook_layers(model: PreTrainedModel, count: int) -> None:
 
 def _add_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
     """Add the rows that items have for layer `index` to its hidden states: a forward hook."""
-    shard = kwargs.get("shard") or find_layer_shard()  # a layer may be called without keywords
+    shard = kwargs.get("shard") or find_layer_shard()  # some models call layers without the keyword
     if not isinstance(shard, SequenceShard):
         return out
     if isinstance(out, tuple):
@@ -123,7 +123,7 @@ class _SpliceHook:
     def _drop_later_tokens(
         self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Note and drop the keyword AHEAD of calls for later tokens, which the embedding's own forward does not know."""
+        """Note and drop the keyword AHEAD of calls for later tokens, which the embedding's forward does not know."""
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 

@@ -185,7 +185,7 @@ def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
 
 
 def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the caller's styles by qualified name. Raises ModelError for an unknown style or a pattern of no linear."""
+    """Return the caller's styles by qualified name. Raises ModelError for unknown styles and patterns of no linear."""
     styles = dict[str, str]()
     linears = [*_find_linears(module)]
     for pattern, style in plan.items():
