@@ -48,6 +48,7 @@ class HostArena:
     """
 
     def __init__(self, device: torch.device, bytes: int = 0) -> None:
+        """Take `bytes` of the host's memory now; 0: none before the first range is taken."""
         self.device = device
         self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.RLock()  # backward passes run in threads of their own
@@ -104,6 +105,7 @@ class HostArena:
         close = weakref.WeakMethod(self.close)
 
         def close_arena() -> None:
+            """Close the arena if it still exists."""
             if (method := close()) is not None:
                 method()
 
@@ -141,6 +143,7 @@ class HostRange:
         self.memory: Tensor = part.memory[start : start + bytes]  # (bytes,) of uint8
 
     def __del__(self) -> None:
+        """Hand the range to the arena's queue, from which the next `take` frees it."""
         self._freed.append((self._part, self._start, self._size))  # without the lock, which this thread may hold
 
     def view_like(self, x: Tensor) -> Tensor:
@@ -153,6 +156,7 @@ class _Part:
     """A piece of memory that is registered in one call, and its free ranges, ordered by address."""
 
     def __init__(self, size: int, copies: torch.cuda.Stream | None) -> None:
+        """Map `size` bytes; with a stream of `copies`, so on a GPU, pin them until this object is deleted."""
         self.size = size
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # processes of data loaders would copy pinned pages

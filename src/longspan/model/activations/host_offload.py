@@ -39,8 +39,9 @@ class HostOffload:
 
     def __init__(self, arena: HostArena) -> None:
         self.arena = arena
+        # weak: a layer's tensors are freed with the graph that fetches them
         self._last_layer: weakref.ref[ParkedLayer] | None = None
-        self._on_device: deque[weakref.ref[ParkedLayer] | None] = deque()
+        self._on_device: deque[weakref.ref[ParkedLayer] | None] = deque()  # None: a layer that parks nothing
 
     def open_layer(self, *, first: bool) -> "ParkedLayer":
         """Make the object by which one call of a layer parks tensors; `first`: a forward pass begins with this call."""
@@ -72,10 +73,11 @@ class ParkedLayer:
     """
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
+        """Begin with no tensors; `before` is the layer before in the pass, None for the first."""
         self._offload, self._layer_before = offload, before
         self._on_host: list[tuple[HostRange, Tensor]] = []
         self._on_device: dict[int, Tensor] = {}  # by index; from the allocator of the stream that computes
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, int] = {}  # torch's counts of in-place changes, when a tensor was parked
         self._copied: torch.cuda.Event | None = None  # after the last copy, there or back
 
     def __call__(self, x: Tensor) -> Callable[[], Tensor]:

@@ -36,7 +36,7 @@ class Segments:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._last_link: weakref.ref[_Link] | None = None  # the graph holds it
+        self._last_link: weakref.ref[_Link] | None = None  # the call before, which only its graph keeps alive
 
     def run_layer(
         self,

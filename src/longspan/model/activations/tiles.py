@@ -99,6 +99,7 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Pass the gradients of the rows on; the other three arguments of `forward` have none."""
         return None, None, None, *gradients
 
 

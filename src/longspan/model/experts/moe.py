@@ -215,12 +215,14 @@ class _PlaceRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        """Put the rows at their indices; these are kept as an attribute, not by save_for_backward."""
         ctx.rows = rows
         return x.new_zeros((count, *x.shape[1:])).index_copy_(0, rows, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Pick the gradients of the rows (R, D); those of padding are dropped."""
         return gradients[0].index_select(0, ctx.rows), None, None
 
 
@@ -238,6 +240,7 @@ def _mix_tiles(
         return _mix_experts(experts, x, chosen, weights, channel)
 
     def mix_tile(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Mix the experts of one tile's rows."""
         return _mix_experts(experts, x, chosen, weights, channel)
 
     around = partial(quantise_once, experts)

@@ -87,6 +87,7 @@ class RouterStatistics:
     def __init__(
         self, coefficients: RouterCoefficients, world: World, *, tokens: int, layers: int, experts: int
     ) -> None:
+        """Begin a step without micro-batches; `layers` are those with experts, over all pipeline stages."""
         self.coefficients: RouterCoefficients = coefficients
         self.world: World = world
         self.experts: int = experts
@@ -151,12 +152,14 @@ class _WithRouterLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, logits: Tensor, rows: Tensor, statistics: RouterStatistics) -> Tensor:
+        """Return the weights (T, k), and keep the logits (T, E) and the indices (R,) of real rows for backward."""
         ctx.save_for_backward(logits, rows)
         ctx.statistics = statistics
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Return the gradient of the weights as it came, and that of the losses at the logits: zeros for padding."""
         logits, rows = ctx.saved_tensors
         of_rows = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics).to(logits.dtype)
         return gradients[0], torch.zeros_like(logits).index_copy(0, rows, of_rows), None, None

@@ -80,12 +80,14 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+        """Copy rows (R, D) to (R · top_k, D); the last three arguments are the fields of `Visits`."""
         visits = ctx.visits = Visits(order, place, top_k)
         return x.index_select(0, visits.rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Sum the gradients (R · top_k, D) of each row's visits, without weights."""
         return _add_visits(gradients[0], None, ctx.visits), None, None, None
 
 
@@ -94,6 +96,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, done: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+        """Sum the outputs of each row's visits; the last three arguments are the fields of `Visits`."""
         ctx.visits = Visits(order, place, top_k)
         ctx.save_for_backward(done, weights)
         return _add_visits(done, weights, ctx.visits)
@@ -101,6 +104,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of the outputs and of the weights; the fields of `Visits` have none."""
         done, weights = ctx.saved_tensors
         return *_visit_gradients(gradients[0], done, weights, ctx.visits), None, None, None
 

@@ -76,6 +76,7 @@ class _Embedded(nn.Module):
         self.rows = rows
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Return the rows."""
         return self.rows
 
 

@@ -110,6 +110,7 @@ class _Place(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
+        """The module's parameter of that name now."""
         return getattr(self.module, self.name)
 
 

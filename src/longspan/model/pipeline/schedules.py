@@ -224,6 +224,7 @@ def make_schedule(
     schedule = kind(stages[0] if of_one_stage else list(stages), micro_batches, **settings)
 
     def run_schedule() -> None:
+        """Run the schedule; its targets are not read, and only tell torch the number of micro-batches."""
         schedule.step(target=torch.arange(micro_batches), return_outputs=False)
 
     return run_schedule

@@ -73,6 +73,7 @@ def split_norm(norm: Any, world: World) -> None:
         means = partial(_share_means, groups=groups_here, sizes=sizes, count=groups, key=key)
 
     def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Norm this rank's features."""
         return _apply_norm(norm, hidden_states, gate, norm.weight, means)
 
     norm.forward = forward

@@ -224,6 +224,7 @@ def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: M
     inputs: list[Tensor] = []
 
     def cut_output(linear: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Note the input of a row-wise linear, and cut its output from the graph: a forward hook."""
         inputs.append(args[0])
         return out.detach()
 

@@ -74,6 +74,7 @@ class SplitTrial:
         wholes = {name: values[name].requires_grad_() for name in parameters}
 
         def call_unsplit(*args: Any, **kwargs: Any) -> Any:
+            """Call the twin with the gathered parameters and the block's buffers."""
             return functional_call(self._twin, values | buffers, args, kwargs)
 
         with preserve_modes(self.unit), torch.enable_grad():
@@ -239,6 +240,7 @@ def _replace_outputs(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Modu
     """Let column-wise linears return these outputs, and the row-wise linear that is called first end the trial."""
 
     def end_trial(value: Tensor, *_: Any) -> NoReturn:
+        """Be the forward of a row-wise linear: raise its input."""
         raise _Reached(value)
 
     forwards: dict[nn.Module, Any] = {module: (lambda *_, out=out: out) for module, out in outputs.items()}

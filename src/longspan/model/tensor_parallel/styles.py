@@ -219,6 +219,7 @@ def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> 
     bias_of: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
 
     def add_bias(out: Tensor) -> Tensor:
+        """Sum the outputs over tp, and add the bias once."""
         bias = linear.bias
         assert bias is not None
         return total(out) + bias_of(bias)
@@ -273,6 +274,7 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Tensor:
+        """Run the experts on this rank's rows, and gather the rows of all ranks."""
         rows = (args[0] if args else kwargs["hidden_states"]).shape[0]
         take_part = partial(_take_row_part, rows=rows, key=key)
         out = inner(*map(take_part, args), **{name: take_part(value) for name, value in kwargs.items()})

@@ -37,6 +37,7 @@ class ImageEncoder(nn.Module):
     """
 
     def __init__(self, base: nn.Module, name: str) -> None:
+        """Take `base` as a child, or its children if it has no name; the configuration counts the deeper layers."""
         super().__init__()
         self.base_name = name
         if name:

@@ -104,6 +104,7 @@ def _register_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter of the same shape on the meta device; one that is there stays, so that ties stay."""
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
@@ -171,6 +172,7 @@ class DeferredWeights:
     """What fills a model once it is prepared, and which names of the model mean one tied parameter."""
 
     def __init__(self, model: nn.Module, source: WeightSource) -> None:
+        """Note the first name of each parameter; `source` knows tied parameters by that name."""
         self.source = source
         names = defaultdict[int, list[str]](list)
         for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -40,6 +40,7 @@ class _Recipe:
     """
 
     def __init__(self) -> None:
+        """Begin without tensors; `sources` maps a pattern to the names of its file tensors."""
         self.converter: Any = None
         self.sources: dict[str, list[str]] = defaultdict(list)
 

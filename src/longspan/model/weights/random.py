@@ -24,6 +24,7 @@ class RandomWeights:
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        """Copy the model, on the meta device, as it is: later it may be cut into stages and sharded."""
         self._model, self._seed = deepcopy(model), seed
 
     def __str__(self) -> str:

@@ -102,6 +102,7 @@ class WeightWriter:
         self._folder, self._empty, self._cast, self._limit = folder, empty, cast, file_bytes
         self._rename = rename
         self._expected = dict(empty.state_dict())
+        # names that `write_unit` skips: those that files do not hold, and from then on those that are written
         self._left_out = _second_names(empty) | set(empty._keys_to_ignore_on_save or ())
         self._to_come = self._expected.keys() - self._left_out
         self._file: dict[str, Tensor] = {}
