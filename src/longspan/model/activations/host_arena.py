@@ -56,7 +56,7 @@ class HostArena:
         self._parts: list[_Part] = []
         self._used = 0
         if bytes:
-            self._grow_by(bytes)
+            self._add_part(bytes)
 
     @property
     def bytes(self) -> int:
@@ -72,23 +72,23 @@ class HostArena:
     def bytes_in_use(self) -> int:
         """How many bytes of the arena are in use."""
         with self._lock:
-            self._take_back()
+            self._take_back_ranges()
             return self._used
 
     def take(self, bytes: int) -> "HostRange":
         """Take a range of so many bytes (0 counts as 1), in the first piece with room; the arena grows if none has."""
         size = _round_to_multiple(max(bytes, 1), ALIGNMENT)
         with self._lock:
-            self._take_back()
+            self._take_back_ranges()
             if not self._used and len(self._parts) > 1:
                 total = self.bytes
                 self._parts.clear()
-                self._grow_by(total)
+                self._add_part(total)
             for piece in self._parts:
                 if (start := piece.take(size)) is not None:
                     break
             else:
-                piece = self._grow_by(size)
+                piece = self._add_part(size)
                 start = piece.take(size)
             assert start is not None
             self._used += size
@@ -97,7 +97,7 @@ class HostArena:
     def close(self) -> None:
         """Give the memory back: now, or, while ranges are in use, once they are free. A later `take` grows again."""
         with self._lock:
-            self._take_back()
+            self._take_back_ranges()
             self._parts.clear()
 
     def close_with_world(self, world: World) -> None:
@@ -111,7 +111,7 @@ class HostArena:
 
         world.on_leaving(close_arena)
 
-    def _grow_by(self, bytes: int) -> "_Part":
+    def _add_part(self, bytes: int) -> "_Part":
         """Add a piece of memory of so many bytes to the arena. Raises ModelError where the host has less free."""
         free = free_host_bytes()
         if free is not None and bytes > free:
@@ -123,7 +123,7 @@ class HostArena:
         self._parts.append(piece)
         return piece
 
-    def _take_back(self) -> None:
+    def _take_back_ranges(self) -> None:
         """Return to their pieces the ranges that nothing holds any more; the lock must be held."""
         while self._freed:
             part, start, size = self._freed.popleft()

@@ -109,10 +109,10 @@ class Recomputation:
                 f"recompute_layers is {self.layers}, {limit} decoder layers {place}; use 0 (each) to {limit}"
             )
         if self.measures is not None and len(self.measures) != layers + depths:
-            of_depths = f" and {depths} depths of multi-token prediction" if depths else ""
+            depths_text = f" and {depths} depths of multi-token prediction" if depths else ""
             raise ModelError(
                 f"measures has {len(self.measures)} words; {type(model).__name__} has {layers} decoder layers"
-                f"{of_depths}: give one word for each, or one for all"
+                f"{depths_text}: give one word for each, or one for all"
             )
         for name, layer, measure in self._layer_measures(model):
             supported = model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")

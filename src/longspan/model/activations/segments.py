@@ -55,7 +55,7 @@ class Segments:
         x, last_link = args[0], self._last_link and self._last_link()
         follows = last_link is not None and last_link.place + 1 < self.size and last_link.has_returned(x)
         link = _Link(layer, run, args[1:], measure, last_link if follows else None)
-        keep: Callable[[Tensor], Callable[[], Tensor]] = _stay
+        keep: Callable[[Tensor], Callable[[], Tensor]] = _keep_in_place
         if link.before is not None:
             keep = link.forget_input
             if offload is not None:
@@ -69,7 +69,7 @@ class Segments:
         return out
 
 
-def _stay(x: Tensor) -> Callable[[], Tensor]:
+def _keep_in_place(x: Tensor) -> Callable[[], Tensor]:
     """Keep a tensor where it is; returns the function that fetches it."""
     return x.detach
 
@@ -127,7 +127,7 @@ class _Link:
         def pack(saved: Tensor) -> Callable[[], Tensor]:
             """Keep the layer's input by `keep`, and other saved tensors as they are."""
             if (saved.data_ptr(), saved.shape, saved.dtype) != place:
-                return _stay(saved)
+                return _keep_in_place(saved)
             fetch = keep(saved)
             if self.before is None:
                 self._fetch_first = fetch
@@ -165,7 +165,7 @@ class _Link:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of torch's checkpoint: of the forward pass, and of the layer's recomputation."""
-        return self._forget_attention(), _Again(self)
+        return self._forget_attention(), _RecomputeContext(self)
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
@@ -179,10 +179,12 @@ class _Link:
 
         It is a recording all the same, so that autograd saves the same tensors in the pass and in its recomputation.
         """
-        return _Forgetting(keep_exchanged=self._keeps_exchanged).forward() if self._keeps_attention else nullcontext()
+        return (
+            _EmptyRecording(keep_exchanged=self._keeps_exchanged).forward() if self._keeps_attention else nullcontext()
+        )
 
 
-class _Forgetting(Recording):
+class _EmptyRecording(Recording):
     """A recording that keeps nothing."""
 
     def output(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
@@ -190,7 +192,7 @@ class _Forgetting(Recording):
         return compute()
 
 
-class _Again(AbstractContextManager[None]):
+class _RecomputeContext(AbstractContextManager[None]):
     """The context of a recomputation. It may be entered repeatedly, as by backward with `retain_graph`."""
 
     def __init__(self, link: _Link) -> None:

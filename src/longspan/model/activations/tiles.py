@@ -140,7 +140,7 @@ class _Tiles(torch.autograd.Function):
                 _add_tile(ctx, tile, dout, trained, into, sums)
         trained_numbers = iter(range(len(trained)))
         parameter_gradients = [
-            _narrow(sums, next(trained_numbers), p) if p.requires_grad else None for p in ctx.parameters
+            _take_narrowed_sum(sums, next(trained_numbers), p) if p.requires_grad else None for p in ctx.parameters
         ]
         return None, None, None, None, None, *row_gradients, *parameter_gradients
 
@@ -177,7 +177,7 @@ def _add_gradient(total: Tensor | None, gradient: Tensor) -> Tensor:
     return total.add_(gradient)
 
 
-def _narrow(sums: list[Tensor | None], index: int, parameter: Tensor) -> Tensor | None:
+def _take_narrowed_sum(sums: list[Tensor | None], index: int, parameter: Tensor) -> Tensor | None:
     """Return sum `index` in its parameter's dtype, and drop the wider one from the list, so that it is freed."""
     total, sums[index] = sums[index], None
     return None if total is None else total.to(parameter.dtype)

@@ -110,13 +110,13 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     grouped = expert_kernel(x, up[0], down[0], float8=float8[0] is not None) == "grouped_mm"
     if not grouped:  # both layers need the counts: read them from the device once
         loads = Loads(loads.device, loads.host_counts())
-    linear = partial(_multiply, loads=loads, grouped=grouped, transposed=module.is_transposed)
+    linear = partial(_multiply_by_experts, loads=loads, grouped=grouped, transposed=module.is_transposed)
     inner = linear(x, *up, float8[0])  # (S, 2 I), or (S, I) without a gate
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
     return linear(inner, *down, float8[1])
 
 
-def _multiply(
+def _multiply_by_experts(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -132,7 +132,7 @@ def _multiply(
     ends = loads.device.cumsum(0).to(torch.int32)
     counts = None if grouped else loads.host_counts()
     y = experts_in_float8(x, weight, ends, counts, transposed=transposed, float8_weight=float8_weight)
-    return y if bias is None else y + bias[_owners(ends, len(x))]
+    return y if bias is None else y + bias[_row_experts(ends, len(x))]
 
 
 def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:
@@ -171,9 +171,9 @@ def _multiply_grouped_rows(x: Tensor, weight: Tensor, bias: Tensor | None, loads
     y = _grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
     if bias is None:
         return y
-    return y + bias[_owners(ends, len(x))]
+    return y + bias[_row_experts(ends, len(x))]
 
 
-def _owners(ends: Tensor, rows: int) -> Tensor:
+def _row_experts(ends: Tensor, rows: int) -> Tensor:
     """Return the local expert of each of `rows` sorted rows, from where each expert's rows end (e,)."""
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=torch.int32), right=True)

@@ -161,8 +161,8 @@ class _WithRouterLosses(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Return the gradient of the weights as it came, and that of the losses at the logits: zeros for padding."""
         logits, rows = ctx.saved_tensors
-        of_rows = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics).to(logits.dtype)
-        return gradients[0], torch.zeros_like(logits).index_copy(0, rows, of_rows), None, None
+        row_gradients = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics).to(logits.dtype)
+        return gradients[0], torch.zeros_like(logits).index_copy(0, rows, row_gradients), None, None
 
 
 def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:

@@ -53,13 +53,13 @@ def _(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
     return dy.new_empty((dy.shape[0], weight.shape[1]))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save for backward the weight and, only if the weight needs a gradient, the rows."""
     x, _, _, weight, _ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
 
 
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _input_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operator's five inputs; None for `values` and `scales`, which follow from the rows.
 
     The gradient of rows is a product in float8, that of the weight is computed without float8.
@@ -75,4 +75,4 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-_linear.register_autograd(_gradients, setup_context=_save)
+_linear.register_autograd(_input_gradients, setup_context=_save_inputs)

@@ -147,8 +147,8 @@ def _exclusion_pattern(
         return f"({towers})(\\..*)?"
     inside = [name for name, part in _part_by_module(model).items() if part != LANGUAGE_MODEL and name not in linears]
     others = [name for name in inside if any(_matching_names(target, [name]) for target in names)]
-    beyond = [] if LANGUAGE_MODEL in parts else [f"(?!({towers})\\.).*"]
-    return "|".join([*map(re.escape, others), *beyond]) or None
+    outside_towers = [] if LANGUAGE_MODEL in parts else [f"(?!({towers})\\.).*"]
+    return "|".join([*map(re.escape, others), *outside_towers]) or None
 
 
 def _matching_names(target: str, linears: Sequence[str]) -> list[str]:

@@ -63,13 +63,13 @@ def span_modalities(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
 
 def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
     """Hook a prepared language model: its embedding takes rows of items from shards, first layers add theirs."""
-    for root, inside, first in _parts_that_embed(model):
+    for root, inside, first in _embedding_parts(model):
         _SpliceHook(root, inside.get_input_embeddings(), tuple(encoders))
         if first:
             _hook_layers(inside, max((encoder.deep_layers for encoder in encoders), default=0))
 
 
-def _parts_that_embed(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
+def _embedding_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
     """Yield (module that is called with a shard, model with the input embedding, whether it has the first layers).
 
     Under a pipeline these are the first stage and, with multi-token prediction, which embeds later tokens, the last.

@@ -84,8 +84,8 @@ def _child_module(node: nn.Module, name: str) -> nn.Module:
 def _outer_modules(model: PreTrainedModel) -> set[nn.Module]:
     """Return the modules that each stage has a copy of: from the text model outwards, and the list of layers."""
     path = text_name(model).split(".")
-    around = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
-    return {*around, getattr(decoder_model(model), find_parts(model).layers)}
+    outer = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
+    return {*outer, getattr(decoder_model(model), find_parts(model).layers)}
 
 
 class _Schedule(NamedTuple):

@@ -160,8 +160,8 @@ class ScheduledStage(PipelineStage):
         (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]
         weights = (*self.submod.parameters(), *self._leaves)  # gradients of images' rows are found as those of weights
-        of_input, pending = compute_input_gradient(output, gradients and gradients[0], x, weights)
-        return (of_input,), pending
+        input_gradient, pending = compute_input_gradient(output, gradients and gradients[0], x, weights)
+        return (input_gradient,), pending
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Do as torch's method does, and nothing in evaluation, where torch's V schedules fail."""
@@ -220,8 +220,8 @@ def make_schedule(
     """
     settings: dict[str, Any] = {"loss_fn": _return_loss if backward else None, "scale_grads": False}
     kind = _schedule_class(pipeline_settings, micro_batches, backward=backward)
-    of_one_stage = kind in (Schedule1F1B, ScheduleGPipe)  # torch's classes of one stage a rank take no list
-    schedule = kind(stages[0] if of_one_stage else list(stages), micro_batches, **settings)
+    takes_one_stage = kind in (Schedule1F1B, ScheduleGPipe)  # torch's classes of one stage a rank take no list
+    schedule = kind(stages[0] if takes_one_stage else list(stages), micro_batches, **settings)
 
     def run_schedule() -> None:
         """Run the schedule; its targets are not read, and only tell torch the number of micro-batches."""

@@ -47,11 +47,11 @@ def compute_input_gradient(
     nodes = frozenset[Node]().union(*pending.groups)
     handles = [node.register_prehook(partial(setitem, pending.gradients, node)) for node in nodes]
     try:
-        (of_input,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
+        (input_gradient,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()
-    return of_input, pending
+    return input_gradient, pending
 
 
 def compute_weight_gradients(pending: PendingWeights) -> None:
@@ -95,11 +95,11 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
 def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
     """Group the weights that the output depends on by the nodes where their paths first meet those of the input."""
     users = _find_users(output)
-    of_input = _dependent_nodes(x, users)
+    input_users = _dependent_nodes(x, users)
     groups: dict[frozenset[Node], list[Tensor]] = {}
     for weight in weights:
         if weight.requires_grad and (node := get_gradient_edge(weight).node) in users:
-            groups.setdefault(frozenset(_dependent_nodes(node, users, of_input) & of_input), []).append(weight)
+            groups.setdefault(frozenset(_dependent_nodes(node, users, input_users) & input_users), []).append(weight)
     return groups
 
 

@@ -48,9 +48,9 @@ def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | No
     keyword arguments, by which the embedding is passed to the hook.
     """
     readers = [call for call in calls if call.reads_more]
-    of_layers = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in readers)
+    only_layers_read = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in readers)
     arguments = {call.first_again for call in readers}
-    return arguments.pop() if of_layers and len(arguments) == 1 else None
+    return arguments.pop() if only_layers_read and len(arguments) == 1 else None
 
 
 def hook_embedding(layer: nn.Module, argument: int | str) -> None:

@@ -44,8 +44,8 @@ def _layer_plan(**modules: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-_OF_HEADS = {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT}
-_ENDS = {"embed_tokens": EMBEDDING, "embeddings": EMBEDDING}
+_HEAD_NORMS = {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT}
+_EMBEDDINGS = {"embed_tokens": EMBEDDING, "embeddings": EMBEDDING}
 _W123 = {"w1": COLWISE, "w3": COLWISE, "w2": ROWWISE}
 _LFM2 = _layer_plan(self_attn=_LFM2_ATTENTION, feed_forward=_W123)
 _ZAMBA2 = _layer_plan(  # what layers share; each layer has adapters of its own
@@ -61,24 +61,24 @@ _ZAMBA2 = _layer_plan(  # what layers share; each layer has adapters of its own
 )
 _OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
     "bailing_hybrid": _layer_plan(self_attn=_LATENT_ATTENTION),
-    "bamba": _ENDS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
-    "falcon_h1": _ENDS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
+    "bamba": _EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
+    "falcon_h1": _EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
     "gpt_oss": _layer_plan(self_attn=_ATTENTION | {"sinks": HEADS}),
     "granitemoehybrid": _layer_plan(
         self_attn=_ATTENTION, shared_mlp={"input_linear": PACKED, "output_linear": ROWWISE}
     ),
     "kimi_linear": _layer_plan(self_attn=_LATENT_ATTENTION),
-    "lfm2": _ENDS | _LFM2,
+    "lfm2": _EMBEDDINGS | _LFM2,
     "lfm2_moe": _LFM2,
-    "lfm3": _ENDS | _layer_plan(self_attn=_LFM3_ATTENTION, feed_forward=_W123),
-    "mamba2": _ENDS,
+    "lfm3": _EMBEDDINGS | _layer_plan(self_attn=_LFM3_ATTENTION, feed_forward=_W123),
+    "mamba2": _EMBEDDINGS,
     "nemotron_h": _layer_plan(
         mixer=_ATTENTION | {"up_proj": COLWISE, "down_proj": ROWWISE},
         mixer__shared_experts={"up_proj": COLWISE, "down_proj": ROWWISE},
     ),
-    "qwen3_vl_moe_text": _layer_plan(self_attn=_OF_HEADS),
-    "qwen3_vl_text": _layer_plan(self_attn=_ATTENTION | _OF_HEADS, mlp=_GATED),
-    "zamba2": _ENDS | _ZAMBA2,
+    "qwen3_vl_moe_text": _layer_plan(self_attn=_HEAD_NORMS),
+    "qwen3_vl_text": _layer_plan(self_attn=_ATTENTION | _HEAD_NORMS, mlp=_GATED),
+    "zamba2": _EMBEDDINGS | _ZAMBA2,
 }
 _HEAD = {"lm_head": GATHERED[0]}
 

@@ -143,7 +143,7 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
         split_adapted_linear(output, ROWWISE, world, sequence_parallel=sequence_parallel)
     else:
         split_rows(output, world, sequence_parallel=sequence_parallel)
-    _show_views(mixer, views)
+    _apply_views(mixer, views)
 
 
 def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
@@ -171,7 +171,7 @@ def _return_constant(value: int, _: object) -> Any:
     return value
 
 
-def _show_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
+def _apply_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
     """Have the mixer's forward see attributes of the mixer, and of modules inside it, through these views."""
     inner: Any = mixer.forward
 

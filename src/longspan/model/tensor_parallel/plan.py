@@ -36,7 +36,7 @@ from longspan.model.tensor_parallel.family_plans import (
 from longspan.model.tensor_parallel.mixer_parts import mixer_parts
 
 KNOWN = (COLWISE, ROWWISE, PACKED, *GATHERED, SPLIT_INPUT, PARTIAL_GRADIENT, EMBEDDING, HEADS, MIXER)
-_PLACE = re.compile(r"\.\d+\.")
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
 _WITHOUT_EFFECT = ("replicate", "local_params")  # the latter: of a module whose own parameters have a style
 
 
@@ -134,9 +134,9 @@ def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, i
     for name, module, style, parameter in placed:
         if style == MIXER:
             heads = mixer_parts(name, module, tp=1).heads
-            sizes |= {f"{count} of {_PLACE.sub('.*.', name)}": size for count, size in heads.items()}
+            sizes |= {f"{count} of {_LAYER_NUMBER.sub('.*.', name)}": size for count, size in heads.items()}
         elif parameter is not None and style == HEADS:
-            sizes["numbers of " + _PLACE.sub(".*.", name)] = getattr(module, parameter).numel()
+            sizes["numbers of " + _LAYER_NUMBER.sub(".*.", name)] = getattr(module, parameter).numel()
         elif parameter is not None and style != PARTIAL_GRADIENT:
             shape = tuple(getattr(module, parameter).shape)
             raise ModelError(f"{name} {shape} has style {style!r}, which is for modules; use tp 1")
@@ -148,7 +148,7 @@ def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, i
                 )
             width = {COLWISE: linear.out_features, PACKED: linear.out_features // 2}.get(style, linear.in_features)
             if ".self_attn." not in name or style == SPLIT_INPUT:
-                sizes["width of " + _PLACE.sub(".*.", name)] = width
+                sizes["width of " + _LAYER_NUMBER.sub(".*.", name)] = width
     return sizes
 
 
@@ -160,9 +160,9 @@ def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
     values: dict[str, Any] = config.to_dict()
     layers: dict[Any, Mapping[str, Any]] = values.pop("per_layer_config", None) or {}
     names = [config.attribute_map.get(name, name) for name in ("num_attention_heads", "num_key_value_heads")]
-    for layer, of_layer in {"": {}, **layers}.items():  # "" is the model
-        queries, keys = (of_layer.get(name, values.get(name)) for name in names)
-        layer_text = f" of layer {layer}" if of_layer else ""
+    for layer, layer_values in {"": {}, **layers}.items():  # "" is the model
+        queries, keys = (layer_values.get(name, values.get(name)) for name in names)
+        layer_text = f" of layer {layer}" if layer_values else ""
         yield f"query heads{layer_text}", int(queries or 0)
         yield f"key/value heads{layer_text}", int(keys or queries or 0)
 

@@ -58,9 +58,9 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
             slice_inputs(linear, world)
         for linear in second:
             sum_partial_gradients(linear, key)
-        of_whole = style == SPLIT_INPUT
-        leave = make_output_sum(base, key, sequence_parallel=sequence_parallel and not of_whole)
-        wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if of_whole else None, leave=leave)
+        whole_inputs = style == SPLIT_INPUT
+        leave = make_output_sum(base, key, sequence_parallel=sequence_parallel and not whole_inputs)
+        wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if whole_inputs else None, leave=leave)
         return
     for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
         sum_partial_gradients(linear, key)

@@ -89,7 +89,7 @@ class SplitTrial:
                 raise self._split_error(
                     f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 ) from error
-        slices = {name: _part_like(x, results.get(name), self._key) for name, x in true.items()}
+        slices = {name: _matching_part(x, results.get(name), self._key) for name, x in true.items()}
         wrong = _describe_differences(slices, results)
         anywhere = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
         if anywhere.item():
@@ -149,7 +149,7 @@ def _output_gradient(x: Tensor) -> Tensor:
     return torch.arange(x.numel(), device=x.device, dtype=torch.float32).cos().view_as(x).to(x.dtype)
 
 
-def _part_like(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
+def _matching_part(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
     """Return this rank's slice of the whole gradient `true`, as `result` is sharded; all of it if it is not."""
     if true is None or not isinstance(result, DTensor):
         return true

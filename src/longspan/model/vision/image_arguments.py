@@ -113,7 +113,7 @@ def _join_images(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
     if name == IN_DOCUMENT:
         return _image_counts(parts)
     if filled:
-        parts = _pad_alike(parts)
+        parts = _pad_to_largest(parts)
     shapes = {tuple(x.shape[1:]) for x in parts}
     if len(shapes) > 1:
         argument = "pixels" if name == PIXELS else name
@@ -135,7 +135,7 @@ def _image_counts(counts: Sequence[Tensor]) -> Tensor:
     return torch.tensor([1] * single_images + [max(2, other_documents)] * (other_documents > 0))
 
 
-def _pad_alike(parts: Sequence[Tensor]) -> list[Tensor]:
+def _pad_to_largest(parts: Sequence[Tensor]) -> list[Tensor]:
     """Pad tensors (n, …) to one shape after the first dim, with zeros behind, as processors pad images of a call.
 
     Tensors with different numbers of dims are returned as they are.

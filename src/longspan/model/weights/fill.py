@@ -129,14 +129,14 @@ def allocate_model(model: nn.Module, device: torch.device) -> None:
     for parameter in model.parameters():
         if parameter.is_meta:
             memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            _keep_attributes(memory, parameter)
+            _copy_attributes(memory, parameter)
             swap_tensors(parameter, memory)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
-def _keep_attributes(new: Any, old: Any) -> None:
+def _copy_attributes(new: Any, old: Any) -> None:
     """Copy the attributes that others, FSDP2 for one, have set on a parameter."""
     for name, value in vars(old).items():
         setattr(new, name, value)

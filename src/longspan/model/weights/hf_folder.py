@@ -53,9 +53,9 @@ def read_configuration(path: Path) -> PreTrainedConfig:
     """
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise ModelError(f"there is no model folder {path}; {_folder_or_preset()}")
+        raise ModelError(f"there is no model folder {path}; {_folder_advice()}")
     if not file.is_file():
-        raise ModelError(f"{path} has no config.json; {adapter_folder_advice(path) or _folder_or_preset()}")
+        raise ModelError(f"{path} has no config.json; {adapter_folder_advice(path) or _folder_advice()}")
     try:
         config = AutoConfig.from_pretrained(file, **FOLDER_OPTIONS)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
@@ -95,9 +95,9 @@ def weight_files(folder: Path) -> list[Path]:
     beside the weights: transformers would then load the model that the adapter names instead.
     """
     if not folder.is_dir():
-        raise ModelError(f"there is no model folder {folder}; {_folder_or_preset()}")
+        raise ModelError(f"there is no model folder {folder}; {_folder_advice()}")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; {adapter_folder_advice(folder) or _folder_or_preset()}")
+        raise ModelError(f"{folder} has no config.json; {adapter_folder_advice(folder) or _folder_advice()}")
     if (folder / _ADAPTER).is_file():
         raise ModelError(
             f"{folder} holds a model and an adapter of peft ({_ADAPTER}) beside it; put the adapter's files into a "
@@ -143,7 +143,7 @@ def adapter_folder_advice(folder: Path) -> str:
     )
 
 
-def _folder_or_preset() -> str:
+def _folder_advice() -> str:
     """Advise, at the end of a message, to give a folder or a preset."""
     return f"give a folder in Hugging Face format, or use a preset: {', '.join(PRESETS)}"
 
