@@ -67,9 +67,9 @@ class HostOffload:
 
 
 class ParkedLayer:
-    """What one call of a layer keeps on the host; `fetch = park(x)` and later `x = fetch()`.
+    """The tensors that one call of a layer keeps on the host; `fetch = park(x)` and later `x = fetch()`.
 
-    Fetching one tensor fetches all of them, and those of the layer before it in its pass.
+    Fetching one tensor brings all tensors of the layer back, and begins to bring back the layer before it in its pass.
     """
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
@@ -117,7 +117,7 @@ class ParkedLayer:
         return x
 
     def bring_back(self) -> None:
-        """Begin to copy to the device those of the layer's tensors that are not there."""
+        """Begin to copy the layer's tensors to the device, unless they are there."""
         copies, device = self._offload.arena.copies, self._offload.arena.device
         absent = [index for index in range(len(self._on_host)) if index not in self._on_device]
         for index in absent:

@@ -170,7 +170,7 @@ class Recomputation:
                 module.register_forward_pre_hook(partial(_pass_layer, offload))
 
     def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
-        """Return (name, layer, measure) of the layers that are here; those of multi-token prediction come last.
+        """Return (name, layer, measure) of the layers that are here; layers of multi-token prediction come last.
 
         All layers of one depth of multi-token prediction share the measure of that depth.
         """

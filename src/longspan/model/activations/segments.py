@@ -208,7 +208,7 @@ class _RecomputeContext(AbstractContextManager[None]):
 
 @contextmanager
 def _gather_parameters(layer: nn.Module) -> Iterator[None]:
-    """Gather a layer's FSDP2 parameters inside, and free those afterwards that were not gathered before.
+    """Gather a layer's FSDP2 parameters inside; afterwards free the parameters that were not gathered before.
 
     In transformers 5.17 FSDP2's own hooks run inside: in the state PRE_BACKWARD they do nothing.
     """

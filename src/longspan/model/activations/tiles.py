@@ -153,7 +153,7 @@ def _add_tile(
     into: Sequence[Tensor | None],
     sums: list[Tensor | None],
 ) -> None:
-    """Run a tile once more, write the gradients of its rows to `into`, and add those of parameters to `sums`.
+    """Run a tile once more; write its rows' gradients to `into`, and add the parameters' gradients to `sums`.
 
     `into` has None for rows that need no gradient.
     """

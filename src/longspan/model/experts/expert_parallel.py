@@ -47,7 +47,7 @@ def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: boo
 
 
 def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
-    """Split and shard the experts of every layer, before the layers; all ranks of the home call it together.
+    """Split and shard the experts of every layer, before the layers are sharded; all ranks call it together.
 
     Ranks of pipeline stages without experts call it too, as all ranks make the meshes together. With ep and tp 1 there
     is nothing to do: experts are sharded with their layer.

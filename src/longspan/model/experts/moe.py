@@ -209,8 +209,8 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
 class _PlaceRows(torch.autograd.Function):
     """Puts rows (R, D) at indices `rows` of a tensor (count, D) of zeros.
 
-    It saves no tensor for backward: to make one, a checkpoint would run experts, and their collectives, once more, only
-    on slots that have padding, and these would wait for the others.
+    It saves no tensor for backward: to recompute one, a checkpoint would run experts, and their collectives, once more,
+    but only on slots that have padding, which would wait for the other slots.
     """
 
     @staticmethod
@@ -222,7 +222,7 @@ class _PlaceRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Pick the gradients of the rows (R, D); those of padding are dropped."""
+        """Pick the gradients of the rows (R, D); the gradient of padding is dropped."""
         return gradients[0].index_select(0, ctx.rows), None, None
 
 

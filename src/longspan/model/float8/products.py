@@ -63,7 +63,7 @@ def experts_in_float8(
 def _multiply_rows(
     rows: Tensor, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight, experts: ExpertRows | None = None
 ) -> Tensor:
-    """Multiply rows (S, K) with one matrix, or with those of their experts: (S, N).
+    """Multiply rows (S, K) with one matrix, or each with the matrix of its expert: (S, N).
 
     `unread` links the two nodes of the graph: it has the product's shape, and a single number as its memory.
     """
@@ -97,7 +97,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of weight and bias from dy (S, N), which the product passed on; None for the others."""
+        """Return the gradients of weight and bias from dy (S, N), which the product passed on, and None for the rest."""
         (x,) = ctx.saved_tensors
         of_weight = _weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
         return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None

@@ -50,7 +50,7 @@ def _largest_trained_modules(module: nn.Module, prefix: str, trained: set[str]) 
 
 
 def select_entries(modules: Collection[str], entries: Any) -> dict[str, Any]:
-    """Select, from values by the names of weights and buffers, those inside these modules; none for no modules."""
+    """Select the entries, by names of weights and buffers, that lie inside these modules; none for no modules."""
     inside = tuple(f"{module}." for module in modules)
     return {name: value for name, value in entries.items() if name.startswith(inside)} if inside else {}
 

@@ -55,9 +55,9 @@ def _tower_names(model: PreTrainedModel) -> list[str]:
 
 
 def _part_linears(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
-    """Return the part of each linear in the parts, by qualified name. Raises ModelError for a part that has none.
+    """Return the part of each linear in `parts`, by qualified name. Raises ModelError for a part without a linear.
 
-    In towers other classes of linears are left out: those in torch's own attention are never called.
+    In towers subclasses of nn.Linear are left out: torch's own attention has one, and never calls it.
     """
     by_part = _part_by_module(model)
     linears = {
@@ -169,9 +169,9 @@ def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]
 
 
 def _expert_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return those of these names that peft replaces by parameters of the model's fused experts.
+    """Return the names, among `names`, that peft replaces by parameters of the model's fused experts.
 
-    In transformers 4 they were linears of single experts.
+    In transformers 4 these names were linears of single experts.
     """
     import peft
 
@@ -192,7 +192,7 @@ def _expert_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
 
 def _peft_refusals(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return those of these names that peft refuses: linears of mixers whose weights kernels read past an adapter."""
+    """Return the names that peft refuses: linears of mixers whose weights kernels read directly, past an adapter."""
     import peft
 
     try:

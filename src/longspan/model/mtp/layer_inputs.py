@@ -163,7 +163,7 @@ def depends_on_parameters(call: LayerCall) -> bool:
 
 
 def _depth_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layer's keyword arguments without those that a depth's layer must not get."""
+    """Return a layer's keyword arguments that a depth's layer gets too: all but `_NOT_FOR_DEPTHS`."""
     return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
 
 

@@ -77,7 +77,7 @@ def order_columns(key: str, tensor: Any) -> Any:
 
 
 def publication_names(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
-    """Return the function from our names to those in a family's published models; None if none are known.
+    """Return the function from our names to the names in a family's published models; None if they are not known.
 
     Some families name weights of a single depth only. A depth has `blocks` decoder layers.
 
@@ -132,7 +132,7 @@ class _HalvesExchanged:
 
 
 def _depth_name(depth: int, inside: str) -> str:
-    """Return our name of a weight of a depth; those that are not the depth's own belong to its block."""
+    """Return our name of a weight of a depth; a weight that is not one of `_OURS` belongs to the depth's block."""
     return f"{PREFIX}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
 
 

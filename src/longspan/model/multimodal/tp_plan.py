@@ -169,7 +169,7 @@ def _convolution_linears(owner: nn.Module) -> dict[str, str]:
 
 
 def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Return the styles of one module's linears, by name: those of one attention, and those of one MLP.
+    """Return the styles of one module's linears, by name: linears of one attention, and of one MLP.
 
     Linears before attention, or before an activation, are split by columns, and the linear behind it by rows.
     """

@@ -208,7 +208,7 @@ def _find_place(model: nn.Module, name: str) -> _Place:
 
 @torch.no_grad()
 def _sum_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
-    """Replace a gradient by the sum of those of the pipeline positions `holders`.
+    """Replace a gradient by the sum of this parameter's gradients on the pipeline positions `holders`.
 
     Each holder gets one slice from all others, adds them in the order of positions, so that all get the same bits, and
     sends the sum back.

@@ -155,9 +155,9 @@ class PipelineModel(nn.Module):
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[Any]:
-        """Yield the modules by their names in the whole model, then stages and others without such a name.
+        """Yield the modules by their names in the whole model, then stages and other modules without such a name.
 
-        FSDP2 must find the latter: each stage is a root that it manages.
+        FSDP2 looks its modules up here, and each stage is a root that it manages.
         """
         memo = set[nn.Module]() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
@@ -279,9 +279,9 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
 
 
 def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
-    """Run a schedule; an error of the model is raised as the model raised it, one of a collective inside the watch.
+    """Run a schedule; an error of the model is raised as the model raised it, without torch's wrapping.
 
-    The watch adds its report of the ranks to what is raised inside it.
+    An error of a collective is raised inside the watch, which adds its report of the ranks.
     """
     failure: BaseException | None = None
     with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):
@@ -296,7 +296,7 @@ def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
 
 
 def _original_error(error: BaseException) -> BaseException | None:
-    """Return the error inside those that torch wraps around it, which name the stage; None if nothing is wrapped."""
+    """Return the error inside torch's errors around it, which name the stage; None if nothing is wrapped."""
     origin = error.__cause__
     while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
         origin = origin.__cause__

@@ -224,7 +224,7 @@ def make_schedule(
     schedule = kind(stages[0] if takes_one_stage else list(stages), micro_batches, **settings)
 
     def run_schedule() -> None:
-        """Run the schedule; its targets are not read, and only tell torch the number of micro-batches."""
+        """Run the schedule; torch splits the targets over micro-batches, and no loss reads them."""
         schedule.step(target=torch.arange(micro_batches), return_outputs=False)
 
     return run_schedule

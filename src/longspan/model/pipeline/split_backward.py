@@ -93,7 +93,7 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
 
 
 def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
-    """Group the weights that the output depends on by the nodes where their paths first meet those of the input."""
+    """Group the weights that the output depends on by the nodes where their paths first meet paths from the input."""
     users = _find_users(output)
     input_users = _dependent_nodes(x, users)
     groups: dict[frozenset[Node], list[Tensor]] = {}

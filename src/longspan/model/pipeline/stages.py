@@ -94,7 +94,7 @@ class StageInput:
 
 
 class Stage(nn.Module):
-    """One stage of a model: hidden states (1, T, D) of the stage before, or token ids, to those of its last layer.
+    """One stage of a model: from token ids, or hidden states (1, T, D) of the stage before, to its last layer's states.
 
     It is stage `index` of `count`, in model order; `layers` are global indices. `model` is the copy with stand-ins.
     `shared` are the parameters that several stages have. `with_embedding`: layers read the embedding too, which is
@@ -220,7 +220,7 @@ def _order_parts(model: PreTrainedModel, parts: ModelParts) -> list[str]:
 
 
 def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
-    """Make the model once for each stage, with the model's own modules, and stand-ins for those of other stages."""
+    """Copy the model once for each stage, with the model's own modules, and stand-ins for other stages' modules."""
     last = len(layers) - 1
     return [shallow_copy(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 

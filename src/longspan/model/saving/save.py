@@ -131,7 +131,7 @@ class _TrainedModules(NamedTuple):
 
 
 def _find_trained_modules(encoders: Sequence[Encoder]) -> _TrainedModules:
-    """Return the modules of encoders that are trained whole, with their entries and those of the encoders' adapters.
+    """Return the modules of encoders that are trained whole, and the entries to write: theirs and the adapters'.
 
     Raises ModelError, on every rank, for a module that is trained in part.
     """

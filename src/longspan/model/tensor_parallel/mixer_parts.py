@@ -34,7 +34,7 @@ class EvenRows:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Rows of groups of heads, `width` each: a rank has those of its heads' groups, in the order of its heads."""
+    """Rows of groups of heads, `width` for each group: a rank has the rows of its heads' groups, in their order."""
 
     groups: int
     width: int
@@ -54,7 +54,7 @@ class GroupRows:
         return self.heads // tp // self.heads_together(tp)
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
-        """Return this rank's rows: a run of `width` for each `heads_together` heads, those of their group."""
+        """Return this rank's rows: for each `heads_together` neighbouring heads the `width` rows of their group."""
         first, together = rank * (self.heads // tp), self.heads_together(tp)
         heads = range(first, first + self.heads // tp, together)
         groups = [head // (self.heads // self.groups) for head in heads]
@@ -81,9 +81,9 @@ class FusedRows:
         return tuple(runs)
 
     def cut_pieces(self, tp: int, rank: int) -> tuple[list[int], list[int]]:
-        """Cut all rows wherever a run of this rank begins or ends; returns the pieces' sizes and the rank's pieces.
+        """Cut all rows wherever a run of this rank begins or ends.
 
-        The latter are indices of pieces in the order of the rank's rows.
+        Returns the sizes of the pieces, and the indices of this rank's pieces, in the order of its rows.
         """
         runs = self.runs(tp, rank)
         cuts = sorted({0, self.size, *(run.start for run in runs), *(run.stop for run in runs)})
@@ -98,7 +98,7 @@ def equal_parts(size: int, count: int) -> FusedRows:
 
 @dataclass(frozen=True)
 class MixerParts:
-    """What a tensor-parallel rank has of a mixer.
+    """How a mixer divides over tensor-parallel ranks.
 
     `heads` are the counts that tp must divide, by name. `rows` says how children and tensors of the mixer divide, by
     name; `whole` names those that every rank applies undivided to its heads. `output` is the projection back to the

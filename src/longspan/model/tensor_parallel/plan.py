@@ -215,7 +215,7 @@ def _partial_block_parameters(
 
 
 def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
-    """Name those parameters that act on the block's output only through the inputs of row-wise linears.
+    """Name the parameters that act on the block's output only through the inputs of row-wise linears.
 
     Such parameters, of a norm of features inside the block say, are split with the features. A parameter is one if the
     inputs of row-wise linears depend on it and the output does not, once these linears' outputs are cut from the graph.

@@ -56,17 +56,17 @@ def _sum_row_gradients(module: nn.Module, key: int) -> None:
 
 
 def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the decoder layers of this pipeline stage and those of multi-token prediction, by name."""
+    """Return the decoder layers of this pipeline stage, and layers of multi-token prediction, by name."""
     return decoder_layers(model) | mtp_blocks(model)
 
 
 def residual_regions(
     name: str, layer: nn.Module, placed: list[StyledModule]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return (the children of a decoder layer that work on single rows, those that must be given all rows).
+    """Return (children of a decoder layer that work on single rows, children that must be given all rows).
 
-    The latter are blocks of experts, and attention that the plan does not split, so that every rank computes all heads.
-    Blocks whose heads or features are split are in neither: they gather rows themselves.
+    All rows are for blocks of experts, and for attention that the plan does not split, so that every rank computes all
+    heads. Blocks whose heads or features are split are in neither list: they gather rows themselves.
     """
     rowwise_modules, full_row_modules, blocks = list[nn.Module](), list[nn.Module](), split_blocks(placed)
     for child, module in layer.named_children():

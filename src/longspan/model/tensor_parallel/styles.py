@@ -324,6 +324,6 @@ def make_row_view(owner: nn.Module, name: str, rows: EvenRows | FusedRows, world
 
 
 def _take_pieces(x: Tensor, dim: int, sizes: list[int], order: list[int]) -> Tensor:
-    """Cut a tensor along `dim` into pieces of these sizes, and join those with the indices `order`."""
+    """Cut a tensor along `dim` into pieces of these sizes, and join the pieces with the indices `order`."""
     pieces = x.split(sizes, dim)
     return torch.cat([pieces[i] for i in order], dim)

@@ -83,7 +83,7 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
 
 
 def encoding_order(inputs: Sequence[ImageInput]) -> list[int]:
-    """Return the order of images in one call: those that are the only image of their document first, others behind.
+    """Return the order of images in one call: images that are alone in their document first, others behind.
 
     LLaVA-OneVision needs it: it is told the documents of a call by their counts of images (`_image_counts`).
     """

@@ -127,8 +127,8 @@ class ImageTokens:
     def positions(self, ids: npt.NDArray[Any], grids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
         """Compute the positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
 
-        They are plain in models without positions in three parts (M-RoPE), and in documents without images. Raises
-        DataError for placeholders that are not those of the grids, and for images that no token stands between.
+        They are plain (0, 1, 2 …) in models without positions of three axes (M-RoPE), and in documents without images.
+        Raises DataError if runs of placeholders do not fit the grids, or two images have no text between them.
         """
         model = model_class(self.config)
         if model is None or not hasattr(model, "get_rope_index") or not len(grids):

@@ -33,9 +33,9 @@ _WIDTHS = ("embed_dim", "hidden_size")  # embed_dim first: Qwen2-VL's hidden_siz
 def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, gpu: bool = False) -> Cost:
     """Price an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
 
-    `encoder` is the whole tower and projector, before it is sharded; of what is frozen only forward is priced, and for
-    the backward pass so many forward passes `again`. A tower that its configuration does not price is priced by its
-    parameters, as if all of it were trained.
+    `encoder` is the whole tower and projector, before it is sharded. Of frozen parts only the forward pass is priced.
+    `again` is how many more forward passes recomputation makes for a backward pass. A tower whose configuration does
+    not give a price is priced by its parameters, as if all of it were trained.
     """
     try:
         return EncoderShape.of(config).cost(trained=find_trained_part(encoder), again=again, gpu=gpu)
@@ -155,7 +155,7 @@ def join_parts(
 
 
 def map_stock_names(names: Iterable[str]) -> dict[str, str]:
-    """Map the names that parameters have in the model's own class to those that they have in a MultimodalModel.
+    """Map the names of parameters in the model's own class to their names in a MultimodalModel.
 
     >>> map_stock_names(["encoders.image.model.visual.pos_embed.weight"])
     {'model.visual.pos_embed.weight': 'encoders.image.model.visual.pos_embed.weight'}

@@ -151,7 +151,7 @@ class WeightSource(Protocol):
     """Where weights come from: parts of a model's parameters, one after another."""
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values of the part) for those of these parameters and persistent buffers that the source has.
+        """Yield (name, values) for each part of a parameter or persistent buffer that the source has.
 
         The source may compute on the device.
         """

@@ -64,7 +64,7 @@ def _leaves_first_dim(operation: Any) -> bool:
 
 
 class FolderWeights:
-    """What the safetensors files of a folder hold, for a model of these names and shapes.
+    """A source of weights from the safetensors files of a folder, for a model of `model`'s names and shapes.
 
     `rename` maps the files' names to those of a folder that `save_model` writes; `view` wraps each tensor of a file,
     given its name there, for example to exchange columns as it is read.
@@ -89,7 +89,7 @@ class FolderWeights:
         return f"the model in {self._folder}"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values) of those of these parts that the files have, on the CPU, whatever the device.
+        """Yield (name, values) of each part that the files have, on the CPU, whatever the device.
 
         Raises ModelError for tensors of other shapes than the model's, and for files that cannot be read.
         """

@@ -17,7 +17,7 @@ from longspan.model.weights.local_tensors import LocalPart
 
 
 class RandomWeights:
-    """Weights that are a function of the configuration, the seed and the device's kind: the same under every home.
+    """Weights that are a function of the configuration, the seed and the device's kind: the same under every layout.
 
     Each decoder layer, and each other module with parameters, is drawn whole on the device, in float32, from a seed
     made of `seed` and the module's name.
