@@ -97,7 +97,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of weight and bias from dy (S, N), which the product passed on, and None for the rest."""
+        """Return the gradients of weight and bias from dy (S, N), which the product passed on; None for the rest."""
         (x,) = ctx.saved_tensors
         of_weight = _weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
         return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
