@@ -89,8 +89,8 @@ class _Link:
         self._layer, self._run, self._other_args = layer, run, others
         self._keeps_attention, self._keeps_exchanged = not measure.startswith("full"), measure == "exchanged"
         self._recording: Recording | None = None
-        self._input: Tensor | None = None
-        self._fetch_first: Callable[[], Tensor] | None = None
+        self._input: Tensor | None = None  # made again for backward, until it is fetched
+        self._fetch_first: Callable[[], Tensor] | None = None  # of a segment's first layer: fetches its kept input
         self._output: weakref.ref[Tensor] | None = None
         self._version = -1  # of the output; torch counts up when a tensor is modified in place
         self._states: Any = None

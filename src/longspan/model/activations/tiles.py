@@ -116,7 +116,10 @@ class _Tiles(torch.autograd.Function):
         contexts: tuple[Around, Around],
         *tensors: Tensor,
     ) -> Tensor:
-        """Run the tiles without a graph; `tensors` are `of_rows` tensors of rows and then the parameters."""
+        """Run the tiles without a graph; `tensors` are `of_rows` tensors of rows and then the parameters.
+
+        `nodes` has the context of `_Keep`, which saved the rows; `contexts` are autocast, for backward, and `around`.
+        """
         ctx.run, ctx.node, ctx.count = run, nodes[0], count
         ctx.autocast, ctx.around = contexts
         ctx.parameters = tensors[of_rows:]
@@ -128,7 +131,7 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run each tile once more with a graph; returns the gradients of the rows and of the trained parameters."""
         rows = ctx.node.saved_tensors
-        needs = ctx.node.needs_input_grad[3:]
+        needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_Keep`
         trained = [p for p in ctx.parameters if p.requires_grad]
         row_gradients = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)

@@ -49,7 +49,7 @@ def _is_plain(experts: Any) -> bool:
 def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
     """Return whether an activation is SiLU by its numbers: transformers has several classes, LFM2-MoE torch's own."""
     if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
-        return False
+        return False  # what is learnt may be SiLU only at first
     x = torch.linspace(-20.0, 20.0, 81)
     return torch.allclose(activation(x), silu(x), rtol=1e-6)
 

@@ -148,7 +148,7 @@ def _replace_prefix(name: str, begins: dict[str, str]) -> str:
 
 
 def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
-    """Name a depth's weight as files do that number depths after the model's layers."""
+    """Translate our name of a depth's weight to the one in files that number depths after the model's layers."""
     match = re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.(.*)", name)
     if match is None:
         return name
@@ -157,7 +157,7 @@ def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
 
 
 def _qwen_name(name: str) -> str:
-    """Translate our name of a depth's weight to the one in Qwen's files."""
+    """Translate our name of a weight of depth 0 to the one in Qwen's files; the depth's own weights have no number."""
     inside = name.removeprefix(f"{PREFIX}.layers.0.")
     if inside == name:
         return name

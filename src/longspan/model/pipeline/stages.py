@@ -131,7 +131,10 @@ class Stage(nn.Module):
         return self.index == self.count - 1
 
     def forward(self, x: Tensor, *, stage_input: StageInput) -> Tensor:
-        """Compute hidden states for the next stage; the last stage returns what `stage_input.make_output` makes."""
+        """Compute hidden states for the next stage; the last stage returns what `stage_input.make_output` makes.
+
+        With the embedding, x on later stages and the result are (1, 2T, D): hidden states, then the embedding.
+        """
         embedding: Tensor | TakenEmbedding = TakenEmbedding()
         if self.with_embedding and not self.first:
             x, embedding = x.chunk(2, dim=1)

@@ -63,7 +63,7 @@ def save_model(
     model = model.language_model if isinstance(model, MultimodalModel) else model
     model, target = _find_prepared_model(model), Path(folder)
     kind = None if dtype is None else torch_dtype(dtype)
-    with world.watch.naming(f"writing of {target}", world.home.ranks):  # its gathers are DTensor's
+    with world.watch.naming(f"writing of {target}", world.home.ranks):  # for DTensor's gathers, which name nothing
         _save_weights(model, encoders, target, world, tokenizer, kind)
 
 

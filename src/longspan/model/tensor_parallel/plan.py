@@ -194,7 +194,10 @@ def _entry_parameters(entry: StyledModule) -> Iterator[nn.Parameter]:
 def _partial_block_parameters(
     model: nn.Module, name: str, placed: Sequence[StyledModule], named: set[int]
 ) -> Iterator[StyledModule]:
-    """Yield the unnamed parameters of a block with summed gradients. Raises ModelError if a sum would be wrong."""
+    """Yield the parameters of a block that are not in `named` (ids), whose gradients are to be summed over tp.
+
+    Raises ModelError if a sum would be wrong, and for parameters of the block itself, which cannot be tried alone.
+    """
     block = model.get_submodule(name)
     unnamed = {n: p for n, p in block.named_parameters() if id(p) not in named}
     if not unnamed:

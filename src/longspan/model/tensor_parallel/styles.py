@@ -246,13 +246,13 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
     index, degree = tp_place(key)
     width = embedding.num_embeddings // degree
     first, padding = index * width, embedding.padding_idx
-    own_padding = padding - first if padding is not None and first <= padding < first + width else None
+    local_padding = padding - first if padding is not None and first <= padding < first + width else None
 
     @wraps(inner)
     def forward(ids: Tensor) -> Tensor:
         """Embed the ids of this rank's slice of the vocabulary, and sum over tp: other ids give zeros here."""
         elsewhere = (ids < first) | (ids >= first + width)  # (1, T)
-        with ReplacedAttributes(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": own_padding}):
+        with ReplacedAttributes(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": local_padding}):
             vectors = inner((ids - first).masked_fill(elsewhere, 0))
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
         return tp_sum_split(vectors, key, ROWS) if sequence_parallel else tp_sum(vectors, key)
@@ -292,6 +292,7 @@ def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
     missing = -rows % degree
     if missing:
         value = torch.cat([value, value.new_zeros((missing, *value.shape[1:]))])
+    # tp_split is for tensors with a gradient; integers, such as chosen experts, have none
     return tp_split(value, key, 0) if value.is_floating_point() else value.chunk(degree)[index]
 
 

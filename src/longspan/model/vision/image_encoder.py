@@ -43,7 +43,7 @@ class ImageEncoder(nn.Module):
         if name:
             self.add_module(name, base)
         else:
-            self.__dict__["_whole"] = base  # no module of this one, but its children are
+            self.__dict__["_whole"] = base  # not registered: its parameters would have two names
             for part, child in base.named_children():
                 self.add_module(part, child)
         vision = getattr(base.config, "vision_config", None)
