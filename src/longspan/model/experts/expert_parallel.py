@@ -56,6 +56,7 @@ def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPo
     if home.ep == home.tp == 1:
         return
     mesh = world.meshes.expert
+    # inputs are not cast, so that routing weights keep their dtype
     policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     for experts in expert_modules(model).values():
         if home.ep > 1:

@@ -18,7 +18,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in
 
 
 def find_kernels(*tensors: Tensor | None) -> Any:
-    """Find the module of the kernels if they take these tensors (on a GPU, contiguous in the last dim); else None."""
+    """Find the kernels' module if they take these tensors (GPU, `_DTYPES`, contiguous in the last dim); else None."""
     for x in tensors:
         if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
             return None

@@ -131,7 +131,7 @@ class ScheduledStage(PipelineStage):
         return ops
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Do as torch's method does, and free what was received for the micro-batch."""
+        """Do as torch's method does, and free the micro-batch's buffers; leaves, rows of images, get gradients too."""
         self._leaves = self.inputs[bwd_chunk_id].shard.derived.leaves
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:

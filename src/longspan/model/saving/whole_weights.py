@@ -101,9 +101,9 @@ class _WholeWeights:
         if self._world.home.pp == 1:
             return entries
         is_reporter = (self._world.slot, self._world.coordinates.tp) == (0, 0)
-        own_entries = {self._world.coordinates.pp: entries} if is_reporter else None
+        local_entries = {self._world.coordinates.pp: entries} if is_reporter else None
         by_stage = (
-            self._world.control.reduce_object(own_entries, dict[int, list[_Entry]].__or__, "names of weights") or {}
+            self._world.control.reduce_object(local_entries, dict[int, list[_Entry]].__or__, "names of weights") or {}
         )
         return [entry for stage in range(self._world.home.pp) for entry in by_stage[stage]]
 

@@ -73,7 +73,7 @@ def residual_regions(
         child_name = f"{name}.{child}"
         if layer_experts(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
             full_row_modules.append(module)
-        elif is_adapted(module) or not any(True for _ in module.children()):
+        elif is_adapted(module) or not any(True for _ in module.children()):  # a norm, or a linear of whole features
             rowwise_modules.append(module)
         elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
             inside = residual_regions(child_name, module, placed)

@@ -138,6 +138,6 @@ def _are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
     try:
         rope_index(model, images.config, ids, np.array([VIDEO] * 4), **grids)
-    except RuntimeError:  # only those of the first group, for four tokens
+    except RuntimeError:  # positions of the first group only, which do not fill four tokens
         return True
     return False
