@@ -48,6 +48,7 @@ class HostArena:
     """
 
     def __init__(self, device: torch.device, bytes: int = 0) -> None:
+        """Take `bytes` of the host's memory now; 0: none before the first range is taken."""
         self.device = device
         self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.RLock()  # backward passes run in threads of their own
@@ -55,61 +56,62 @@ class HostArena:
         self._parts: list[_Part] = []
         self._used = 0
         if bytes:
-            self._grow_by(bytes)
+            self._add_part(bytes)
 
     @property
     def bytes(self) -> int:
-        """The memory that it has now."""
+        """The arena's size now, in bytes, in use or free."""
         return sum(part.size for part in self._parts)
 
     @property
     def parts(self) -> int:
-        """How many registrations that memory is: one, but while the arena grows."""
+        """In how many pieces the memory is registered: one, except after the arena grew."""
         return len(self._parts)
 
     @property
     def bytes_in_use(self) -> int:
-        """Return how many of its bytes are in use."""
+        """How many bytes of the arena are in use."""
         with self._lock:
-            self._take_back()
+            self._take_back_ranges()
             return self._used
 
     def take(self, bytes: int) -> "HostRange":
-        """Take a range of so many bytes, and at least one."""
+        """Take a range of so many bytes (0 counts as 1), in the first piece with room; the arena grows if none has."""
         size = _round_to_multiple(max(bytes, 1), ALIGNMENT)
         with self._lock:
-            self._take_back()
+            self._take_back_ranges()
             if not self._used and len(self._parts) > 1:
                 total = self.bytes
                 self._parts.clear()
-                self._grow_by(total)
+                self._add_part(total)
             for piece in self._parts:
                 if (start := piece.take(size)) is not None:
                     break
             else:
-                piece = self._grow_by(size)
+                piece = self._add_part(size)
                 start = piece.take(size)
             assert start is not None
             self._used += size
         return HostRange(self._freed, piece, start, size, bytes)
 
     def close(self) -> None:
-        """Give the memory back: now, or once the ranges in use are free. A later `take` begins anew."""
+        """Give the memory back: now, or, while ranges are in use, once they are free. A later `take` grows again."""
         with self._lock:
-            self._take_back()
+            self._take_back_ranges()
             self._parts.clear()
 
     def close_with_world(self, world: World) -> None:
-        """Close it when the world is left, if it is still there."""
+        """Close the arena when the world is left, if the arena still exists then (the world does not keep it)."""
         close = weakref.WeakMethod(self.close)
 
         def close_arena() -> None:
+            """Close the arena if it still exists."""
             if (method := close()) is not None:
                 method()
 
         world.on_leaving(close_arena)
 
-    def _grow_by(self, bytes: int) -> "_Part":
+    def _add_part(self, bytes: int) -> "_Part":
         """Add a piece of memory of so many bytes to the arena. Raises ModelError where the host has less free."""
         free = free_host_bytes()
         if free is not None and bytes > free:
@@ -121,8 +123,8 @@ class HostArena:
         self._parts.append(piece)
         return piece
 
-    def _take_back(self) -> None:
-        """Enter the ranges that nothing holds any more as free."""
+    def _take_back_ranges(self) -> None:
+        """Return to their pieces the ranges that nothing holds any more; the lock must be held."""
         while self._freed:
             part, start, size = self._freed.popleft()
             part.give_back(start, size)
@@ -130,7 +132,7 @@ class HostArena:
 
 
 class HostRange:
-    """Bytes of an arena, `memory`; free again with this object, so that no view of them may outlive it."""
+    """Bytes of an arena, `memory`. They are free again when this object is deleted: no view may outlive it."""
 
     __slots__ = ("_freed", "_part", "_size", "_start", "memory")
 
@@ -141,18 +143,20 @@ class HostRange:
         self.memory: Tensor = part.memory[start : start + bytes]  # (bytes,) of uint8
 
     def __del__(self) -> None:
+        """Hand the range to the arena's queue, from which the next `take` frees it."""
         self._freed.append((self._part, self._start, self._size))  # without the lock, which this thread may hold
 
     def view_like(self, x: Tensor) -> Tensor:
-        """Return a tensor here of the shape, type and order in memory of `x`; of what is not dense, contiguous."""
+        """Return a tensor in this memory with shape, dtype and strides of `x`; contiguous if `x` is not dense."""
         strides = torch.empty_like(x, device="meta").stride()
         return self.memory.view(x.dtype).as_strided(x.shape, strides)
 
 
 class _Part:
-    """Memory that is registered at once, and the ranges of it that are free, by address."""
+    """A piece of memory that is registered in one call, and its free ranges, ordered by address."""
 
     def __init__(self, size: int, copies: torch.cuda.Stream | None) -> None:
+        """Map `size` bytes; with a stream of `copies`, so on a GPU, pin them until this object is deleted."""
         self.size = size
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # processes of data loaders would copy pinned pages
@@ -166,7 +170,7 @@ class _Part:
         self._free = [(0, size)]  # start and end
 
     def take(self, size: int) -> int | None:
-        """Return the start of the first free range of this size; None where there is none."""
+        """Take `size` bytes from the first free range that has them; returns their start, or None without one."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
@@ -174,7 +178,7 @@ class _Part:
         return None
 
     def give_back(self, start: int, size: int) -> None:
-        """Free a range; neighbours become one."""
+        """Free a range; free ranges that touch become one."""
         insort(self._free, (start, start + size))
         merged: list[tuple[int, int]] = []
         for start_of_range, end in self._free:
@@ -186,6 +190,7 @@ class _Part:
 
 
 def _round_to_multiple(bytes: int, multiple: int) -> int:
+    """Round up to a multiple."""
     return -(-bytes // multiple) * multiple
 
 
@@ -200,7 +205,10 @@ def _pin_memory(memory: Tensor) -> None:
 
 
 def _unpin_memory(address: int, copies: torch.cuda.Stream, process: int) -> None:
-    """Undo `_pin_memory`, once no copy is under way; not in a forked process. After a GPU's error CUDA refuses."""
+    """Undo `_pin_memory` after the copies under way; does nothing in a forked process, which has no pinned memory.
+
+    Errors are suppressed, as CUDA refuses every call after a GPU's error.
+    """
     if process == os.getpid():
         with suppress(Exception):
             copies.synchronize()

@@ -2,8 +2,8 @@
 
 On a GPU they are copied on a CUDA stream of their own, into memory that is registered once (`host_arena.py`). A layer's
 tensors leave the device when the second layer after it begins, and come back, all of them, when backward reaches the
-layer after it: of two neighbouring layers at most, tensors that wait on the host are on the device too. On a CPU they
-are copied at once, so that the same code runs.
+layer after it: so at most two neighbouring layers have them on the device. On a CPU they are copied at once, so that
+the same code runs.
 
 Memory of the device is taken and freed on the stream that computes, which waits for the copies by events: no block
 waits for the host to see that a copy has ended, however far the host is ahead.
@@ -25,36 +25,37 @@ ON_DEVICE = 2  # layers: the one that runs and its neighbour
 
 
 class HostOffload:
-    """Where the layers of one model keep tensors on the host: `park = offload.open_layer(first=…)`, one a call.
+    """Where the layers of one model keep tensors on the host: `park = offload.open_layer(first=…)` at each call.
 
     >>> offload = HostOffload(HostArena(torch.device("cpu")))
     >>> fetch = offload.open_layer(first=True)(torch.ones(3))
     >>> fetch().tolist()
     [1.0, 1.0, 1.0]
 
-    What a call parked comes back by `fetch_tensor`, in any order and as often as need be; its room is free again once
-    nothing holds `fetch_tensor`. The calls from a first layer to the next are a pass; nothing is fetched ahead from one
-    to another.
+    `park(x)` copies a tensor to the host and returns the function that fetches it, which may be called in any order and
+    repeatedly; the host's memory is free again once nothing holds that function. A call with `first` begins a new
+    forward pass; backward fetches a layer ahead within one pass only.
     """
 
     def __init__(self, arena: HostArena) -> None:
         self.arena = arena
+        # weak: a layer's tensors are freed with the graph that fetches them
         self._last_layer: weakref.ref[ParkedLayer] | None = None
-        self._on_device: deque[weakref.ref[ParkedLayer] | None] = deque()
+        self._on_device: deque[weakref.ref[ParkedLayer] | None] = deque()  # None: a layer that parks nothing
 
     def open_layer(self, *, first: bool) -> "ParkedLayer":
-        """Open the place where one call of a layer parks tensors; `first`: its pass begins with this call."""
+        """Make the object by which one call of a layer parks tensors; `first`: a forward pass begins with this call."""
         layer = ParkedLayer(self, None if first else self._last_layer)
         self._last_layer = weakref.ref(layer)
         self.keep_on_device(layer)
         return layer
 
     def pass_layer(self) -> None:
-        """Let the layers before one that parks nothing leave the device, as before any other."""
+        """Count a layer that parks nothing, so that tensors of the layers before its neighbour leave the device."""
         self.keep_on_device(None)
 
     def keep_on_device(self, layer: "ParkedLayer | None") -> None:
-        """Let this layer's tensors be on the device, and those of the layers before its neighbour leave it."""
+        """Note this layer as the newest of the ON_DEVICE layers with tensors on the device; older ones leave it."""
         reference = None if layer is None else weakref.ref(layer)
         if reference is not None and reference in self._on_device:
             self._on_device.remove(reference)
@@ -66,20 +67,24 @@ class HostOffload:
 
 
 class ParkedLayer:
-    """What one call of a layer keeps on the host; `fetch = park(x)` and later `x = fetch()`.
+    """The tensors that one call of a layer keeps on the host; `fetch = park(x)` and later `x = fetch()`.
 
-    Fetching one tensor fetches all of them, and those of the layer before it in its pass.
+    Fetching one tensor brings all tensors of the layer back, and begins to bring back the layer before it in its pass.
     """
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
+        """Begin with no tensors; `before` is the layer before in the pass, None for the first."""
         self._offload, self._layer_before = offload, before
         self._on_host: list[tuple[HostRange, Tensor]] = []
         self._on_device: dict[int, Tensor] = {}  # by index; from the allocator of the stream that computes
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, int] = {}  # torch's counts of in-place changes, when a tensor was parked
         self._copied: torch.cuda.Event | None = None  # after the last copy, there or back
 
     def __call__(self, x: Tensor) -> Callable[[], Tensor]:
-        """Copy a tensor to the host. One of another device, or without elements, stays where it is."""
+        """Copy a tensor to the host; returns the function that fetches it.
+
+        A tensor of another device, or without elements, stays where it is.
+        """
         x, arena = x.detach(), self._offload.arena
         if x.device.type != arena.device.type or not x.numel():
             return x.detach
@@ -97,9 +102,7 @@ class ParkedLayer:
         return partial(self.fetch_tensor, index)
 
     def fetch_tensor(self, index: int) -> Tensor:
-        """Return a tensor as it was when it was parked, and begin to bring back the layer before, which backward needs
-        next.
-        """
+        """Return a tensor as it was when parked; the layer before, which backward needs next, begins to come back."""
         self._offload.keep_on_device(self)
         if index not in self._on_device:
             self.bring_back()
@@ -114,7 +117,7 @@ class ParkedLayer:
         return x
 
     def bring_back(self) -> None:
-        """Begin to copy to the device what is not there."""
+        """Begin to copy the layer's tensors to the device, unless they are there."""
         copies, device = self._offload.arena.copies, self._offload.arena.device
         absent = [index for index in range(len(self._on_host)) if index not in self._on_device]
         for index in absent:
@@ -129,11 +132,12 @@ class ParkedLayer:
             self._note_copies(copies)
 
     def _note_copies(self, copies: torch.cuda.Stream) -> None:
+        """Record an event behind the copies that are under way, for other streams to wait for."""
         self._copied = torch.cuda.Event()
         self._copied.record(copies)
 
     def leave_device(self) -> None:
-        """Free what is on the device, after the copies that are under way."""
+        """Free the layer's tensors on the device, after the copies that are under way."""
         if self._copied is not None and self._on_device:
             torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)
         for index, x in self._on_device.items():
@@ -141,7 +145,10 @@ class ParkedLayer:
         self._on_device.clear()
 
     def _check_version(self, index: int, x: Tensor) -> None:
-        """Raise RuntimeError for a tensor that was modified in place before it had been copied to the host."""
+        """Raise RuntimeError for a tensor that was modified in place after it was parked: its copy may be either value.
+
+        A tensor that came back from the host has no noted version, and may be modified.
+        """
         if x._version != self._versions.get(index, x._version):
             raise RuntimeError(
                 f"a tensor {tuple(x.shape)} that a layer keeps on the host was modified by an inplace operation before "
@@ -149,7 +156,7 @@ class ParkedLayer:
             )
 
     def __del__(self) -> None:
-        """Let the memory of tensors on the device be used again only after copies that are under way."""
+        """Keep the allocator from reusing the memory of tensors on the device before copies under way have ended."""
         with suppress(Exception):  # at the end of a process
             for x in self._on_device.values():
                 if self._offload.arena.copies is not None:
@@ -157,7 +164,7 @@ class ParkedLayer:
 
 
 def park_saved_tensors(park: ParkedLayer) -> torch.autograd.graph.saved_tensors_hooks:
-    """Let the tensors that autograd saves inside wait in the host's memory."""
+    """Make the context in which tensors that autograd saves are parked on the host, and fetched by backward."""
     return torch.autograd.graph.saved_tensors_hooks(park, lambda fetch: fetch())
 
 

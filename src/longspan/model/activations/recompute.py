@@ -1,6 +1,6 @@
 """Which activations of decoder layers are kept for backward, which are recomputed, and which wait on the host.
 
-One word a layer, its measure:
+Each layer has one word, its measure:
 
     none            all activations stay
     exchanged       "selective", and what attention exchanged over all-to-all stays too
@@ -42,9 +42,9 @@ class Recomputation:
     """The measure of each decoder layer: of a whole model in `measures`, or `measure` for a stage's first `layers`.
 
     `measures` has a word for each decoder layer of the model, and then one for each depth of multi-token prediction.
-    Without it `layers` is how many of a stage's layers, the first ones (0: each). `host_bytes` are what a rank's arena
-    begins with; 0: it grows in the first step. Of `segment_layers` layers in a row that recompute, only the first one's
-    input waits for backward (`segments.py`); 0: each layer is by itself.
+    Without it, the first `layers` layers of each pipeline stage (0: all) have `measure`, and the others "none".
+    `host_bytes` is the first size of a rank's arena on the host; with 0 it grows in the first step. Of `segment_layers`
+    layers in a row that recompute, only the first one's input waits for backward (`segments.py`); 0: no segments.
     """
 
     measure: Measure = "none"
@@ -57,7 +57,10 @@ class Recomputation:
     def of(
         cls, checkpointing: bool | str, *, layers: int = 0, offload: bool = False, host_bytes: int = 0
     ) -> "Recomputation":
-        """Read `activation_checkpointing`: True is "full", False "none". Raises ModelError for another word."""
+        """Make it from the options: `activation_checkpointing` True is "full", False "none".
+
+        Raises ModelError for another word, and for options that only checkpointed layers can have.
+        """
         kind = ("full" if checkpointing else "none") if isinstance(checkpointing, bool) else checkpointing
         if kind not in _CHECKPOINTING:
             raise ModelError(f"activation_checkpointing is {kind!r}; use one of {', '.join(_CHECKPOINTING)}")
@@ -73,7 +76,7 @@ class Recomputation:
 
     @classmethod
     def parse_measures(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
-        """Read one word for all layers, or a word for each. Raises ModelError for another word."""
+        """Make it from one word for all layers, or a word for each. Raises ModelError for an unknown word."""
         words = (measures,) if isinstance(measures, str) else tuple(measures)
         if wrong := [word for word in words if word not in MEASURES]:
             raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(MEASURES)}")
@@ -88,14 +91,14 @@ class Recomputation:
 
     @property
     def exchanges_again(self) -> bool:
-        """Whether backward of any layer exchanges what it has recomputed, where heads are exchanged."""
+        """Whether backward of any layer repeats only the all-to-all before attention, which "exchanged" would spare."""
         return any(word.startswith("selective") for word in self.measures or (self.measure,))
 
     def check(self, model: PreTrainedModel, stages: int) -> None:
-        """Raise ModelError where a whole model that goes into so many stages cannot be recomputed so.
+        """Raise ModelError where a whole model, to be cut into so many stages, cannot have these measures.
 
-        The same on every rank, before anything is changed: more layers than the largest stage has, another number of
-        words than layers, or layers that cannot be recomputed.
+        Refused are more `layers` than the largest stage has, another number of words than layers, and layers that
+        cannot be recomputed. The result is the same on every rank, before anything is changed.
         """
         self._check_segments()
         layers, depths = len(layer_list(model)[1]), len(model_depths(model))
@@ -106,10 +109,10 @@ class Recomputation:
                 f"recompute_layers is {self.layers}, {limit} decoder layers {place}; use 0 (each) to {limit}"
             )
         if self.measures is not None and len(self.measures) != layers + depths:
-            of_depths = f" and {depths} depths of multi-token prediction" if depths else ""
+            depths_text = f" and {depths} depths of multi-token prediction" if depths else ""
             raise ModelError(
                 f"measures has {len(self.measures)} words; {type(model).__name__} has {layers} decoder layers"
-                f"{of_depths}: give one word for each, or one for all"
+                f"{depths_text}: give one word for each, or one for all"
             )
         for name, layer, measure in self._layer_measures(model):
             supported = model.supports_gradient_checkpointing and hasattr(layer, "gradient_checkpointing")
@@ -120,7 +123,7 @@ class Recomputation:
                 )
 
     def _check_segments(self) -> None:
-        """Raise ModelError for a number of layers in a segment that is negative, or of use to no layer."""
+        """Raise ModelError for a negative number of layers in a segment, or for segments where no layer recomputes."""
         size = self.segment_layers
         if size < 0:
             raise ModelError(f"segment_layers is {size}; use 0 (no segments), or the layers of a segment, such as 4")
@@ -131,9 +134,9 @@ class Recomputation:
             )
 
     def make_offload(self, world: World) -> HostOffload | None:
-        """Make the place where all layers of a rank keep tensors on the host; None where none does.
+        """Make the store in which all layers of a rank keep tensors on the host; None if no layer does.
 
-        Entered by all ranks. Raises ModelError where `host_bytes` are more than what is free.
+        Entered by all ranks. Raises ModelError where a host has less free memory than its ranks' `host_bytes`.
         """
         if not self.waits_on_host:
             return None
@@ -146,8 +149,8 @@ class Recomputation:
     def apply_measures(self, model: PreTrainedModel, offload: HostOffload | None) -> None:
         """Have the layers that are here, of a whole model or of a stage, keep what their measures say.
 
-        Without a measure a layer only tells the offload that the pass has come to it, once a layer before it has
-        parked.
+        A layer that keeps nothing on the host, behind one that does, only tells the offload that it runs, so that
+        tensors of earlier layers leave the device.
         """
         first, segments = True, Segments(self.segment_layers) if self.segment_layers > 1 else None
         for _, layer, measure in self._layer_measures(model):
@@ -167,7 +170,10 @@ class Recomputation:
                 module.register_forward_pre_hook(partial(_pass_layer, offload))
 
     def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
-        """Return the layers that are here by name, those of depths last, each with its measure."""
+        """Return (name, layer, measure) of the layers that are here; layers of multi-token prediction come last.
+
+        All layers of one depth of multi-token prediction share the measure of that depth.
+        """
         name, layers = layer_list(model)
         local_layers = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
         for number, depth in enumerate(model_depths(model)):
@@ -184,10 +190,12 @@ class Recomputation:
 
 
 def _pass_layer(offload: HostOffload, *_: Any) -> None:
+    """Tell the offload that a layer runs which parks nothing: a forward pre-hook."""
     offload.pass_layer()
 
 
 def _run_in_segment(segments: Segments, layer: nn.Module, run: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    """Run a layer as a part of a segment: what transformers calls as its checkpointing function."""
     return segments.run_layer(layer, run_within_layer(run), args, **how)
 
 
@@ -198,7 +206,7 @@ def run_checkpointed(
     offload: HostOffload | None = None,
     first: bool = False,
 ) -> Any:
-    """Call a layer under a checkpoint of its own; `first`: of its pass, the first layer with tensors on the host."""
+    """Call a layer under a checkpoint of its own; `first`: it is the first layer of a pass that parks on the host."""
     park = offload.open_layer(first=first) if offload is not None and measure.endswith("+host") else None
     contexts = noop_context_fn
     if not measure.startswith("full"):

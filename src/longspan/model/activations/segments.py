@@ -36,7 +36,7 @@ class Segments:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._last_link: weakref.ref[_Link] | None = None  # the graph holds it
+        self._last_link: weakref.ref[_Link] | None = None  # the call before, which only its graph keeps alive
 
     def run_layer(
         self,
@@ -48,15 +48,14 @@ class Segments:
         offload: HostOffload | None = None,
         first: bool = False,
     ) -> Any:
-        """Call a layer under a checkpoint; only the input of a segment's first layer is kept, on the host if its
-        measure says so.
+        """Call a layer under a checkpoint; only a segment's first layer keeps its input, on the host by its measure.
 
-        A layer is in the segment of the call before if it takes just what that returned, and the segment has room.
+        A layer joins the segment of the call before if its input is what that call returned, and the segment has room.
         """
         x, last_link = args[0], self._last_link and self._last_link()
         follows = last_link is not None and last_link.place + 1 < self.size and last_link.has_returned(x)
         link = _Link(layer, run, args[1:], measure, last_link if follows else None)
-        keep: Callable[[Tensor], Callable[[], Tensor]] = _stay
+        keep: Callable[[Tensor], Callable[[], Tensor]] = _keep_in_place
         if link.before is not None:
             keep = link.forget_input
             if offload is not None:
@@ -70,34 +69,38 @@ class Segments:
         return out
 
 
-def _stay(x: Tensor) -> Callable[[], Tensor]:
+def _keep_in_place(x: Tensor) -> Callable[[], Tensor]:
+    """Keep a tensor where it is; returns the function that fetches it."""
     return x.detach
 
 
 class _Link:
-    """One layer's call in a segment, with those before it."""
+    """One layer's call in a segment, linked to the call before it."""
 
     def __init__(
         self, layer: nn.Module, run: Run, others: tuple[Any, ...], measure: str, before: "_Link | None"
     ) -> None:
-        """Prepare one layer's call in a segment, whose layers before it are linked by `before` (None: it is the first).
+        """Prepare one layer's call, behind the call `before` in its segment (None: it is the first).
 
-        What the call made (`_output`, `_version`, states, autocast) is noted when it runs, to run it again alike.
+        The call notes its output, to recognise the next one, and its random states and autocast, to run again alike.
         """
         self.before = before
         self.place = 0 if before is None else before.place + 1
         self._layer, self._run, self._other_args = layer, run, others
         self._keeps_attention, self._keeps_exchanged = not measure.startswith("full"), measure == "exchanged"
         self._recording: Recording | None = None
-        self._input: Tensor | None = None
-        self._fetch_first: Callable[[], Tensor] | None = None
+        self._input: Tensor | None = None  # made again for backward, until it is fetched
+        self._fetch_first: Callable[[], Tensor] | None = None  # of a segment's first layer: fetches its kept input
         self._output: weakref.ref[Tensor] | None = None
-        self._version = -1
+        self._version = -1  # of the output; torch counts up when a tensor is modified in place
         self._states: Any = None
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def has_returned(self, x: Tensor) -> bool:
-        """Return whether x is what this call returned, unchanged; wrappers may have made another tensor of it."""
+        """Return whether x is what this call returned, unchanged: the same memory, shape and dtype.
+
+        The tensor object may be another, since wrappers make views.
+        """
         out = None if self._output is None else self._output()
         if out is None or out._version != self._version or x._version != self._version:
             return False
@@ -105,15 +108,18 @@ class _Link:
         return same_place and out.dtype == x.dtype
 
     def note_output(self, out: Tensor) -> None:
-        """Note what this call returned, to know the next one by it."""
+        """Note what this call returned, by which the next call of the segment is recognised."""
         self._output, self._version = weakref.ref(out), out._version
 
     def forget_input(self, x: Tensor) -> Callable[[], Tensor]:
-        """Keep nothing of the input: the layers before make it again."""
+        """Keep nothing of the input; to fetch it, the layers before run again."""
         return self.fetch_input
 
     def keep_input(self, keep: Callable[[Tensor], Callable[[], Tensor]], x: Tensor) -> Callable[[Tensor], Any]:
-        """Return the hook of what the checkpoint saves: the input by `keep`, and everything else as it is."""
+        """Return the hook for tensors that the checkpoint saves: it keeps the input x by `keep`, others as they are.
+
+        The input is recognised by its memory, as the checkpoint may save a view.
+        """
         self._autocast = autocast_of(x)
         self._states = random_states(x.device) if draws_at_random(self._layer) else None
         place = x.data_ptr(), x.shape, x.dtype
@@ -121,7 +127,7 @@ class _Link:
         def pack(saved: Tensor) -> Callable[[], Tensor]:
             """Keep the layer's input by `keep`, and other saved tensors as they are."""
             if (saved.data_ptr(), saved.shape, saved.dtype) != place:
-                return _stay(saved)
+                return _keep_in_place(saved)
             fetch = keep(saved)
             if self.before is None:
                 self._fetch_first = fetch
@@ -130,7 +136,7 @@ class _Link:
         return pack
 
     def fetch_input(self) -> Tensor:
-        """Return the input of this call, for which the layers before run again unless they just did."""
+        """Return the input of this call; the layers before run again for it, unless a later layer's fetch did that."""
         if self._input is None:
             links: list[_Link] = [self]
             while links[0].before is not None:
@@ -146,7 +152,7 @@ class _Link:
 
     @torch.no_grad()
     def run_again(self, x: Tensor) -> Tensor:
-        """Run the layer without a graph; attention's outputs are kept by its measure."""
+        """Run the layer without a graph; attention's outputs are kept, if its measure says so, for `recompute`."""
         self._recording = Recording(keep_exchanged=self._keeps_exchanged) if self._keeps_attention else None
         with ExitStack() as stack:
             stack.enter_context(_gather_parameters(self._layer))
@@ -159,7 +165,7 @@ class _Link:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of torch's checkpoint: of the forward pass, and of the layer's recomputation."""
-        return self._forget_attention(), _Again(self)
+        return self._forget_attention(), _RecomputeContext(self)
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
@@ -169,20 +175,25 @@ class _Link:
             yield
 
     def _forget_attention(self) -> AbstractContextManager[None]:
-        """Make the context of a pass that keeps no output, and saves for backward what one with a recording saves."""
-        return _Forgetting(keep_exchanged=self._keeps_exchanged).forward() if self._keeps_attention else nullcontext()
+        """Make the context of a pass that keeps no output of attention.
+
+        It is a recording all the same, so that autograd saves the same tensors in the pass and in its recomputation.
+        """
+        return (
+            _EmptyRecording(keep_exchanged=self._keeps_exchanged).forward() if self._keeps_attention else nullcontext()
+        )
 
 
-class _Forgetting(Recording):
+class _EmptyRecording(Recording):
     """A recording that keeps nothing."""
 
     def output(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
-        """Return what a call gives."""
+        """Return the result of a call of attention, and keep nothing."""
         return compute()
 
 
-class _Again(AbstractContextManager[None]):
-    """The context of a recomputation, which a graph that is kept enters again."""
+class _RecomputeContext(AbstractContextManager[None]):
+    """The context of a recomputation. It may be entered repeatedly, as by backward with `retain_graph`."""
 
     def __init__(self, link: _Link) -> None:
         self._link = link
@@ -197,9 +208,9 @@ class _Again(AbstractContextManager[None]):
 
 @contextmanager
 def _gather_parameters(layer: nn.Module) -> Iterator[None]:
-    """Have a layer hold its whole parameters inside, and free them where they were not whole before.
+    """Gather a layer's FSDP2 parameters inside; afterwards free the parameters that were not gathered before.
 
-    FSDP2's own hooks, which run inside where transformers' checkpoint is around them (5.17), do nothing meanwhile.
+    In transformers 5.17 FSDP2's own hooks run inside: in the state PRE_BACKWARD they do nothing.
     """
     modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [module._get_fsdp_state() for module in modules]
@@ -218,5 +229,6 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
 
 
 def _is_sharded(state: Any) -> bool:
+    """Return whether parameters of an FSDP2 module are sharded now; torch's versions name their groups differently."""
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return any(group is not None and group.is_sharded for group in groups)

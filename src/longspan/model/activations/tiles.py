@@ -1,10 +1,10 @@
-"""Functions of rows that run over tiles of rows, so that what they make in between is of one tile at a time.
+"""Functions of rows that run over tiles of rows, so that only one tile's intermediate tensors exist at a time.
 
-Two autograd functions. `_Keep` saves the rows, and nothing else is saved: inside a torch checkpoint they are the last
-that a layer saves unless something behind it saves more (a norm, or weighted sums), so that recomputation stops
-early, *before* the function runs. `_Tiles` takes these rows in backward and makes, tile by tile, the forward pass with
-a graph and all gradients. Those of parameters are summed over tiles in float32 (float64 for float64) and returned once,
-so that FSDP2, copies and hooks see one gradient a parameter.
+A row is the vector of one token. There are two autograd functions. `_Keep` saves the rows, and nothing else is saved:
+inside a torch checkpoint they are the last tensors that a layer saves, unless something behind it saves more (a norm,
+or weighted sums), so that recomputation stops early, *before* the function runs. `_Tiles` takes these rows in backward
+and runs, tile by tile, the forward pass with a graph and all gradients. Gradients of parameters are summed over tiles
+in float32 (float64 for float64) and returned once, so that FSDP2, copies and hooks see one gradient a parameter.
 
 Which modules run so is in `tiled_layers.py`.
 """
@@ -25,7 +25,7 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 def count_tiles(rows: int, tile_rows: int) -> int:
-    """Return how many tiles of nearly equal size hold so many rows, none of them more than `tile_rows`.
+    """Return how many tiles of nearly equal size hold so many rows, each at most `tile_rows` (0: one tile).
 
     >>> count_tiles(10, 4), count_tiles(10, 0)
     (3, 1)
@@ -56,6 +56,7 @@ def run_in_tiles(
         with around():
             return _join_tiles(run, rows, count)
     nodes: list[Any] = []
+    # if only parameters need gradients, an empty tensor that needs one makes `_Keep` a node of the graph
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
     rows_behind = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
     contexts = autocast_of(rows[0]), around
@@ -63,7 +64,7 @@ def run_in_tiles(
 
 
 def _join_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
-    """Run the tiles, each into its place."""
+    """Run the tiles and write each into the whole result (…, R, V), which the first tile gives width and dtype."""
     out: Tensor | None = None
     start = 0
     for tile in _split_rows(rows, count):
@@ -84,13 +85,11 @@ def _split_rows(tensors: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]
 
 
 class _Keep(torch.autograd.Function):
-    """The rows as they are; what is saved of them is for the node behind."""
+    """The identity on rows; it saves them for `_Tiles`, the node behind, which saves nothing itself."""
 
     @staticmethod
     def forward(ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Save the rows for all tiles' backward passes, with the random state if the function draws, and return views
-        of them.
-        """
+        """Save the rows, and the random state if the function draws; `nodes` hands this context to `_Tiles`."""
         ctx.save_for_backward(*rows)
         ctx.random_states = random_states(rows[0].device) if draws else None
         ctx.set_materialize_grads(False)
@@ -100,10 +99,13 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Pass the gradients of the rows on; the other three arguments of `forward` have none."""
         return None, None, None, *gradients
 
 
 class _Tiles(torch.autograd.Function):
+    """A function of rows over tiles; backward runs each tile again, from the rows that `_Keep` saved."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -114,7 +116,10 @@ class _Tiles(torch.autograd.Function):
         contexts: tuple[Around, Around],
         *tensors: Tensor,
     ) -> Tensor:
-        """Run the tiles without a graph, each into its place in the result."""
+        """Run the tiles without a graph; `tensors` are `of_rows` tensors of rows and then the parameters.
+
+        `nodes` has the context of `_Keep`, which saved the rows; `contexts` are autocast, for backward, and `around`.
+        """
         ctx.run, ctx.node, ctx.count = run, nodes[0], count
         ctx.autocast, ctx.around = contexts
         ctx.parameters = tensors[of_rows:]
@@ -124,11 +129,9 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run each tile once more with a graph, and return the gradients of the rows and of the parameters that are
-        trained.
-        """
+        """Run each tile once more with a graph; returns the gradients of the rows and of the trained parameters."""
         rows = ctx.node.saved_tensors
-        needs = ctx.node.needs_input_grad[3:]
+        needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_Keep`
         trained = [p for p in ctx.parameters if p.requires_grad]
         row_gradients = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)
@@ -140,7 +143,7 @@ class _Tiles(torch.autograd.Function):
                 _add_tile(ctx, tile, dout, trained, into, sums)
         trained_numbers = iter(range(len(trained)))
         parameter_gradients = [
-            _narrow(sums, next(trained_numbers), p) if p.requires_grad else None for p in ctx.parameters
+            _take_narrowed_sum(sums, next(trained_numbers), p) if p.requires_grad else None for p in ctx.parameters
         ]
         return None, None, None, None, None, *row_gradients, *parameter_gradients
 
@@ -153,7 +156,10 @@ def _add_tile(
     into: Sequence[Tensor | None],
     sums: list[Tensor | None],
 ) -> None:
-    """Run a tile once more, write the gradients of its rows, and add those of parameters to `sums`."""
+    """Run a tile once more; write its rows' gradients to `into`, and add the parameters' gradients to `sums`.
+
+    `into` has None for rows that need no gradient.
+    """
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_(place is not None) for x, place in zip(tile, into, strict=True)]
         targets = [*(x for x in leaves if x.requires_grad), *trained]
@@ -168,19 +174,20 @@ def _add_tile(
 
 
 def _add_gradient(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """Add a gradient to a sum in float32 or wider; None begins one."""
     if total is None:  # a copy: it may share memory with the gradient of the output
         return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
     return total.add_(gradient)
 
 
-def _narrow(sums: list[Tensor | None], index: int, parameter: Tensor) -> Tensor | None:
-    """Take a sum in its parameter's dtype; the wider one is freed."""
+def _take_narrowed_sum(sums: list[Tensor | None], index: int, parameter: Tensor) -> Tensor | None:
+    """Return sum `index` in its parameter's dtype, and drop the wider one from the list, so that it is freed."""
     total, sums[index] = sums[index], None
     return None if total is None else total.to(parameter.dtype)
 
 
 def autocast_of(x: Tensor) -> Around:
-    """Return what makes the context of autocast that is active now, for backward passes, which have none."""
+    """Return the function that makes the autocast context of now again: backward passes run without one."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return nullcontext
@@ -194,13 +201,13 @@ def draws_at_random(module: nn.Module) -> bool:
 
 
 def random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of the generators of the host and of a device."""
+    """Return the states of the random generators of the host and of a device (None if it is not a GPU)."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 @contextmanager
 def restore_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    """Draw the same numbers inside as after `states`; outside it is as if nothing had been drawn."""
+    """Have code inside draw from these states; afterwards the generators are as before. None changes nothing."""
     if states is None:
         yield
         return

@@ -2,8 +2,8 @@
 
 An experts' parameter (E, …) becomes a DTensor Shard(0) on the ep mesh, and FSDP2 shards each of its parts over the
 ranks that hold the same experts, tensor-parallel ones too, so that checkpoints, norms and saved models see one whole
-tensor. A rank's gradient is that of the rows that its ep group sends it, and FSDP2 adds those of the other groups: the
-plain sum over all slots, as everywhere. Which rows go where is in `moe.py`.
+tensor. A rank's gradient comes from the rows (tokens) that its ep group sends it, and FSDP2 adds the gradients of the
+other groups: the plain sum over all slots, as for other parameters. Which rows go where is in `moe.py`.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,10 @@ from longspan.model.weights.fill import copy_to_device
 
 
 def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: bool) -> None:
-    """Raise ModelError, naming sizes, where the home's `ep` does not suit the model; before the first collective.
+    """Raise ModelError, before the first collective, where the model does not allow the layout's `ep`.
 
-    It needs experts that it divides, and sharded parameters, of which some dim must divide too.
+    `ep` needs sharded parameters and a number of experts that it divides; some dim of each experts' parameter must
+    then divide over the ranks that hold the same experts.
     """
     modules = expert_modules(model)
     if home.ep > 1 and not modules:
@@ -46,15 +47,16 @@ def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: boo
 
 
 def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
-    """Split and shard the experts of every layer, before the layers; all ranks of the home call it together.
+    """Split and shard the experts of every layer, before the layers are sharded; all ranks call it together.
 
-    Ranks of pipeline stages without experts call it too, for the meshes. With ep and tp 1 there is nothing to do:
-    experts are sharded with their layer.
+    Ranks of pipeline stages without experts call it too, as all ranks make the meshes together. With ep and tp 1 there
+    is nothing to do: experts are sharded with their layer.
     """
     home = world.home
     if home.ep == home.tp == 1:
         return
     mesh = world.meshes.expert
+    # inputs are not cast, so that routing weights keep their dtype
     policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     for experts in expert_modules(model).values():
         if home.ep > 1:
@@ -69,7 +71,7 @@ def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPo
 
 
 def _keep_local_experts(experts: nn.Module, world: World) -> None:
-    """Keep this rank's experts of each parameter (E, …), as a DTensor of the whole."""
+    """Keep this rank's experts of each parameter (E, …), as a DTensor of the whole; `ep` neighbouring slots share E."""
     rank, ep = world.slot % world.home.ep, world.home.ep
     for name, parameter in list(experts.named_parameters(recurse=False)):
         local = copy_to_device(parameter.detach().chunk(ep)[rank], world.device)
@@ -78,7 +80,10 @@ def _keep_local_experts(experts: nn.Module, world: World) -> None:
 
 
 def _shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
-    """Return which dim of an experts' parameter (E, …) FSDP2 shards: the first that the ranks divide after `ep`."""
+    """Return which dim of an experts' parameter (E, …), cut by `ep`, FSDP2 shards: the first that divides evenly.
+
+    Raises ModelError if none does.
+    """
     width = home.slots // home.dp_replicate // home.ep * home.tp
     sizes = (shape[0] // home.ep, *shape[1:])
     for dim, size in enumerate(sizes):

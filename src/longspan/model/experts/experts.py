@@ -1,4 +1,4 @@
-"""What experts compute from rows that lie expert after expert: two linear layers around the model's own gate.
+"""What experts compute from rows (tokens) sorted by expert: two linear layers around the model's own gate.
 
 On GPUs in bfloat16 one grouped matrix product does all experts of a layer; everything else (CPUs, other dtypes, sizes
 that the kernel cannot align) takes one matrix product for each expert. Both give every expert a gradient, zeros if it
@@ -23,7 +23,7 @@ from longspan.model.float8.products import experts_in_float8
 from longspan.model.float8.weights import Float8Weight, find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
 
-_COLUMNS = 1024  # of a row, that a program has
+_COLUMNS = 1024  # of a row, which one program of a kernel computes
 
 
 def apply_gate(experts: nn.Module, x: Tensor) -> Tensor:
@@ -38,6 +38,7 @@ def gate_in_one_pass(x: Tensor) -> Tensor:
 
 
 def _is_plain(experts: Any) -> bool:
+    """Return whether the gate is transformers' default, SiLU(first half) · second half, which the kernel computes."""
     by_default = getattr(moe, "_default_apply_gate", None)
     gate = getattr(type(experts), "_apply_gate", None)
     return gate is not None and gate is by_default and _is_silu(experts.act_fn)
@@ -48,12 +49,14 @@ def _is_plain(experts: Any) -> bool:
 def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
     """Return whether an activation is SiLU by its numbers: transformers has several classes, LFM2-MoE torch's own."""
     if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
-        return False
+        return False  # what is learnt may be SiLU only at first
     x = torch.linspace(-20.0, 20.0, 81)
     return torch.allclose(activation(x), silu(x), rtol=1e-6)
 
 
 class _Gated(torch.autograd.Function):
+    """SiLU(first half) · second half of rows (S, 2 I), forward and backward by one kernel each."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """Compute silu(gate) · up of rows (S, 2 I), one kernel for both: (S, I)."""
@@ -73,7 +76,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
-    """Launch a kernel of row_kernels with a program for each row and block of columns."""
+    """Launch a kernel of `row_kernels.py` with a program for each row and block of columns; none for no numbers."""
     rows, width = len(x), x.shape[1] // 2
     if rows and width:
         blocks = rows, -(-width // _COLUMNS)
@@ -82,13 +85,13 @@ def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
 
 # torch 2.10 made the private name public.
 _grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-_GROUPS_FLOAT8 = (9, 0)  # the compute capability that torch 2.11's grouped products in float8 by rows are for
+_GROUPS_FLOAT8 = (9, 0)  # the one compute capability for which torch 2.11 has grouped float8 products with row scales
 _ALIGNED_ELEMENTS = 8  # rows of bfloat16 operands begin at multiples of 16 bytes
 
 
 @dataclass(frozen=True)
 class Loads:
-    """How many rows each local expert got: on the device, and on the host if it has been read."""
+    """How many rows each of e local experts got: on the device, and on the host if they have been read from it."""
 
     device: Tensor  # (e,) int64
     host: Sequence[int] | None = None
@@ -99,21 +102,21 @@ class Loads:
 
 
 def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
-    """Run experts over rows (S, D) sorted by local expert, `loads` of them for each: (S, D), not yet weighted."""
+    """Run experts over rows (S, D) sorted by local expert, `loads` rows for each: (S, D), not yet weighted."""
     module: Any = experts
     first_name = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = _layer_weights(module, first_name), _layer_weights(module, "down_proj")
     float8 = find_float8_weight(module, first_name), find_float8_weight(module, "down_proj")
     grouped = expert_kernel(x, up[0], down[0], float8=float8[0] is not None) == "grouped_mm"
-    if not grouped:
+    if not grouped:  # both layers need the counts: read them from the device once
         loads = Loads(loads.device, loads.host_counts())
-    linear = partial(_multiply, loads=loads, grouped=grouped, transposed=module.is_transposed)
+    linear = partial(_multiply_by_experts, loads=loads, grouped=grouped, transposed=module.is_transposed)
     inner = linear(x, *up, float8[0])  # (S, 2 I), or (S, I) without a gate
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
     return linear(inner, *down, float8[1])
 
 
-def _multiply(
+def _multiply_by_experts(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -123,17 +126,17 @@ def _multiply(
     grouped: bool,
     transposed: bool,
 ) -> Tensor:
-    """Multiply rows by the matrices of their experts, in float8 if the weight is used so, and add their biases."""
+    """Multiply rows by the matrices of their experts, in float8 with a `float8_weight`, and add the experts' biases."""
     if float8_weight is None:
         return (_multiply_grouped_rows if grouped else _multiply_one_by_one)(x, weight, bias, loads, transposed)
     ends = loads.device.cumsum(0).to(torch.int32)
     counts = None if grouped else loads.host_counts()
     y = experts_in_float8(x, weight, ends, counts, transposed=transposed, float8_weight=float8_weight)
-    return y if bias is None else y + bias[_owners(ends, len(x))]
+    return y if bias is None else y + bias[_row_experts(ends, len(x))]
 
 
 def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:
-    """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), in float8 or as they are.
+    """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), with `float8` in float8.
 
     torch's grouped product takes bfloat16 on GPUs, sizes of whole 16 bytes, and float8 on GPUs of one generation;
     anything else is a loop over experts.
@@ -146,6 +149,7 @@ def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal[
 
 
 def _layer_weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
+    """Return the weight of one layer of the local experts, and its bias, if there is one."""
     bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
     return local_tensor(getattr(module, name)), bias
 
@@ -167,9 +171,9 @@ def _multiply_grouped_rows(x: Tensor, weight: Tensor, bias: Tensor | None, loads
     y = _grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
     if bias is None:
         return y
-    return y + bias[_owners(ends, len(x))]
+    return y + bias[_row_experts(ends, len(x))]
 
 
-def _owners(ends: Tensor, rows: int) -> Tensor:
-    """Return the expert of each row."""
+def _row_experts(ends: Tensor, rows: int) -> Tensor:
+    """Return the local expert of each of `rows` sorted rows, from where each expert's rows end (e,)."""
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=torch.int32), right=True)

@@ -2,13 +2,13 @@
 
 Only real rows reach experts: padding rows get zeros, so they weigh nothing in any load, loss or gradient. With
 `home.ep` > 1 the experts of a layer are split over `ep` neighbouring slots, expert e to member e // (experts / ep), and
-rows travel to them and back: in every layer one gather of counts and two all-to-alls forward, two backward, entered
-by every slot in every micro-batch, dummy ones included. In a layer they come after attention's communication and before
-that of the next layer, forward and (reversed) backward, on every rank alike, whatever the groups of the micro-batch:
-that one order is why ranks cannot wait for each other in a circle.
+rows (tokens) travel to them and back: in every layer one gather of counts and two all-to-alls forward, two backward,
+entered by every slot in every micro-batch, dummy ones included. In a layer they come after attention's communication
+and before that of the next layer, forward and (reversed) backward, on every rank alike, whatever the groups of the
+micro-batch. This one order keeps ranks from waiting for each other in a circle.
 
 transformers hands the shard to attention and not to the block of experts behind it: a hook on attention, or on a mixer,
-which runs again where a layer is recomputed, binds it for the rest of the layer. What experts compute is in
+which runs again where a layer is recomputed, keeps the shard for the rest of the layer. What experts compute is in
 `experts.py`, losses of routers in `router.py`. Not covered: capacities (no row is dropped), and experts that do not use
 the interface.
 """
@@ -47,7 +47,7 @@ TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows:
 
 
 class _LayerArguments(NamedTuple):
-    """What the layer that is running was called with."""
+    """The shard and the sums of routers with which the running layer was called; no sums: none are collected."""
 
     shard: SequenceShard | Probe
     sums: RouterSums | None
@@ -57,20 +57,20 @@ _layer_arguments: ContextVar[_LayerArguments | None] = ContextVar("longspan_laye
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that hold a layer's experts and use transformers' interface, by qualified name."""
+    """Return the modules that hold experts, by qualified name; they have attributes of transformers' interface."""
     return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")}
 
 
 def router_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers next to experts, by qualified name; they return (logits, weights, chosen experts).
 
-    Those of multi-token prediction are left out: some of their rows have no token, which no statistic may count.
+    Routers of multi-token prediction are left out: some of their rows have no token, and must not be counted.
     """
     return {name: router for name, router in _find_routers(model) if not name.startswith(f"{PREFIX}.")}
 
 
 def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the routers that stand next to experts, by qualified name."""
+    """Yield (qualified name, router) of the modules beside experts that choose `top_k` of `num_experts`."""
     for name in expert_modules(model):
         block = name.rpartition(".")[0]
         for child, module in model.get_submodule(block).named_children():
@@ -93,7 +93,7 @@ def use_experts(model: PreTrainedModel) -> None:
             mixers = [
                 module for module in layer.children() if type(module).__name__.endswith("Attention") or is_mixer(module)
             ]
-            for child in mixers or layer.children():  # a layer of nothing but experts
+            for child in mixers or layer.children():  # all children, in a layer of nothing but experts
                 child.register_forward_pre_hook(_note_before_experts, with_kwargs=True)
     for router in router_modules(model).values():
         router.register_forward_hook(_record_routing)
@@ -104,8 +104,8 @@ def use_experts(model: PreTrainedModel) -> None:
 def remove_argument_hooks(layer: nn.Module) -> None:
     """Take the hooks of `use_experts` from a layer that calls `note_layer_arguments` itself, as a compiled one does.
 
-    torch 2.11 ends a graph inside a module that has hooks by code which looks names of torch.nn up among those of the
-    model's file, and finds none.
+    torch 2.11 cannot end a graph inside a module with hooks: its code looks up names of torch.nn in the model's file,
+    and fails.
     """
     for child in layer.children():
         hooks = child._forward_pre_hooks
@@ -116,7 +116,10 @@ def remove_argument_hooks(layer: nn.Module) -> None:
 def _turn_off_router_losses(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leave out transformers' own loss of routers, which is over the local rows, padding included."""
+    """Switch transformers' own loss of routers off, which would count only local rows, padding included: a pre-hook.
+
+    Raises ModelError if the caller asks for it.
+    """
     if kwargs.get("output_router_logits"):
         raise ModelError(
             f"{type(model).__name__} got output_router_logits=: a loss of the local rows would depend on the plan; "
@@ -130,7 +133,7 @@ def router_statistics(
 ) -> RouterStatistics | None:
     """Make the statistics of a model's routers for a step of so many tokens; None for a model without routers.
 
-    Raises ModelError for losses of routers that are not a softmax, or not there.
+    Raises ModelError for coefficients of losses in a model for which transformers defines no such losses.
     """
     routers: tuple[int, ...] = getattr(model, "routers", None) or router_sizes(model)  # of all pipeline stages
     config, coefficients = getattr(model, "config", None), coefficients or RouterCoefficients()
@@ -149,7 +152,7 @@ def router_statistics(
 
 
 def _note_before_experts(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Forward pre-hook of what comes before experts: note what it is called with."""
+    """Note the arguments of a layer: a forward pre-hook of the attention or mixer before experts."""
     note_layer_arguments(kwargs)
 
 
@@ -157,14 +160,17 @@ def _note_before_experts(attention: nn.Module, args: tuple[Any, ...], kwargs: Ma
 def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
     """Note a layer's shard and sums of routers, from its keyword arguments, for the routers and experts inside."""
     shard, router = kwargs.get("shard"), kwargs.get("router")
-    if shard is None:
+    if shard is None:  # a model that hands its layers no keywords has them bound around the layer
         shard, router = find_layer_shard(), find_layer_router()
     _layer_arguments.set(None if shard is None else _LayerArguments(shard, router))
 
 
 @outside_graphs
 def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """Forward hook of a router: record the routing of real rows; the outputs get the losses' gradient."""
+    """Record the routing of real rows, and attach the losses' gradient to the weights: a forward hook of a router.
+
+    None leaves the outputs as they are.
+    """
     layer = _layer_arguments.get()
     if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
         return None
@@ -176,12 +182,13 @@ def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tens
 
 @outside_graphs
 def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Stand in for transformers' experts function: rows (T, D), their experts and weights (T, k) to sums (T, D).
+    """Compute transformers' experts function: rows (T, D), their experts and weights (T, k) to sums (T, D).
 
-    Padding rows become zeros. Raises ModelError outside a layer that was called with a shard.
+    Padding rows become zeros. Raises ModelError outside a layer that was called with a shard. A Probe, in a trial on
+    the meta device, gets no numbers.
     """
     layer = _layer_arguments.get()
-    _layer_arguments.set(None)
+    _layer_arguments.set(None)  # a later layer that notes no arguments must not use these
     if layer is None:
         raise ModelError(
             f"{type(experts).__name__} got no shard, so it cannot know its rows; call model(..., shard=shard)"
@@ -200,26 +207,32 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
 
 
 class _PlaceRows(torch.autograd.Function):
-    """Rows (R, D) at their places among zeros.
+    """Puts rows (R, D) at indices `rows` of a tensor (count, D) of zeros.
 
-    Nothing is saved: a checkpoint would run experts once more for it, on the slots that have padding and on no others.
+    It saves no tensor for backward: to recompute one, a checkpoint would run experts, and their collectives, once more,
+    but only on slots that have padding, which would wait for the other slots.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        """Put the rows at their indices; these are kept as an attribute, not by save_for_backward."""
         ctx.rows = rows
         return x.new_zeros((count, *x.shape[1:])).index_copy_(0, rows, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Pick the gradients of the rows (R, D); the gradient of padding is dropped."""
         return gradients[0].index_select(0, ctx.rows), None, None
 
 
 def _mix_tiles(
     experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, shard: SequenceShard, channel: Channel | None
 ) -> Tensor:
-    """Mix experts over tiles of rows, where these are set: with a channel as many on every member."""
+    """Mix experts over tiles of rows, if their size is set.
+
+    With a channel, the tiles are counted by the micro-batch's most rows, so that every member makes as many exchanges.
+    """
     tile_rows = int(getattr(experts, TILE_ROWS, 0))
     rows = len(x) if channel is None else shard.micro_batch.most_rows
     count = count_tiles(rows, tile_rows)
@@ -227,6 +240,7 @@ def _mix_tiles(
         return _mix_experts(experts, x, chosen, weights, channel)
 
     def mix_tile(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Mix the experts of one tile's rows."""
         return _mix_experts(experts, x, chosen, weights, channel)
 
     around = partial(quantise_once, experts)
@@ -234,9 +248,9 @@ def _mix_tiles(
 
 
 def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
-    """Return the indices of the real rows among the `count` that experts get.
+    """Return the indices of the real rows among the `count` rows that experts get.
 
-    They are the shard's, or those of a tensor-parallel rank's part.
+    These are all rows of the shard, or the part of one tensor-parallel rank. Raises ModelError for another number.
     """
     local, tp, rows = shard.local_rows, world.home.tp, shard.real_rows
     if tp > 1 and count == -(-local // tp):
@@ -254,15 +268,15 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
 def mix_all_rows(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute the weighted sums (R, D) of what each row's experts, which are all here, make of it."""
+    """Compute the weighted sums (R, D) of the experts' outputs for each row of x (R, D); all experts are here."""
     return _mix_experts(experts, x, chosen, weights, None)
 
 
 def _mix_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None) -> Tensor:
-    """Compute the weighted sums (R, D) of what each row's experts make of it.
+    """Compute the weighted sums (R, D) of the experts' outputs for each row of x (R, D).
 
-    Rows are copied for each visit and sorted by expert, computed, and summed back. With a channel, its members split
-    the experts.
+    Rows are copied for each of their k experts and sorted by expert, computed, and summed back. With a channel, its
+    members split the experts.
     """
     count, top_k = int(experts.num_experts), chosen.shape[1]  # pyright: ignore[reportArgumentType]
     sorted_experts, order = chosen.flatten().sort(stable=True)  # (R k,)
@@ -278,7 +292,7 @@ def _mix_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor,
 
 
 def _run_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
-    """Send rows (S, D), sorted by expert, to the members that hold their experts, and back: (S, D), as before."""
+    """Send rows (S, D), sorted by expert, to the members with their experts; returns the outputs in the same order."""
     counts = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
     sends = counts[channel.index].sum(1).tolist()  # counts (sender, member, its experts)
     counts_here = counts[:, channel.index]  # (sender, local experts)
@@ -292,7 +306,10 @@ def _run_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Chann
 
 
 def _order_by_expert(here: np.ndarray) -> np.ndarray:
-    """Return the order that sorts rows by expert, which arrive sorted by sender."""
+    """Return the order that sorts rows by expert; they arrive by sender, and by expert within one sender.
+
+    `here` (senders, local experts) are the numbers of rows.
+    """
     starts = (here.cumsum() - here.ravel()).reshape(here.shape)
     runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), here.T.ravel(), strict=True)]
     return np.concatenate([np.zeros(0, dtype=np.int64), *runs])

@@ -1,21 +1,21 @@
 """Losses of routers, over all tokens of a step, so that they do not depend on its plan.
 
-Rows here are pairs (real token, layer with experts); N is their number in the step (`token_layers`): of all
+Rows here are pairs (real token, layer with experts); N (`token_layers`) is their number in the step, over all
 micro-batches, slots and layers.
 
     balance = E · Σ_e F_e · P_e      F_e: rows with e of their k most probable / N;  P_e: mean of softmax(logits)_e
     z       = mean over the rows of logsumexp(logits)²
 
 The k most probable experts by the logits are those that a row visits, except where routers choose by a sigmoid or
-with a bias (MiniMax-M2, ERNIE 4.5). Balance is transformers' `load_balancing_loss_func`, which lays the tokens of all
-layers end to end (Switch Transformer, https://arxiv.org/abs/2101.03961, eq. 4 to 6), of one batch that holds every
+with a bias (MiniMax-M2, ERNIE 4.5). Balance is transformers' `load_balancing_loss_func`, which joins the tokens of all
+layers end to end (Switch Transformer, https://arxiv.org/abs/2101.03961, eq. 4 to 6), for one batch that holds every
 document of the step; over a whole batch it lets experts specialise (https://arxiv.org/abs/2501.11873). z is that of
-ST-MoE (https://arxiv.org/abs/2202.08906, eq. 5), averaged over layers too. Megatron-LM adds its losses up over layers
+ST-MoE (https://arxiv.org/abs/2202.08906, eq. 5), averaged over layers too. Megatron-LM sums its losses over layers
 instead: multiply its coefficients by the number of layers with experts.
 
-F has no gradient but weighs every row's, so it must be known before the first backward pass. A step of one micro-batch
-has it after its forward pass; of a step of several, all but the first run forward once more beforehand, without a
-graph (with dropout in the model those are of another draw). The gradient enters where a router's weights leave it,
+F has no gradient, but the gradient of every row contains it, so it must be known before the first backward pass. With
+one micro-batch a step has it after its forward pass; with several, all but the first run forward once more beforehand,
+without a graph (dropout then draws other numbers). The gradient enters where a router's weights leave the router,
 inside the layer, as in Megatron-LM's MoEAuxLossAutoScaler: nothing is carried out of the model, and recomputation
 repeats it.
 """
@@ -55,7 +55,7 @@ class RouterLosses(NamedTuple):
 
 
 class RouterSums:
-    """What the routers of one rank do in one micro-batch, as sums over its rows, for each router by identity.
+    """What the routers of one rank do in one micro-batch, as sums over its rows, for each router by its `id`.
 
     Passed to the model as `router=`, with the shard; a plain class, because FSDP2 rebuilds dataclasses that it finds
     in arguments. A layer that is recomputed records its sums again, which changes nothing.
@@ -70,7 +70,10 @@ class RouterSums:
     def record_routing(
         self, router: nn.Module, logits: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor
     ) -> Tensor:
-        """Record a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient."""
+        """Record a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient.
+
+        Without a loss, or without a graph, the weights are returned as they are.
+        """
         with torch.no_grad():
             self.by_router[id(router)] = _routing_sums(logits[rows], chosen.shape[1])
         if not torch.is_grad_enabled() or not self.statistics.coefficients.any:
@@ -84,22 +87,26 @@ class RouterStatistics:
     def __init__(
         self, coefficients: RouterCoefficients, world: World, *, tokens: int, layers: int, experts: int
     ) -> None:
+        """Begin a step without micro-batches; `layers` are those with experts, over all pipeline stages."""
         self.coefficients: RouterCoefficients = coefficients
         self.world: World = world
         self.experts: int = experts
-        self.token_layers: int = max(tokens * layers, 1)
+        self.token_layers: int = max(tokens * layers, 1)  # at least 1, to divide by
         self.micro_batches: list[RouterSums] = []
         self.counted_ahead: list[RouterSums] = []  # of micro-batches that run again, with a graph
         self.fractions: Tensor | None = None  # F (E,)
 
     def add_sums(self, *, counting: bool = False) -> RouterSums:
-        """Make the sums of one more micro-batch; `counting` if it will run again, with a graph."""
+        """Make the sums of one more micro-batch; `counting`: it only counts loads, and will run again with a graph."""
         micro_batches = self.counted_ahead if counting else self.micro_batches
         micro_batches.append(RouterSums(self))
         return micro_batches[-1]
 
     def fix_loads(self) -> None:
-        """Fix F by the micro-batches so far, which must be the step's; all slots call it before any backward pass."""
+        """Compute F from the micro-batches so far, which must be all of the step's, before any backward pass.
+
+        All slots call it together. Without a balance loss F is not needed.
+        """
         if self.coefficients.balance:
             local = _sum_batches([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
             local = local.tolist() if isinstance(local, Tensor) else local
@@ -118,12 +125,13 @@ class RouterStatistics:
 
 
 def _sum_batches(micro_batches: Sequence[RouterSums], experts: int) -> list[float] | Tensor:
+    """Sum (2 E + 1,) over micro-batches and routers: on the device, or zeros on the host if none has run."""
     sums = [router for micro_batch in micro_batches for router in micro_batch.by_router.values()]
     return torch.stack(sums).sum(0) if sums else [0.0] * (2 * experts + 1)
 
 
 def _routing_sums(logits: Tensor, top_k: int) -> Tensor:
-    """Sum over rows (R, E), to (2 E + 1,) in float64: visits of each expert, its probability, and squares of lse."""
+    """Sum logits (R, E) over rows, to (2 E + 1,) in float64: visits of each expert, its probability, squares of lse."""
     wide = _widen_logits(logits)
     softmax = wide.softmax(-1)
     chosen_experts = softmax.topk(top_k, dim=-1).indices
@@ -135,6 +143,7 @@ def _routing_sums(logits: Tensor, top_k: int) -> Tensor:
 
 
 def _widen_logits(logits: Tensor) -> Tensor:
+    """Return logits in float32, or float64 if they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -143,23 +152,24 @@ class _WithRouterLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, logits: Tensor, rows: Tensor, statistics: RouterStatistics) -> Tensor:
+        """Return the weights (T, k), and keep the logits (T, E) and the indices (R,) of real rows for backward."""
         ctx.save_for_backward(logits, rows)
         ctx.statistics = statistics
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Return the gradient of the weights as it came, and that of the losses at the logits: zeros for padding."""
         logits, rows = ctx.saved_tensors
-        of_rows = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics).to(logits.dtype)
-        return gradients[0], torch.zeros_like(logits).index_copy(0, rows, of_rows), None, None
+        row_gradients = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics).to(logits.dtype)
+        return gradients[0], torch.zeros_like(logits).index_copy(0, rows, row_gradients), None, None
 
 
 def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
-    """Return the gradient of both losses times coefficients (R, E).
+    """Return the gradient (R, E) of both losses, times their coefficients, at the logits (R, E).
 
-    For N rows of all layers and E experts, F of the visits and mean probability P of each, the balance loss is E Σ F P,
-    whose gradient at p is g = E F / N, so p (g − Σ g p) at the logits. The z loss is the mean of lse², with gradient 2
-    lse p / N.
+    With the module's symbols and p = softmax(logits): balance E Σ F P has the gradient g = E F / N at p, so
+    p (g − Σ g p) at the logits; z, the mean of lse², has 2 lse p / N.
     """
     coefficients, token_layers = statistics.coefficients, statistics.token_layers
     p = logits.softmax(-1)

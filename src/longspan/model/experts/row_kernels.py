@@ -21,7 +21,7 @@ def sum_visits_kernel(
     """Compute out[r] = sum over j of done[place[r · TOP_K + j]] (times weights[r, j]).
 
     One program computes COLUMNS columns of one row. `done` has a row for each visit of an expert, `done_row` elements
-    apart; `place` is where each visit's row is.
+    apart; `place` has the index in `done` of each visit's row (see `Visits` in `rows.py`).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -49,9 +49,9 @@ def visit_gradients_kernel(
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute the gradients of the visits' rows and weights from those of the rows that they are summed to.
+    """Compute the gradients of `sum_visits_kernel`: of the rows of `done`, and of the weights.
 
-    One program does place p of a visit: with n = order[p] and r = n // TOP_K it stores of_done[p] = weights[n] dout[r]
+    One program handles row p of `done`: with n = order[p] and r = n // TOP_K it stores of_done[p] = weights[n] dout[r]
     and of_weights[n] = <done[p], dout[r]>, COLUMNS columns at a time.
     """
     place = tl.program_id(0).to(tl.int64)

@@ -1,8 +1,8 @@
-"""Rows on their way to experts and back: copies for every visit, and weighted sums of what comes back.
+"""Rows (tokens) on their way to experts and back: copies for every visit, and weighted sums of what comes back.
 
 A row visits `top_k` experts. `Visits` has the order of these visits, expert after expert. On GPUs with Triton
-each direction is one pass over memory, sums in float32; elsewhere torch's own operations. Neither adds into shared
-rows, so that gradients do not depend on the order in which a GPU's blocks run.
+each direction is one pass over memory, with sums in float32; elsewhere torch's own operations are used. Neither adds
+into shared rows atomically, so that gradients do not depend on the order in which a GPU's blocks run.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in
 
 
 def find_kernels(*tensors: Tensor | None) -> Any:
-    """Find the module of the kernels where they can take these tensors, rows of elements in order; else None."""
+    """Find the kernels' module if they take these tensors (GPU, `_DTYPES`, contiguous in the last dim); else None."""
     for x in tensors:
         if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
             return None
@@ -35,9 +35,10 @@ _MOST_COLUMNS, _LEAST_COLUMNS = 2048, 16
 
 
 class Visits(NamedTuple):
-    """Where the visits of R rows lie: visit j of row r is number r · top_k + j before they are ordered.
+    """The order of the visits of R rows: visit j of row r has number r · top_k + j.
 
-    `order` (R · top_k,) has the number of the visit at each place, `place` (R · top_k,) the place of each number.
+    `order` (R · top_k,) has the number of the visit at each index of the sorted visits; `place` (R · top_k,), its
+    inverse, has the index of each number.
     """
 
     order: Tensor
@@ -46,18 +47,18 @@ class Visits(NamedTuple):
 
     @classmethod
     def of(cls, order: Tensor, top_k: int) -> "Visits":
-        """Make the visits in an order, which is a permutation of their numbers."""
+        """Make the visits from their order, a permutation of their numbers."""
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         return cls(order, place, top_k)
 
     def inverse(self) -> "Visits":
-        """Return the way back of rows with one visit each."""
+        """Return the inverse order, which brings rows back; for one visit a row."""
         return Visits(self.place, self.order, self.top_k)
 
     @property
     def rows(self) -> Tensor:
-        """The row of the visit at each place."""
+        """The row of each visit, in the order of visits (R · top_k,)."""
         return self.order if self.top_k == 1 else self.order // self.top_k
 
 
@@ -67,28 +68,35 @@ def spread_rows(x: Tensor, visits: Visits) -> Tensor:
 
 
 def sum_visits(done: Tensor, weights: Tensor, visits: Visits) -> Tensor:
-    """Add up what the visits of each row made, (R · top_k, D), weighted by weights (R, top_k): (R, D).
+    """Sum the experts' outputs `done` (R · top_k, D) of each row's visits, with weights (R, top_k): (R, D).
 
-    The sum has the dtype of `done`, or that of the weights where these have more digits.
+    The sum has the dtype of `done`, or that of the weights if it is wider.
     """
     return _Gather.apply(done, weights, *visits)  # pyright: ignore[reportReturnType]
 
 
 class _Spread(torch.autograd.Function):
+    """Copies rows for their visits; backward sums the gradients of each row's visits."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+        """Copy rows (R, D) to (R · top_k, D); the last three arguments are the fields of `Visits`."""
         visits = ctx.visits = Visits(order, place, top_k)
         return x.index_select(0, visits.rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Sum the gradients (R · top_k, D) of each row's visits, without weights."""
         return _add_visits(gradients[0], None, ctx.visits), None, None, None
 
 
 class _Gather(torch.autograd.Function):
+    """Weighted sums of each row's visits; backward gives gradients of the visits' outputs and of the weights."""
+
     @staticmethod
     def forward(ctx: Any, done: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+        """Sum the outputs of each row's visits; the last three arguments are the fields of `Visits`."""
         ctx.visits = Visits(order, place, top_k)
         ctx.save_for_backward(done, weights)
         return _add_visits(done, weights, ctx.visits)
@@ -96,12 +104,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of the outputs and of the weights; the fields of `Visits` have none."""
         done, weights = ctx.saved_tensors
         return *_visit_gradients(gradients[0], done, weights, ctx.visits), None, None, None
 
 
 def _add_visits(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
-    """Add up the visits of each row, (R, D), times their weights if there are any."""
+    """Sum the rows `done` (R · top_k, D) of each row's visits, times weights if there are any: (R, D)."""
     if (kernels := find_kernels(done, weights)) is None:
         of_visits = done.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
         return (of_visits if weights is None else of_visits * weights.unsqueeze(2)).sum(1)
@@ -117,7 +126,7 @@ def _add_visits(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
 
 
 def _visit_gradients(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
-    """Return gradients of what visits made, and of their weights."""
+    """Return the gradients of the visits' outputs (R · top_k, D) and weights (R, top_k), from `dout` (R, D)."""
     if (kernels := find_kernels(done, weights, dout)) is None:
         dout_rows = dout.index_select(0, visits.rows)
         done_gradients = dout_rows * weights.flatten()[visits.order].unsqueeze(1)
@@ -132,5 +141,5 @@ def _visit_gradients(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits
 
 
 def _program_columns(width: int) -> int:
-    """Return the columns of a row that a program holds at once."""
+    """Return how many columns of a row a program holds at once: the next power of two, within bounds."""
     return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))

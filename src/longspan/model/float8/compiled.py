@@ -1,8 +1,8 @@
-"""The linear in float8 inside what torch.compile traces: operators of torch, for it cannot trace `products.py`.
+"""The linear in float8 inside code that torch.compile traces: custom operators, as it cannot trace `products.py`.
 
-(torch 2.13 fails where the output of an autograd.Function, of a number of rows that changes, goes into another one.)
-Rows are brought to float8 by torch's operations, which the compiler joins with the norm or gate before, and makes once
-for all linears of the same rows. Weights are brought to float8 by the kernels, in each pass, or once for several passes
+(torch 2.13 fails if the output of an autograd.Function goes into another one and its number of rows changes.)
+Rows are converted to float8 by torch's operations, which the compiler fuses with the norm or gate before, and computes
+once for all linears of the same rows. Weights are converted by the kernels, in each pass, or once for several passes
 (`weights.quantise_once`).
 """
 
@@ -34,27 +34,36 @@ def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Ten
 
 @torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
 def _row_gradient(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    """Multiply gradients of rows dy (S, N), which are `values` times `scales`, with the columns of a weight (N, K)."""
+    """Multiply gradients of rows dy (S, N), which are `values` times `scales`, with the columns of a weight (N, K).
+
+    Only the dtype of dy is read.
+    """
     return multiply(Scaled(values, scales), find_kept_weight(weight).columns(weight), dy.dtype)
 
 
 @_linear.register_fake
 def _(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the shape of `_linear` to the compiler: (S, N)."""
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 @_row_gradient.register_fake
 def _(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    """Return the shape of `_row_gradient` to the compiler: (S, K)."""
     return dy.new_empty((dy.shape[0], weight.shape[1]))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save for backward the weight and, only if the weight needs a gradient, the rows."""
     x, _, _, weight, _ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
 
 
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of rows, weight and bias: of rows by a product in float8, of the weight in its own dtype."""
+def _input_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operator's five inputs; None for `values` and `scales`, which follow from the rows.
+
+    The gradient of rows is a product in float8, that of the weight is computed without float8.
+    """
     x, weight = ctx.saved_tensors
     needs_rows, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
     return (
@@ -66,4 +75,4 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-_linear.register_autograd(_gradients, setup_context=_save)
+_linear.register_autograd(_input_gradients, setup_context=_save_inputs)

@@ -2,9 +2,9 @@
 
     y  = x W'    rows of x and rows of W in float8
     dx = dy W    rows of dy and columns of W in float8
-    dW = dy' x   as without float8: it sums over rows, so a scale a row would have to leave the sum
+    dW = dy' x   without float8: the sum runs over rows, so that row scales cannot be taken out of it
 
-A row's part of y and dx depends on that row and on W alone. Products run by `torch._scaled_mm`, those of experts by
+A row of y and dx depends on that row of x or dy and on W alone. Products run by `torch._scaled_mm`, those of experts by
 `torch._scaled_grouped_mm`. On CPUs, which `prepare` refuses, the numbers in float8 are multiplied in float64: this is
 how tests check the arithmetic.
 """
@@ -24,10 +24,10 @@ from longspan.model.float8.weights import Float8Weight
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Where rows lie that are multiplied with several matrices: expert after expert.
+    """Which rows belong to which of e experts, if rows are sorted by expert.
 
-    `ends` (e,) in int32 is where the rows of each expert end. With `counts` of their rows there is one product for each
-    expert, without them one grouped product of all. Matrices are (e, N, K), or (e, K, N) if `transposed`.
+    `ends` (e,) in int32 is where the rows of each expert end. With `counts`, the rows of each expert, there is one
+    product for each expert; without, one grouped product of all. Matrices are (e, N, K), or (e, K, N) if `transposed`.
     """
 
     ends: Tensor
@@ -53,7 +53,7 @@ def experts_in_float8(
     transposed: bool,
     float8_weight: Float8Weight,
 ) -> Tensor:
-    """Multiply rows x (S, K), which lie expert after expert as `ExpertRows` says, with their experts' matrices: (S, N).
+    """Multiply rows x (S, K), sorted by expert (see `ExpertRows`), with their experts' matrices: (S, N).
 
     >>> y = experts_in_float8(x, experts.up_proj, ends, None, transposed=False, float8_weight=Float8Weight())
     """
@@ -63,7 +63,10 @@ def experts_in_float8(
 def _multiply_rows(
     rows: Tensor, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight, experts: ExpertRows | None = None
 ) -> Tensor:
-    """Multiply rows (S, K) with one matrix, or with those of their experts: (S, N)."""
+    """Multiply rows (S, K) with one matrix, or each with the matrix of its expert: (S, N).
+
+    `unread` links the two nodes of the graph: it has the product's shape, and a single number as its memory.
+    """
     gradients = None
     if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
         width = weight.shape[-1 if experts is not None and experts.transposed else -2]
@@ -74,10 +77,10 @@ def _multiply_rows(
 
 
 class _Gradients(torch.autograd.Function):
-    """Nothing forward; backward, the gradients of the weight and the bias from that of the product.
+    """Computes nothing forward; backward, the gradients of the weight and the bias from that of the product.
 
-    It is a node of its own, so that a pipeline can make these gradients later than those of rows, and stands before the
-    product, so that a layer that runs again in backward stops here, as at torch's own product, where this is its last.
+    It is a node of its own, so that a pipeline can compute these gradients later than those of rows. It runs before the
+    product and saves the rows, so that a recomputed layer that ends in this product stops here, before multiplying.
     """
 
     @staticmethod
@@ -94,6 +97,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of weight and bias from dy (S, N), which the product passed on; None for the rest."""
         (x,) = ctx.saved_tensors
         of_weight = _weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
         return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
@@ -113,14 +117,14 @@ class _Product(torch.autograd.Function):
         float8_weight: Float8Weight,
     ) -> Tensor:
         """Multiply rows in float8 by a weight in float8; nothing of the rows is saved here."""
-        # Not saved: a layer that runs again would make its last product before it stops at what that saves.
+        # Not by save_for_backward: a recomputed layer would have to run this product too, to save the weight again.
         ctx.weight, ctx.version, ctx.float8_weight, ctx.experts = weight, weight._version, float8_weight, experts
         w = float8_weight.columns(weight) if experts is not None and experts.transposed else float8_weight.rows(weight)
         return _multiply_scaled(quantise_rows(x), w, x.dtype, bias, experts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradient of rows, by a product in float8, and pass dy on to where the weight's is made."""
+        """Return the gradient of rows, by a product in float8, and dy for `_Gradients`, which computes the weight's."""
         of_rows, experts = None, ctx.experts
         if ctx.needs_input_grad[0]:
             weight, float8_weight = _read_weight(ctx), ctx.float8_weight
@@ -131,7 +135,7 @@ class _Product(torch.autograd.Function):
 
 
 def _read_weight(ctx: Any) -> Tensor:
-    """Return the weight of the forward pass. Raises RuntimeError, as torch does, where it was changed since."""
+    """Return the weight of the forward pass. Raises RuntimeError, as torch does, if it was changed in place since."""
     weight, version = ctx.weight, ctx.weight._version
     if version != ctx.version:
         raise RuntimeError(
@@ -144,16 +148,16 @@ def _read_weight(ctx: Any) -> Tensor:
 def _multiply_scaled(
     x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None, experts: ExpertRows | None
 ) -> Tensor:
-    """Multiply rows x (S, K) with those of w (N, K), and add a bias; or with those of their expert's of w (e, N, K)."""
+    """Multiply rows x (S, K) with the rows of w (N, K), and add a bias; with experts, w is (e, N, K)."""
     if experts is None:
         return multiply(x, w, dtype, bias)
     return multiply_experts(x, w, experts.ends, experts.counts, dtype)
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
-    """Return the gradient of a weight (N, K), or of those of experts, from rows x (S, K) and dy (S, N).
+    """Return the gradient of a weight (N, K), or of experts' weights (e, N, K), from rows x (S, K) and dy (S, N).
 
-    It is dyᵀ x over all rows, or over each expert's; transposed weights (K, N) take xᵀ dy.
+    It is dyᵀ x over all rows, or over each expert's rows; for transposed weights (e, K, N) xᵀ dy.
     """
     if experts is None:
         return dy.t() @ x
@@ -176,7 +180,7 @@ def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] |
 
 
 def _outer_products(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """Multiply the rows of each expert with each other: left (S, A) and right (S, B) to (e, A, B)."""
+    """Compute leftᵀ right over the rows of each expert: left (S, A) and right (S, B) to (e, A, B)."""
     if counts is None:
         return torch._grouped_mm(left.t(), right, offs=ends)  # pyright: ignore[reportAttributeAccessIssue]
     pieces = zip(left.split(list(counts)), right.split(list(counts)), strict=True)

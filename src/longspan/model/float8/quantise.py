@@ -1,8 +1,8 @@
 """Rows in float8 (e4m3) with one scale each, and the columns of matrices as such rows.
 
-A row's scale is the largest of its absolute values over 448, the largest number of e4m3, so that what a row becomes
-depends on that row alone, whatever rows stand next to it and however they are split over ranks. On GPUs with Triton a
-row is read once; elsewhere torch's operations do the same arithmetic.
+A row's scale is the largest of its absolute values divided by 448, the largest number of e4m3. So the float8 row
+depends on that row alone, not on its neighbours or on how rows are split over ranks. On GPUs with Triton a row is read
+once; elsewhere torch's operations do the same arithmetic.
 """
 
 from functools import cache
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
-# Operations of torch below have these in digits: torch.compile takes a number with a name for one that may change.
+# torch's operations below repeat these as digits: torch.compile treats a number with a name as one that may change.
 LARGEST = 448.0  # number of e4m3
 _LEAST = 1e-30  # of a row's largest number: below, rows become zeros, and the factor stays finite
 _MOST_COLUMNS = 16384  # of a row that a program holds at once
 _TILE = 64  # rows and columns of a block of a matrix
-_PARTS = 32  # of a matrix's rows, whose largest numbers are found at once
+_PARTS = 32  # at most so many parts of a matrix's rows look for the largest numbers of columns at the same time
 
 
 class Scaled(NamedTuple):
-    """Rows in float8, `values` (…, R, C), and what each is to be multiplied with, `scales` (…, R) in float32."""
+    """Rows in float8, `values` (…, R, C), and the factor of each row, `scales` (…, R) in float32."""
 
     values: Tensor
     scales: Tensor
@@ -34,7 +34,7 @@ class Scaled(NamedTuple):
 
 
 def quantise_rows(x: Tensor) -> Scaled:
-    """Bring rows (…, R, C) to float8, each by its own scale.
+    """Convert rows (…, R, C) to float8, each by its own scale.
 
     >>> quantise_rows(torch.tensor([[1.0, -896.0]])).scales
     tensor([2.])
@@ -60,7 +60,7 @@ def quantise_rows(x: Tensor) -> Scaled:
 
 
 def quantise_by_torch(x: Tensor) -> Scaled:
-    """Bring rows (…, R, C) to float8 by torch's operations.
+    """Convert rows (…, R, C) to float8 by torch's operations.
 
     >>> quantise_by_torch(torch.tensor([[1.0, -896.0]])).values.dtype
     torch.float8_e4m3fn
@@ -70,7 +70,7 @@ def quantise_by_torch(x: Tensor) -> Scaled:
 
 
 def quantise_columns(x: Tensor) -> Scaled:
-    """Bring the columns of matrices (…, R, C) to float8, each by its own scale, as the rows of (…, C, R).
+    """Convert the columns of matrices (…, R, C) to float8, each by its own scale, as the rows of (…, C, R).
 
     >>> quantise_columns(torch.tensor([[1.0, 2.0], [-448.0, 3.0]])).values.shape
     torch.Size([2, 2])
@@ -96,17 +96,20 @@ def quantise_columns(x: Tensor) -> Scaled:
 
 
 def _scales(most: Tensor) -> Tensor:
-    """Return the scales of rows with these largest numbers."""
+    """Return the scales of rows with these largest absolute values."""
     return most * (1 / 448.0)
 
 
 def _factors(most: Tensor) -> Tensor:
-    """Return what makes the largest numbers of rows LARGEST: a quotient, not torch's rounded inverse times LARGEST."""
+    """Return the factors that bring the largest absolute values of rows to 448.
+
+    A true quotient: `448.0 / most` would be torch's rounded reciprocal times 448.
+    """
     return torch.full_like(most, 448.0) / most
 
 
 def _find_kernels(x: Tensor) -> Any:
-    """Find the module of the kernels where they can take this tensor, rows of elements in order; else None."""
+    """Find the module of the kernels if they can take this tensor (on a GPU, contiguous in the last dim); else None."""
     if not x.is_cuda or x.stride(-1) != 1:
         return None
     return kernel_module()

@@ -19,9 +19,10 @@ def quantise_rows_kernel(
     COLUMNS: tl.constexpr,
     IN_ONE: tl.constexpr,
 ):
-    """Divide a row by its scale, the largest of its absolute values over LARGEST, and store both: a program a row.
+    """Divide a row by its scale, its largest absolute value divided by LARGEST, and store both; one program for a row.
 
-    Rows of x lie `x_row` elements apart. A row of at most COLUMNS numbers (IN_ONE) is read once.
+    Rows of x lie `x_row` elements apart. A row of at most COLUMNS numbers (IN_ONE) is read once, a wider one twice:
+    for its largest value, and to divide. OF_LARGEST is 1 / LARGEST.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -49,9 +50,10 @@ def quantise_rows_kernel(
 
 @triton.jit
 def largest_of_columns_kernel(x, parts, rows, width, x_row, x_matrix, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store the largest absolute values of the columns of a matrix, of some of its rows, in `parts`.
+    """Store the largest absolute value of each column, over one part of a matrix's rows, in `parts`.
 
-    Programs are (blocks of COLUMNS columns, parts of the rows, matrices); matrices of x lie `x_matrix` elements apart.
+    Programs are (blocks of COLUMNS columns, parts of the rows, matrices); part p of P has the blocks of ROWS rows
+    p, p + P, p + 2 P and so on. Matrices of x lie `x_matrix` elements apart.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row_part, matrix = tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -1,4 +1,4 @@
-"""A new LoRA adapter in a model, drawn from a seed: the same under every home, also over weights that are yet to come.
+"""A new LoRA adapter in a model, drawn from a seed: the same under every layout, even before weights are loaded.
 
 peft makes the layers and their configuration. Matrices A are uniform and B zero, as peft draws them by default, but
 each from a seed of its own, `seed` and its name, so that no rank needs another's numbers.
@@ -27,9 +27,10 @@ from longspan.model.weights.local_tensors import LocalPart
 class NewAdapter:
     """What a new LoRA adapter is to be.
 
-    `alpha` 0 is twice the rank; `targets` are names of linears, none: every linear of the `parts` (`targets.py`), of
-    the language model those in its decoder layers. `whole` are modules that are trained whole and have no adapter:
-    depths of multi-token prediction. `base` is where the base model is, as written into the adapter's configuration.
+    `alpha` 0 is twice the rank. `targets` are names of linears; without any, every linear of the `parts` (`targets.py`)
+    has an adapter, in the language model only those of decoder layers. `whole` are modules that are trained whole and
+    have no adapter: depths of multi-token prediction. `base` is the path or name of the base model for the adapter's
+    configuration.
     """
 
     rank: int
@@ -43,9 +44,9 @@ class NewAdapter:
 
 
 def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
-    """Return the model with a new adapter in it, as a PeftModel; `prepare` fills what has no memory yet.
+    """Return the model with a new adapter in it, as a PeftModel; `prepare` fills an adapter on the meta device.
 
-    Adapters are float32, over a float64 model float64. Raises ModelError where peft is missing, and for targets and
+    Adapters are float32, or float64 in a float64 model. Raises ModelError where peft is missing, and for targets and
     parts that the model lacks.
     """
     try:
@@ -82,7 +83,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
 
 
 def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Draw the initial values of a parameter of an adapter, float32, on the CPU: of A uniform, of B zero."""
+    """Draw the initial values of an adapter's parameter, float32, on the CPU: A uniform in ±1 / √inputs, B zero."""
     if ".lora_A." not in name:
         return torch.zeros(tuple(shape))
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits
@@ -91,7 +92,7 @@ def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 
 class AdapterOver:
-    """The weights of a base model, and an adapter, of these names and shapes, that is drawn."""
+    """A source of weights: a base model's from `base`, and an adapter's, given by name and shape, drawn from a seed."""
 
     def __init__(self, base: WeightSource, shapes: Mapping[str, Sequence[int]], seed: int) -> None:
         self.base: WeightSource = base
@@ -101,7 +102,7 @@ class AdapterOver:
         return str(self.base)
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield the part of each of these parameters, by name; the adapter's come first."""
+        """Yield (name, values) of these parts of parameters; the adapter's come first."""
         for name, shape in self._shapes.items():
             if part := parts.get(name):
                 yield name, initial_values(name, shape, self._seed)[part.block].to(part.dtype)
@@ -109,7 +110,7 @@ class AdapterOver:
 
 
 def is_drawn_when_prepared(model: nn.Module) -> bool:
-    """Return whether `prepare` draws the adapter in a model: `add_lora` made it, over weights that are yet to come."""
+    """Return whether `prepare` draws the adapter in a model: `add_lora` made it on the meta device."""
     weights = vars(model).get("weights_to_come")
     return weights is not None and isinstance(weights.source, AdapterOver)
 

@@ -19,9 +19,10 @@ from longspan.model.mtp.names import PREFIX
 
 
 def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: str = "") -> tuple[str, ...]:
-    """Return the names of the largest modules whose parameters are all `trained`; peft takes no lists of modules.
+    """Return the names of the largest modules whose parameters are all `trained`.
 
-    They are modules `inside` the one of that name, which is not itself among them.
+    They are modules inside the one named `inside` ("": the model), which is not itself among them; nor are lists of
+    modules, which peft does not take.
 
     >>> largest_trained_modules(model, {"model.visual.merger.ln_q.weight"})  # doctest: +SKIP
     ('model.visual.merger.ln_q',)
@@ -38,7 +39,7 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
 
 
 def _largest_trained_modules(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
-    """Yield the largest modules inside this one whose parameters are all trained."""
+    """Yield the names, after `prefix`, of the largest modules inside this one whose parameters are all trained."""
     for name, child in module.named_children():
         path, parameters = f"{prefix}{name}", dict(child.named_parameters())
         is_trained = bool(parameters) and all(f"{path}.{p}" in trained for p in parameters)
@@ -49,7 +50,7 @@ def _largest_trained_modules(module: nn.Module, prefix: str, trained: set[str]) 
 
 
 def select_entries(modules: Collection[str], entries: Any) -> dict[str, Any]:
-    """Select from values by weight name those in these modules, persistent buffers among them."""
+    """Select the entries, by names of weights and buffers, that lie inside these modules; none for no modules."""
     inside = tuple(f"{module}." for module in modules)
     return {name: value for name, value in entries.items() if name.startswith(inside)} if inside else {}
 
@@ -60,10 +61,10 @@ WEIGHTS, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 def write_adapter(
     folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor], files: Any = None, modules: Sequence[str] = ()
 ) -> None:
-    """Write an adapter's whole tensors, by a prepared model's names, its configuration, and `files`, a tokenizer's.
+    """Write an adapter's whole tensors, named as in a prepared model, its configuration, and `files`, a tokenizer.
 
-    `modules` are whole modules of the model that are among the tensors: peft puts them in place of the base model's.
-    Depths of multi-token prediction need not be named.
+    `modules` are names of whole modules whose weights are among the tensors: peft loads them in place of the base
+    model's. Depths of multi-token prediction need not be named.
 
     >>> PeftModel.from_pretrained(base_model, folder)  # doctest: +SKIP
     """
@@ -81,7 +82,7 @@ def write_adapter(
 
 
 def stock_name(name: str, adapter: str) -> str:
-    """Return what peft calls a tensor of an adapter of this name in its files.
+    """Return peft's name in its files for a tensor of the adapter `adapter`, which the file's name leaves out.
 
     >>> stock_name("model.layers.0.mlp.up_proj.lora_A.default.weight", "default")
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'

@@ -1,6 +1,7 @@
 """Which linears of a model get an adapter: by the parts that they are in, and by names that peft takes.
 
-A model from images and text to text has three parts: the language model, the tower, and the projector between them.
+An image-text-to-text model has three parts: the language model, the tower that encodes images, and the projector
+between them.
 """
 
 import re
@@ -19,7 +20,7 @@ LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = ("language_model", "projector", "towe
 
 
 class AdapterTargets(NamedTuple):
-    """What peft's LoraConfig takes: ends of names, and a pattern of the modules that are left out (None: none)."""
+    """Arguments of peft's LoraConfig: endings of names, and a pattern of the modules to leave out (None: none)."""
 
     names: list[str]
     excluded: str | None
@@ -28,8 +29,8 @@ class AdapterTargets(NamedTuple):
 def choose_targets(model: PreTrainedModel, requested: Sequence[str], parts: Sequence[str]) -> AdapterTargets:
     """Choose an adapter's targets in these parts: without names every linear of decoder layers, tower or projector.
 
-    Raises ModelError for parts that the model lacks, for a name of no linear in the parts, and for those that peft
-    refuses or takes for experts.
+    Raises ModelError for parts that the model lacks, for a name that no linear in the parts has, and for names that
+    peft refuses or takes for experts.
     """
     linears = _part_linears(model, parts)
     names = (
@@ -48,15 +49,15 @@ def _part_by_module(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _tower_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the towers of other modalities, and of their projectors if these are modules next to them."""
+    """Return the names of the towers of other modalities, and of projectors that are modules beside a tower."""
     towers = {id(tower) for tower in other_towers(model)}
     return [name for name, module in model.named_modules() if id(module) in towers]
 
 
 def _part_linears(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
-    """Return the part of each linear in the parts, by qualified name. Raises ModelError for a part that has none.
+    """Return the part of each linear in `parts`, by qualified name. Raises ModelError for a part without a linear.
 
-    In towers other classes of linears are left out: those in torch's own attention are never called.
+    In towers subclasses of nn.Linear are left out: torch's own attention has one, and never calls it.
     """
     by_part = _part_by_module(model)
     linears = {
@@ -76,7 +77,10 @@ def _part_linears(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str
 def _check_target_names(
     model: PreTrainedModel, targets: Sequence[str], linears: dict[str, str], parts: Sequence[str]
 ) -> list[str]:
-    """Check the targets, each the end of some linear's name. Raises ModelError for others, and for names of experts."""
+    """Return the targets, each once, if each ends some linear's name.
+
+    Raises ModelError for others, for names that peft takes for experts, and for names that peft refuses.
+    """
     for target in targets:
         if not _matching_names(target, [*linears]):
             _refuse_other_part(model, target, parts)
@@ -100,7 +104,10 @@ def _check_target_names(
 
 
 def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Sequence[str]) -> list[str]:
-    """List the names of linears in decoder layers, towers and projectors, without those that peft takes for experts."""
+    """List the name endings of linears in decoder layers, towers and projectors.
+
+    Names that peft takes for experts, or refuses, are left out with a warning. Raises ModelError if none is left.
+    """
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name, part in linears.items() if part != LANGUAGE_MODEL or name.startswith(layers)]
     names = sorted({_name_ending(name) for name in inside})
@@ -121,7 +128,7 @@ def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Seque
 
 
 def _name_ending(name: str) -> str:
-    """Return the last word of a module's name; all of it for an entry of a list, whose number others have too."""
+    """Return the last word of a module's name; the whole name for an entry of a list, whose number is not unique."""
     last = name.rpartition(".")[2]
     return name if last.isdigit() else last
 
@@ -129,19 +136,23 @@ def _name_ending(name: str) -> str:
 def _exclusion_pattern(
     model: PreTrainedModel, names: Sequence[str], linears: dict[str, str], parts: Sequence[str]
 ) -> str | None:
-    """Return a pattern of the modules of other parts, and of what is no linear and has a target's name."""
+    """Return a pattern of the modules that peft must leave out though a target's name fits; None if there are none.
+
+    These are modules of other parts, and modules in towers that are not linears to adapt.
+    """
     towers = "|".join(map(re.escape, _tower_names(model)))
     if not towers:
         return None
-    if tuple(parts) == (LANGUAGE_MODEL,):
+    if tuple(parts) == (LANGUAGE_MODEL,):  # all towers, whatever is in them
         return f"({towers})(\\..*)?"
     inside = [name for name, part in _part_by_module(model).items() if part != LANGUAGE_MODEL and name not in linears]
     others = [name for name in inside if any(_matching_names(target, [name]) for target in names)]
-    beyond = [] if LANGUAGE_MODEL in parts else [f"(?!({towers})\\.).*"]
-    return "|".join([*map(re.escape, others), *beyond]) or None
+    outside_towers = [] if LANGUAGE_MODEL in parts else [f"(?!({towers})\\.).*"]
+    return "|".join([*map(re.escape, others), *outside_towers]) or None
 
 
 def _matching_names(target: str, linears: Sequence[str]) -> list[str]:
+    """Return the names that peft matches with a target: the target itself, and names that end in it after a dot."""
     return [name for name in linears if name == target or name.endswith(f".{target}")]
 
 
@@ -158,7 +169,10 @@ def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]
 
 
 def _expert_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the names of linears that peft replaces by parameters of the model's fused experts (transformers 4)."""
+    """Return the names, among `names`, that peft replaces by parameters of the model's fused experts.
+
+    In transformers 4 these names were linears of single experts.
+    """
     import peft
 
     try:
@@ -170,7 +184,7 @@ def _expert_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
         config = peft.LoraConfig(target_modules=[name])
         try:
             convert_peft_config_for_transformers(config, model, None)
-        except ValueError:  # one of several that it joins
+        except ValueError:  # peft fuses it with another name, which is missing here
             experts.append(name)
         else:
             experts += [name] if name not in (config.target_modules or ()) else []
@@ -178,7 +192,7 @@ def _expert_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
 
 def _peft_refusals(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the names of linears in mixers that some kernels read around an adapter, in families that peft lists."""
+    """Return the names that peft refuses: linears of mixers whose weights kernels read directly, past an adapter."""
     import peft
 
     try:

@@ -1,7 +1,7 @@
 """A model without its adapter for a while: reference log-probabilities, and evaluation of the base model.
 
-`redirect_peft_model` has the PeftModel around a prepared model leave the adapter out in the same way, and refuse what
-would change its parts.
+`redirect_peft_model` makes the PeftModel around a prepared model leave the adapter out in the same way, and refuse
+calls that would change its parts.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_adapter_left_out(model: nn.Module) -> None:
-    """Raise ModelError if a model is to be trained while its adapter, the only part that is trained, is left out."""
+    """Raise ModelError before a model is trained while its adapter, the only part that is trained, is left out."""
     if model_adapter(model) is None:
         return
     modules: list[Any] = [*peft_modules(model).values()]
@@ -70,7 +70,10 @@ _CHANGES = {
 
 
 def redirect_peft_model(peft_model: Any, prepared: nn.Module) -> None:
-    """Have the PeftModel around a prepared model leave the adapter out there, and refuse what changes its parts."""
+    """Have a PeftModel's `disable_adapter` call `without_adapter(prepared)`, and refuse methods that change its parts.
+
+    Another model than a PeftModel is left as it is.
+    """
     if peft_model is prepared or not hasattr(peft_model, "get_base_model"):
         return
     peft_model.disable_adapter = partial(without_adapter, prepared)
@@ -80,4 +83,5 @@ def redirect_peft_model(peft_model: Any, prepared: nn.Module) -> None:
 
 
 def _refuse_call(name: str, instead: str, *args: object, **kwargs: object) -> NoReturn:
+    """Raise ModelError for a call of the PeftModel's method `name`, with what to do `instead`."""
     raise ModelError(f"PeftModel.{name}: the model inside it was prepared, and lies on several ranks; {instead}")

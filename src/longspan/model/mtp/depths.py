@@ -10,8 +10,9 @@ and formulas are those of transformers' `MtpLayer`, which serves generation and 
 
 The embedding of a placeholder is the row of the image in its place, as in the passes that draft tokens of published
 models (vLLM shifts the rows of images with the ids of a draft, SGLang's `qwen3_5_mtp` the embeddings of the model).
-Rows stay where they are, at their own positions, so that a block is called with whatever the model gives the layer that
-it is a copy of: shard, rotary embeddings, kernel (`layer_inputs.py`). Which ids are whose is in `train/reading`.
+Rows (tokens) keep their positions at every depth, so that a block is called with the arguments that the model gives the
+layer of which it is a copy: shard, rotary embeddings, kernel (`layer_inputs.py`). Which token ids a depth reads and
+predicts at each row is in `train/reading`.
 
 Depths may be trained whole together with a LoRA adapter of the model. peft names them in `modules_to_save`, and trains
 a copy of them next to the original ones. Here the copy takes their place, so that the depths have their own names under
@@ -34,7 +35,7 @@ from longspan.model.mtp.names import PREFIX
 
 
 class MtpBlocks(nn.ModuleList):
-    """The decoder layers of a depth, one after another, if each is only attention, a mixer or an MLP."""
+    """The decoder layers of one depth, one after another, in models whose layers are only attention, mixer or MLP."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run hidden states (1, T, D) through all blocks, each called with the same arguments."""
@@ -50,6 +51,7 @@ class MtpDepth(nn.Module):
     """
 
     def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
+        """Take the parts under transformers' names; `norms` are enorm, hnorm and post_norm."""
         super().__init__()
         self.enorm: nn.Module
         self.hnorm: nn.Module
@@ -65,12 +67,12 @@ class MtpDepth(nn.Module):
 
 
 def take_hidden_states(output: Any) -> Tensor:
-    """Return the hidden states in what a decoder layer returns: all of it, or the first of several things."""
+    """Return the hidden states in what a decoder layer returns: a tensor, or the first of a tuple."""
     return output if isinstance(output, Tensor) else output[0]
 
 
 class MtpDepths(nn.Module):
-    """All depths of a model, its attribute `mtp`; each is a copy of the layer `copied`, or has it last."""
+    """All depths of a model, its attribute `mtp`; the block of each, or its last layer, copies the layer `copied`."""
 
     def __init__(self, depths: list[MtpDepth], copied: CopiedLayer) -> None:
         super().__init__()
@@ -102,7 +104,7 @@ def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
-    """Raise ModelError for a depth in which no module is among those that reach our attention, or are mixers."""
+    """Raise ModelError for a depth without any of the modules `reached`, which call our attention or are mixers."""
     for i, depth in enumerate(model_depths(model)):
         if not any(module is inner for inner in depth.mtp_block.modules() for module in reached):
             raise ModelError(
@@ -116,8 +118,8 @@ def deeper_states(
 ) -> tuple[Tensor, ...]:
     """Compute the hidden states (T, D) of each depth, from the model's (1, T, D) and ids (depths, T) of later tokens.
 
-    A later token that is an image's placeholder has the image's row as its embedding, by the `shard`. Raises ModelError
-    if the layer that depths copy gets inputs made of its own rows, and how these are made could not be seen.
+    A later token that is an image's placeholder has the image's row, which the `shard` holds, as its embedding. Raises
+    ModelError if the layer that depths copy gets tensors made of the rows' tokens in a way that could not be observed.
     """
     embedding: Any = model.get_input_embeddings()
     states = list[Tensor]()
@@ -130,9 +132,9 @@ def deeper_states(
 
 
 def take_copied_depths(model: nn.Module) -> nn.Module | None:
-    """Put the copy of the depths that an adapter trains in their place; returns what was there, None without a copy.
+    """Replace peft's wrapper of the depths by the copy that it trains; returns the wrapper, or None without one.
 
-    Copies of several adapters are left as they are.
+    A wrapper with copies of several adapters is left as it is.
     """
     wrapper: Any = model._modules.get(PREFIX)
     if wrapper is None or not is_copied(wrapper):
@@ -140,7 +142,8 @@ def take_copied_depths(model: nn.Module) -> nn.Module | None:
     copies = [*wrapper.modules_to_save.values()]
     if len(copies) != 1:
         return None
-    for name, original in wrapper.original_module.named_modules():  # the configuration names the attention function
+    # the copy has configurations of its own; layers must share the model's, which names the attention function
+    for name, original in wrapper.original_module.named_modules():
         if isinstance(config := vars(original).get("config"), PreTrainedConfig):
             copies[0].get_submodule(name).config = config
     model._modules[PREFIX] = copies[0]
@@ -149,7 +152,7 @@ def take_copied_depths(model: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def replace_copied_depths(model: nn.Module) -> Iterator[None]:
-    """Take copied depths as `take_copied_depths` does; an error inside undoes it."""
+    """Call `take_copied_depths`; after an error inside, the wrapper is put back."""
     original = take_copied_depths(model)
     try:
         yield
@@ -169,7 +172,7 @@ def select_depth_weights(names: Iterable[str]) -> list[str]:
 
 
 def depth_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield why depths cannot be trained with an adapter: only in part, or having adapters too."""
+    """Yield why depths cannot be trained beside an adapter: trained in part, or trained whole and adapted as well."""
     mtp = model._modules.get(PREFIX)
     weights = dict(mtp.named_parameters()) if mtp is not None else {}
     depth_weights = select_depth_weights(f"{PREFIX}.{name}" for name in weights)

@@ -1,9 +1,9 @@
-"""The inputs of a depth's layer besides hidden states: what the model gives the layer that it is a copy of.
+"""The inputs of a depth's layer besides hidden states: those that the model gives the layer which the depth copies.
 
-Where some of that is of the rows' own tokens, a depth's layer gets what the model would give it for the tokens that the
-depth reads: the model's own forward runs on these with a stand-in for every layer, which notes what it is called with.
-So Zamba 2's layers get the embedding of the later tokens, and Gemma 4's their inputs of each layer. What earlier layers
-made, as keys and values that Gemma 4's last layers share, is in none of that. Which layer is copied is found out in
+Some inputs may be made of the rows' own tokens. A depth's layer then gets them for the tokens that the depth reads: the
+model's own forward runs on these tokens with a stand-in for every layer, which notes the arguments of its call. So
+Zamba 2's layers get the embedding of the later tokens, and Gemma 4's their inputs for each layer. Not covered are
+tensors from earlier layers, such as keys and values that Gemma 4's last layers share. Which layer is copied is found in
 `exactness/depth_layer.py`.
 """
 
@@ -28,9 +28,10 @@ _NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no to
 
 @dataclass(frozen=True)
 class CopiedLayer:
-    """The layer that depths copy, by its index; `of_tokens`: it is called with what is made of the rows' tokens.
+    """The layer that depths copy, by its index.
 
-    `outputs`: how many values a layer returns in a tuple; 0: a tensor.
+    `of_tokens`: besides hidden states it is called with tensors made of the rows' tokens. `outputs`: how many values a
+    layer returns in a tuple; 0: it returns a tensor.
     """
 
     index: int
@@ -52,9 +53,9 @@ class Note:
 
 
 class NotedLayer(Absent):
-    """Stands for a decoder layer, hands hidden states on, and notes what it was called with.
+    """A stand-in for a decoder layer, which returns its hidden states and notes the arguments of its call.
 
-    The note is no attribute that changes: a pass on the meta device puts those back.
+    The note is an object that is filled, not an attribute that is set: a pass on the meta device restores attributes.
     """
 
     def __init__(self, layer: nn.Module, outputs: int) -> None:
@@ -62,30 +63,31 @@ class NotedLayer(Absent):
         self.note: Note = Note()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the first input as it is."""
+        """Note the call, and return the hidden states as they are."""
         self.note.hidden_states, self.note.call = x, (args, _depth_arguments(kwargs))
         return super().forward(x)
 
 
 class _Embedded(nn.Module):
-    """Stands for an embedding whose rows are there already."""
+    """A stand-in for an embedding, which returns given rows (1, T, D) whatever the ids are."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__()
         self.rows = rows
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Return the rows."""
         return self.rows
 
 
 def copy_without_layers(
     model: PreTrainedModel, embedded: Tensor, outputs: int, *, keep: Container[int] = ()
 ) -> tuple[Any, list[nn.Module]]:
-    """Copy the module around a model's decoder layers with stand-ins for them, and these; layers `keep` are themselves.
+    """Copy the module around a model's decoder layers with stand-ins for the layers; returns (copy, its layers).
 
-    Its embedding gives the rows `embedded` (1, T, D) whatever the ids are, and it has no norm after the layers. Modules
-    without parameters, such as rotary embeddings, may keep tensors of the device of a pass. So for a pass on the meta
-    device they are copied: the model's own would be left with tensors that hold no numbers.
+    Layers with an index in `keep` are the model's own. The embedding is replaced by the rows `embedded` (1, T, D), and
+    there is no norm after the layers. Modules without parameters, such as rotary embeddings, may store tensors of a
+    pass. For a pass on the meta device they are copied, or the model's own would keep meta tensors, without numbers.
     """
     name, layers = layer_list(model)
     path, _, attribute = name.rpartition(".")
@@ -105,7 +107,7 @@ def copy_without_layers(
 
 
 class LayerInputs:
-    """The inputs of depths' layers besides hidden states, filled while a pass of the model runs."""
+    """The inputs of depths' layers besides hidden states, noted by a hook while a pass of the model runs."""
 
     def __init__(self, model: PreTrainedModel, copied: CopiedLayer) -> None:
         self._model, self._copied = model, copied
@@ -113,13 +115,14 @@ class LayerInputs:
         self._noted: LayerCall = (), {}
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note the call of a layer: a forward pre-hook."""
+        """Note the arguments of a call: a forward pre-hook of the copied layer, or of the module around all layers."""
         self._noted = args, kwargs
 
     def make_call(self, ids: Tensor, embedded: Tensor) -> LayerCall:
-        """Return the inputs of a layer that reads these ids (T,), whose embedding is (1, T, D).
+        """Return the inputs, without hidden states, of a depth's layer that reads ids (T,) embedded as (1, T, D).
 
-        Raises ModelError if the layer gets inputs made of its own rows, and that was not seen when depths were added.
+        Raises ModelError if the layer gets tensors made of the rows' tokens, and that was not seen when depths were
+        added. Tensors that depend on parameters show it: they are made of embeddings.
         """
         args, kwargs = self._noted
         if not self._copied.of_tokens:
@@ -144,7 +147,7 @@ class LayerInputs:
 
 @contextmanager
 def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerInputs]:
-    """Note inside what a pass of the model gives the layer that depths copy."""
+    """Note, in a pass of the model inside, the arguments that the layer which depths copy is called with."""
     inputs, (name, layers) = LayerInputs(model, copied), layer_list(model)
     noted = model.get_submodule(name.rpartition(".")[0]) if copied.of_tokens else layers[copied.index]
     handle = noted.register_forward_pre_hook(inputs.note, with_kwargs=True, prepend=True)
@@ -160,9 +163,10 @@ def depends_on_parameters(call: LayerCall) -> bool:
 
 
 def _depth_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layer's keyword arguments that a depth's layer gets too: all but `_NOT_FOR_DEPTHS`."""
     return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
 
 
 def _depends_on_rows(value: Any) -> bool:
-    """Return whether an input of the model is made of the rows' tokens, as hidden states are and integers are not."""
+    """Return whether an input of the model holds values of the rows' tokens: floats do (embeddings), not integers."""
     return isinstance(value, Tensor) and torch.is_floating_point(value)

@@ -41,7 +41,7 @@ _LIKE_QWEN = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellu
 def translate_name(key: str, layers: int, blocks: int = 1) -> str:
     """Translate a depth's weight name in files of a model of so many layers to ours; another key stays as it is.
 
-    A depth has so many `blocks`, the layers of Nemotron-H's, which are published with one depth.
+    A depth has `blocks` decoder layers: several in Nemotron-H, which numbers them like depths and has one depth.
 
     >>> translate_name("model.layers.61.mlp.up_proj.weight", layers=61)
     'mtp.layers.0.mtp_block.mlp.up_proj.weight'
@@ -72,14 +72,14 @@ def translate_name(key: str, layers: int, blocks: int = 1) -> str:
 
 
 def order_columns(key: str, tensor: Any) -> Any:
-    """Order the columns of a file's tensor, which safetensors reads in parts, as ours are."""
+    """Return a file's tensor, which safetensors reads in parts, with its columns in our order (see MiMo above)."""
     return _HalvesExchanged(tensor) if _MIMO_PROJECTION.fullmatch(key) else tensor
 
 
 def publication_names(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
-    """Return the function from our names to those that a family's models are published with; None if it has none.
+    """Return the function from our names to the names in a family's published models; None if they are not known.
 
-    `blocks` are those of a depth.
+    Some families name weights of a single depth only. A depth has `blocks` decoder layers.
 
     >>> publication_names("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
     'model.layers.61.mlp.up_proj.weight'
@@ -94,7 +94,9 @@ def publication_names(model_type: str, layers: int, depths: int, blocks: int = 1
 
 
 def count_depths(folder: Path, layers: int) -> int:
-    """Count the depths whose weights a folder's files have, for a model of so many layers; 0 without safetensors.
+    """Count the depths 0, 1, … without a gap whose weights a folder has, for a model of so many `layers`.
+
+    It is 0 for files other than safetensors.
 
     Raises ModelError for files that are missing or cannot be read.
     """
@@ -114,7 +116,7 @@ def count_depths(folder: Path, layers: int) -> int:
 
 
 class _HalvesExchanged:
-    """A matrix in a file, whose second half of columns comes first."""
+    """A matrix in a file, read with the second half of its columns before the first."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -124,25 +126,29 @@ class _HalvesExchanged:
         return self._tensor.get_shape()
 
     def __getitem__(self, block: Any) -> Tensor:
+        """Read a block; the whole matrix is read for it."""
         whole: Tensor = self._tensor[...]
         return torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)[block]
 
 
 def _depth_name(depth: int, inside: str) -> str:
+    """Return our name of a weight of a depth; a weight that is not one of `_OURS` belongs to the depth's block."""
     return f"{PREFIX}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
 
 
 def _block_name(depth: int, block: int, inside: str) -> str:
+    """Return our name of a weight of one of several blocks of a depth; Nemotron-H's last block has the final norm."""
     ours = _replace_prefix(inside, {"final_layernorm.": "post_norm."})
     return f"{PREFIX}.layers.{depth}.{ours if ours != inside else f'mtp_block.{block}.{inside}'}"
 
 
 def _replace_prefix(name: str, begins: dict[str, str]) -> str:
+    """Replace the beginning of a name that is a key of `begins` by its value; other names stay."""
     return next((ours + name.removeprefix(theirs) for theirs, ours in begins.items() if name.startswith(theirs)), name)
 
 
 def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
-    """Name a depth's weight as files do that number depths after the model's layers."""
+    """Translate our name of a depth's weight to the one in files that number depths after the model's layers."""
     match = re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.(.*)", name)
     if match is None:
         return name
@@ -151,7 +157,7 @@ def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
 
 
 def _qwen_name(name: str) -> str:
-    """Translate our name of a depth's weight to the one in Qwen's files."""
+    """Translate our name of a weight of depth 0 to the one in Qwen's files; the depth's own weights have no number."""
     inside = name.removeprefix(f"{PREFIX}.layers.0.")
     if inside == name:
         return name
@@ -160,6 +166,7 @@ def _qwen_name(name: str) -> str:
 
 
 def _nemotron_name(name: str, blocks: int) -> str:
+    """Translate our name of a depth's weight to the one in Nemotron-H's files."""
     if match := re.fullmatch(rf"{PREFIX}\.layers\.0\.mtp_block\.(\d+)\.(.*)", name):
         return f"{PREFIX}.layers.{match[1]}.{match[2]}"
     return name.replace(f"{PREFIX}.layers.0.post_norm.", f"{PREFIX}.layers.{blocks - 1}.final_layernorm.")

@@ -1,4 +1,4 @@
-"""What encoders must fit: the language model's ranks, layers and masks, and parameters of their own."""
+"""Checks that encoders fit the language model: its ranks, number of layers and masks, and no shared parameters."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
 
 def check_encoder(modality: str, encoder: object) -> None:
-    """Raise ModelError for what is no Encoder, and for a name that parameters cannot have."""
+    """Raise ModelError for an object that is no Encoder, and for a modality that cannot begin parameters' names."""
     if not isinstance(encoder, Encoder):
         raise ModelError(
             f"the encoder of {modality} is a {type(encoder).__name__}; give Encoder(module=prepare_encoder(module, "
@@ -26,7 +26,7 @@ def check_encoder(modality: str, encoder: object) -> None:
 
 
 def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> None:
-    """Raise ModelError for a home that is not over the language model's ranks, or has pipeline stages."""
+    """Raise ModelError for an encoder's layout over other ranks than the language model's, or with pipeline stages."""
     home = world.home
     if sorted(home.ranks) != sorted(encoder_home.ranks):
         raise ModelError(
@@ -41,7 +41,7 @@ def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> Non
 
 
 def check_image_mask(encoders: Mapping[str, Encoder], language_model: nn.Module) -> None:
-    """Raise ModelError where the mask of a model's images would be left out."""
+    """Raise ModelError for a model whose images' tokens see each other, if no encoder has `in_spans`."""
     kind = getattr(getattr(language_model, "config", None), "model_type", None)
     if kind in SEEN_BY_IMAGES and not span_modalities(encoders):
         raise ModelError(
@@ -51,7 +51,7 @@ def check_image_mask(encoders: Mapping[str, Encoder], language_model: nn.Module)
 
 
 def check_shared(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse a parameter of two modules: each would sum its gradient over its own slots, and count it in the norm."""
+    """Refuse a parameter that two modules share: each would sum its gradient over its own slots, and count its norm."""
     users: dict[int, str] = {}
     for name, module in modules.items():
         for path, parameter in module.named_parameters():
@@ -63,7 +63,10 @@ def check_shared(modules: Mapping[str, nn.Module]) -> None:
 
 
 def check_deep_layers(encoders: Mapping[str, Encoder], model: PreTrainedModel | PipelineModel) -> None:
-    """Raise ModelError, on every rank, where rows would be added to layers of a later pipeline stage."""
+    """Raise ModelError where DeepStack's rows would be added to more layers than the first pipeline stage has.
+
+    It is the same on every rank. Only the first stage is given rows of items.
+    """
     if isinstance(model, PipelineModel):
         layers_here, holder = (
             len(model.layers_of_stages[0]),

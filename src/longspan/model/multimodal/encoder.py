@@ -63,16 +63,17 @@ def span_modalities(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
 
 def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
     """Hook a prepared language model: its embedding takes rows of items from shards, first layers add theirs."""
-    for root, inside, first in _parts_that_embed(model):
+    for root, inside, first in _embedding_parts(model):
         _SpliceHook(root, inside.get_input_embeddings(), tuple(encoders))
         if first:
             _hook_layers(inside, max((encoder.deep_layers for encoder in encoders), default=0))
 
 
-def _parts_that_embed(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
-    """Yield what is called with a shard, the model with the input embedding, and whether its first layers are in it.
+def _embedding_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
+    """Yield (module that is called with a shard, model with the input embedding, whether it has the first layers).
 
-    Yields nothing if tokens are embedded elsewhere; depths of multi-token prediction embed them on the last stage.
+    Under a pipeline these are the first stage and, with multi-token prediction, which embeds later tokens, the last.
+    A rank without these stages yields nothing.
     """
     if isinstance(model, PipelineModel):
         embed = ((stage, stage.first) for stage in model.stages if stage.first or (stage.last and model.depths))
@@ -82,14 +83,14 @@ def _parts_that_embed(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[
 
 
 def _hook_layers(model: PreTrainedModel, count: int) -> None:
-    """Have the first layers return their hidden states with the rows that their shard has for them added."""
+    """Have the first `count` layers add the rows that the shard holds for them to the hidden states they return."""
     for index, layer in enumerate([*decoder_layers(model).values()][:count]):
         layer.register_forward_hook(partial(_add_rows, index), with_kwargs=True)
 
 
 def _add_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
     """Add the rows that items have for layer `index` to its hidden states: a forward hook."""
-    shard = kwargs.get("shard") or find_layer_shard()
+    shard = kwargs.get("shard") or find_layer_shard()  # some models call layers without the keyword
     if not isinstance(shard, SequenceShard):
         return out
     if isinstance(out, tuple):
@@ -98,33 +99,36 @@ def _add_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any]
 
 
 class _SpliceHook:
-    """Splices rows into what an embedding returns during a call of its model with a shard."""
+    """Splices rows of items into an embedding's output while `root`, its model, runs with a shard."""
 
     def __init__(self, root: nn.Module, embedding: nn.Module, encoders: Sequence[Encoder]) -> None:
+        """Hook `root`, to know the shard of its call, and the embedding inside it."""
         self._encoders = encoders
         self._shard: SequenceShard | None = None
         root.register_forward_pre_hook(self._note_shard, with_kwargs=True)
         root.register_forward_hook(self._forget_shard, always_call=True)
-        self._ahead = 0  # of the call of the embedding that is running
+        self._ahead = 0  # how many tokens ahead of its row the embedding is called now (multi-token prediction)
         embedding.register_forward_pre_hook(self._drop_later_tokens, with_kwargs=True)
         embedding.register_forward_hook(self._splice_rows)
 
     def _note_shard(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Note the shard of a call; a pipeline stage has it in its `stage_input`."""
         shard = kwargs["stage_input"].shard if "stage_input" in kwargs else kwargs.get("shard")
         self._shard = shard if isinstance(shard, SequenceShard) else None
 
     def _forget_shard(self, *_: Any) -> None:
+        """Forget the shard after the call, also after an error."""
         self._shard = None
 
     def _drop_later_tokens(
         self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Drop the keyword for later tokens, which the embedding's own forward does not know."""
+        """Note and drop the keyword AHEAD of calls for later tokens, which the embedding's forward does not know."""
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 
     def _splice_rows(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
-        """Put the rows of items into their places: a forward hook of the embedding."""
+        """Replace the embeddings of placeholders by the rows of items: a forward hook of the embedding."""
         if self._shard is None:
             return embeddings
         if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):

@@ -44,7 +44,7 @@ class MultimodalModel(nn.Module):
     ) -> None:
         """Join encoders and a prepared language model, and check that they fit each other.
 
-        Rules of the language model's calls then let images of these encoders see themselves in both directions.
+        The language model's call rules are replaced, so that rows of one image see each other if its encoder says so.
         """
         super().__init__()
         if not is_prepared(language_model):
@@ -75,7 +75,7 @@ class MultimodalModel(nn.Module):
 
     @property
     def execution(self) -> Any:
-        """What the language model computes with."""
+        """The kernels and dtypes with which the language model computes."""
         return model_execution(self.language_model)
 
     @property
@@ -106,7 +106,7 @@ def find_language_model(model: nn.Module) -> nn.Module:
 
 
 def modules_and_worlds(model: nn.Module, world: World) -> list[tuple[nn.Module, World]]:
-    """Return the modules of a model that lie in homes of their own, the language model first, each with its world."""
+    """Return (module, its world) of each part of a model with a layout of its own, the language model first."""
     if not isinstance(model, MultimodalModel):
         return [(model, world)]
     encoders = [(encoder.module, encoder.world) for encoder in model.encoder_settings.values()]

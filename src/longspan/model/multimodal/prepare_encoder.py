@@ -1,8 +1,8 @@
 """An encoder under its own home: sharded by FSDP2 or copied, its blocks recomputed and split over tp.
 
-The home is that of a world of the encoder's own, over the same ranks as the language model's. Whatever the slots of
-that world encode, gradients are plain sums over them: FSDP2 sums by itself, those of copies are summed by
-`gradients_summed_over_slots(module, world)`. Who encodes what, and where the rows go, is not in this module.
+The encoder has a world of its own, over the same ranks as the language model's. Whatever the slots of that world
+encode, gradients are plain sums over slots: FSDP2 sums by itself, and gradients of copies are summed by
+`gradients_summed_over_slots(module, world)`. Which rank encodes which items, and where rows go, is not in this module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
 
 
 def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield lists of modules that are in no other list, by qualified name."""
+    """Yield (qualified name, list) of lists of modules that lie in no other list."""
     for name, child in module.named_children():
         qualified = f"{path}.{name}".lstrip(".")
         if isinstance(child, nn.ModuleList) or _is_list_of_blocks(child):
@@ -68,7 +68,7 @@ def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Return whether a Sequential holds blocks of one class one after another, as timm's vision towers do."""
+    """Return whether a Sequential holds blocks of one class, as in timm's vision towers; a block has children."""
     children = [*module.children()]
     return (
         isinstance(module, nn.Sequential)
@@ -175,9 +175,9 @@ def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> Non
 def _sharding_units(
     module: nn.Module, blocks: Sequence[nn.Module] | None, recomputation: Recomputation
 ) -> dict[str, nn.Module]:
-    """Return what is sharded and recomputed one at a time, by name.
+    """Return the blocks that are sharded and recomputed one at a time, by name; none: the encoder is sharded as one.
 
-    Raises ModelError if there is nothing to recompute.
+    Raises ModelError if there is no block, and recomputation is asked for.
     """
     units = encoder_blocks(module, blocks)
     if not units and recomputation.measure != "none":
@@ -189,7 +189,10 @@ def _sharding_units(
 
 
 def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
-    """Raise ModelError, on every rank, where ranks begin with different weights: 64 numbers of each are compared."""
+    """Raise ModelError, on every rank, where ranks begin with different weights: some 64 numbers of each are compared.
+
+    Digests are compared first, and samples are gathered only to name ranks and weights that differ.
+    """
     samples = {name: _sample_digest(parameter) for name, parameter in module.named_parameters()}
     digest = sha256(repr(samples).encode()).hexdigest()
     if world.control.is_same(digest, "comparison of weights"):
@@ -215,12 +218,13 @@ def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
 
 
 def _sample_digest(parameter: Tensor) -> str:
+    """Return the shape of a parameter and a hash of about 64 of its numbers, evenly spread."""
     numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
     return f"{tuple(parameter.shape)} {sha256(repr(numbers).encode()).hexdigest()[:12]}"
 
 
 def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
-    """Have backward run this block again, whatever its class; FSDP2's hooks stay outside."""
+    """Wrap the block's forward so that backward runs it again; FSDP2's hooks on the module stay around the wrapper."""
     if recomputation.measure == "none":
         return
     inner: Any = block.forward
@@ -257,7 +261,7 @@ def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> N
 
 
 def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
-    """Have blocks cast their hidden states, and nothing else, to what they compute in."""
+    """Have blocks cast their first tensor argument, the hidden states, to `dtype`, and nothing else (None: nothing)."""
 
     def cast_input(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,8 +1,8 @@
 """An encoder's attention and MLPs split over the tensor-parallel ranks of its slots.
 
 All ranks of a slot encode the same items and hold the same rows. Each attends with its own heads: column-wise and
-row-wise linears are DTensors of a whole, and one linear of queries, keys and values stays whole on every rank. What
-several ranks hold alike (norms, embeddings, a projector) gets the same gradient on each.
+row-wise linears are sharded as DTensors, and a fused linear of queries, keys and values stays whole on every rank.
+Parameters that are whole on each rank (norms, embeddings, a projector) get the same gradient on each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ def split_encoder(
     """Split these parts over the tensor-parallel ranks of this rank's slot; all ranks call it together, before FSDP2.
 
     Returns trials that compare the first call of each kind of block, and of parts outside blocks, with the unsplit
-    module; to be installed where blocks have the forward that they keep.
+    module; the caller hooks them in once it has wrapped the blocks' forwards.
     """
     _ = world.meshes.tp  # made by all ranks together
     trials = [SplitTrial(name, unit, world) for name, unit in _trial_units(module, blocks, parts)]
@@ -70,7 +70,7 @@ def _split_linears(part: SplitModule, world: World) -> None:
 
 
 def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:
-    """Sum gradients of parameters next to split linears, such as a norm of heads, which see a part of the features."""
+    """Sum over tp the gradients of parameters beside split linears (a norm of heads), which see some features."""
     for child in module.modules():
         if id(child) not in split:
             for name, _ in child.named_parameters(recurse=False):
@@ -78,14 +78,14 @@ def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:
 
 
 def _local_counts(part: SplitModule, tp: int) -> dict[str, Any]:
-    """Return how a module sees the counts of heads that it holds: those of one rank."""
+    """Return views by which a module's forward sees the heads and widths of one rank in place of all."""
     return dict.fromkeys(part.local_attributes, lambda count: count // tp)
 
 
 def _trial_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what a trial calls: one block of each kind, and one of each kind of parts outside blocks, by name."""
+    """Yield (name, module) for trials: one block, or part outside blocks, of each class and parameter shapes."""
     kinds = set[Any]()
     for part in parts:
         name = next((block for block in blocks if f"{part.name}.".startswith(f"{block}.")), part.name)
@@ -100,6 +100,7 @@ class _DrawsRefused:
     """A hook that refuses training which draws at random: the ranks of a slot would go on with different rows."""
 
     def __init__(self, module: nn.Module) -> None:
+        """List the rates above 0 of dropout: attributes with "drop" in their names, and `p` of torch's own."""
         self._draws = [
             f"{name} ({type(child).__name__}, {attribute} {rate:g})"
             for name, child in module.named_modules()

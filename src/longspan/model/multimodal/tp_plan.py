@@ -1,9 +1,8 @@
 """Which linears of an encoder are split over tp, and how: by the names of their parts, or by the caller's plan.
 
 transformers has no tensor-parallel plans for vision towers. Attention and MLPs are recognised here by the names of
-their linears; every linear inside a block must be recognised or named, and what stands outside blocks stays whole
-unless it is recognised. Whether the split is right is not decided by names: `split_trial.py` compares it with the
-unsplit module.
+their linears; every linear inside a block must be recognised or be in the caller's plan, and linears outside blocks
+stay whole unless recognised. Names do not prove a split right: `split_trial.py` compares it with the unsplit module.
 """
 
 import math
@@ -57,8 +56,8 @@ WIDTHS = (
 class SplitModule:
     """A module whose own linears are split: attention, an MLP, or several of them in one module.
 
-    `styles` are those of its linears by their names in it; `several`: it does more than one thing with its
-    input, so that its linears are split one by one.
+    `styles` are those of its linears, by their names in the module. `several`: it holds several attentions or MLPs, so
+    that each linear sums the gradient of its own input, instead of the module that of its one input.
     """
 
     name: str
@@ -68,7 +67,10 @@ class SplitModule:
 
     @property
     def local_attributes(self) -> dict[str, int]:
-        """Return the counts and widths that the module holds and of which split attention has fewer, by name."""
+        """Return the numbers of heads, and widths of all heads, that the module holds as attributes, by name.
+
+        A rank has 1 / tp of each. Widths are known by their value: as many as queries, or as keys, have features.
+        """
         attributes = {n: value for n, value in vars(self.module).items() if type(value) is int}
         counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
         if not counts or self.several:
@@ -78,10 +80,10 @@ class SplitModule:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Return the features of all queries, keys and values.
+        """Return the features of all queries, of all keys and of all values.
 
-        A fused linear has heads + 2 · key heads of one size if the module counts both so that this fits its outputs,
-        and otherwise three equal parts. Without one, the outputs of a linear that is not row-wise are those of each.
+        The outputs of a fused linear are heads + 2 · key heads of one size, if the module counts both and this fits,
+        and otherwise three equal parts. Without a fused linear, the outputs of the first column-wise one count for all.
         """
         for name, style in self.styles.items():
             linear = base_module(self.module.get_submodule(name))
@@ -97,6 +99,7 @@ class SplitModule:
         return 0, 0, 0
 
     def _read_count(self, names: tuple[str, ...]) -> int:
+        """Return the first integer attribute of the module with one of these names; 0 without one."""
         values = vars(self.module)
         return next((values[name] for name in names if type(values.get(name)) is int), 0)
 
@@ -106,10 +109,8 @@ def find_split_parts(
 ) -> list[SplitModule]:
     """Find the parts of an encoder that are split over tp ranks, in its order.
 
-    There are none at tp 1, where a plan is still checked.
-
-    Raises ModelError, naming them, for linears in blocks that are not known, and, with the numbers, where tp does not
-    divide heads or widths.
+    There are none at tp 1, where a plan is still checked. Raises ModelError for linears in blocks that are neither
+    recognised nor in the plan, and where tp does not divide heads or widths.
     """
     callers_styles = _read_caller_styles(module, plan or {})
     if tp == 1:
@@ -127,7 +128,10 @@ def find_split_parts(
 
 
 def _make_part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> SplitModule:
-    """Make the record of one module that is split, with the styles of its linears and the sizes that shrink."""
+    """Make the record of one module that is split, with the styles of its linears.
+
+    It holds `several` attentions or MLPs if it has several row-wise linears, or is a block or a list itself.
+    """
     groups = sum(style == ROWWISE for style in styles.values())
     return SplitModule(
         name, module, styles, groups > 1 or name in blocks or isinstance(module, nn.ModuleDict | nn.ModuleList)
@@ -147,26 +151,27 @@ def _find_styles(module: nn.Module) -> dict[str, str]:
 
 
 def _own_linears(owner: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linears among a module's children by name, of adapted ones the base linear; no subclasses."""
     return {name: linear for name, child in owner.named_children() if type(linear := base_module(child)) is nn.Linear}
 
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linears inside a module by name: of adapted ones the linear that is adapted, and not the adapter's."""
+    """Return the linears inside a module by name; of an adapted one the base linear, and not the adapter's two."""
     inside = tuple(f"{name}." for name in peft_modules(module))
     modules = {n: base_module(child) for n, child in module.named_modules() if not (inside and n.startswith(inside))}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
 
 
 def _convolution_linears(owner: nn.Module) -> dict[str, str]:
-    """Return the linears of a module that convolves between them (LFM3-VL), which every rank computes whole."""
+    """Give a module's linears the style REPLICATED if it convolves between them (LFM3-VL); empty for other modules."""
     convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in owner.children())
     return dict.fromkeys(_own_linears(owner), REPLICATED) if convolves else {}
 
 
 def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Return the styles of the linears of one module: those of attention, and those of one MLP.
+    """Return the styles of one module's linears, by name: linears of one attention, and of one MLP.
 
-    Linears before attention, or before an activation, are split by columns, and the one behind it by rows.
+    Linears before attention, or before an activation, are split by columns, and the linear behind it by rows.
     """
     styles = dict[str, str]()
     output = next((name for name in _AFTER_ATTENTION if name in linears), None)
@@ -180,7 +185,7 @@ def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
 
 
 def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the caller's styles by qualified name. Raises ModelError for a style or a pattern that means nothing."""
+    """Return the caller's styles by qualified name. Raises ModelError for unknown styles and patterns of no linear."""
     styles = dict[str, str]()
     linears = [*_find_linears(module)]
     for pattern, style in plan.items():
@@ -197,7 +202,7 @@ def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str,
 
 
 def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: Mapping[str, str]) -> None:
-    """Raise ModelError, naming them, for linears in blocks that have no style."""
+    """Raise ModelError for linears in blocks that have no style, and for an encoder without any style."""
     unknown = [
         f"{path}.{name} ({child.in_features} to {child.out_features})"
         for path, block in blocks.items()
@@ -234,8 +239,8 @@ def _check_tp_divides(module: nn.Module, parts: list[SplitModule], tp: int) -> N
 def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
     """Yield the heads and features that tp must divide, with their names for messages.
 
-    Attention that counts no heads itself has those that its linears show. Of a linear it is the side that its style
-    splits: inputs of a row-wise one, keys of a fused one, outputs of others.
+    If attention holds no number of heads, they are counted by the size of one head. Of a linear it is the side that
+    its style splits: inputs of a row-wise one, outputs of others; of a fused one the keys, the narrowest of its parts.
     """
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
@@ -255,7 +260,7 @@ def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
 
 
 def _count_heads(part: SplitModule) -> int:
-    """Count the heads by the size of one, where the module holds no number. Raises ModelError without a size."""
+    """Count the query heads of a module that holds only the size of one. Raises ModelError if it holds no size."""
     size = next((v for n, v in vars(part.module).items() if n in HEAD_SIZE and type(v) is int and v > 0), 0)
     if not size:
         raise ModelError(

@@ -4,9 +4,9 @@ An embedding that the head is tied to, or that multi-token prediction needs, is 
 Zamba 2's blocks of attention and an MLP are on every stage with a layer that calls them.
 
 Once a step, before the gradient norm and the optimizer, every rank that has a copy gets the sum of all copies'
-gradients, added in the order of the pipeline's ranks, a slice by each. The optimizer, which has one copy a rank, then
-does the same to each. Where a rank holds several stages, the copy of its first one is trained, and the others are made
-equal to it before every pass.
+gradients, added in the order of the pipeline's ranks; each rank adds up one slice. The optimizer, which sees one copy
+on each rank, then does the same to each. Where a rank holds several stages, the copy of its first stage is trained, and
+the others are made equal to it before every pass.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ from longspan.model.weights.local_tensors import add_gradient, local_tensor, set
 
 
 class SharedParameter(NamedTuple):
-    """A parameter that several stages have: its names in the whole model, in the model's order, and these stages."""
+    """A parameter that several stages have: its names in the whole model, in the model's order, and their indices."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
@@ -35,7 +35,7 @@ class SharedParameter(NamedTuple):
 def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tuple[SharedParameter, ...]:
     """Return the parameters of a whole model that several of its stages have, in the model's order.
 
-    `stages` are all of them, with the model's own parameters.
+    `stages` are all stages, made of the model's own parameters and not of copies.
     """
     names, holders = defaultdict[int, list[str]](list), defaultdict[int, list[int]](list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -49,8 +49,8 @@ def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tu
 def refuse_partly_shared(model: PreTrainedModel, stages: Sequence[nn.Module]) -> None:
     """Raise ModelError where stages share one parameter of a module and not its others.
 
-    A module is then no other one's copy, and its parameters have no common name. The embedding and the head are spared:
-    stages that have them have them under one name.
+    Such a module is not a copy of the other stage's as a whole, and cannot take its name. Parameters that both stages
+    have under the same name, such as the embedding's, are allowed.
     """
     shared = shared_parameters(model, stages)
     first_name = {name: entry.names[0] for entry in shared for name in entry.names}
@@ -68,7 +68,7 @@ def refuse_partly_shared(model: PreTrainedModel, stages: Sequence[nn.Module]) ->
 
 
 def separate_copies(stages: Sequence[nn.Module]) -> None:
-    """Give every later stage of one rank its own copies of parameters that an earlier stage has too."""
+    """Give each stage of one rank its own copies of parameters that an earlier of these stages has too."""
     modules, parameters = set[nn.Module](), set[nn.Parameter]()
     for stage in stages:
         replacements = {
@@ -86,7 +86,11 @@ def _replace_parameters(
     elsewhere: Set[nn.Module],
     twins: dict[nn.Module, nn.Module],
 ) -> None:
-    """Put these parameters in place of others; a module that is `elsewhere` too is replaced by a twin of it."""
+    """Replace parameters (keys) in a module by others (values), in place.
+
+    A child that is in an earlier stage too (`elsewhere`) is first replaced by a shallow copy, so that the earlier stage
+    keeps its parameters; `twins` collects these copies, one for each module.
+    """
     for name, parameter in module._parameters.items():
         if parameter is not None:
             module._parameters[name] = replacements.get(parameter, parameter)
@@ -99,21 +103,21 @@ def _replace_parameters(
 
 
 class _Place(NamedTuple):
-    """A module and its parameter's name there: FSDP2 replaces parameters, modules stay."""
+    """A parameter as its module and its name there, because FSDP2 replaces parameters and keeps modules."""
 
     module: nn.Module
     name: str
 
     @property
     def parameter(self) -> nn.Parameter:
+        """The module's parameter of that name now."""
         return getattr(self.module, self.name)
 
 
 class StageCopies:
     """This rank's copies of the parameters that several stages have.
 
-    `models` are the stages here by index, as they are placed; `positions` are the pipeline positions of all stages, and
-    `position` is this rank's.
+    One copy of each parameter on a rank is trained, that of its first stage here; the others follow it.
     """
 
     def __init__(
@@ -123,10 +127,10 @@ class StageCopies:
         positions: Sequence[int],
         position: int,
     ) -> None:
-        """Find the places of shared parameters in the stages of this rank, and which copy of each is trained.
+        """Find shared parameters in the stages of this rank, and which copy of each is trained.
 
-        `models` are the stages here by index, `positions` the pipeline rank of every stage, `position` that of this
-        rank. A parameter counts on the rank of its first stage.
+        `models` are the stages here by index, `positions` the pipeline position of every stage, `position` that of this
+        rank. The gradient norm counts a parameter on the ranks that hold the first of its stages.
         """
         self._shared, self._position = tuple(shared), position
         self._holders = [sorted({positions[stage] for stage in entry.stages}) for entry in shared]  # pipeline ranks
@@ -141,8 +145,12 @@ class StageCopies:
             self._note_modules(entry.names[0], holders)
 
     def _note_modules(self, first_name: str, holders: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
-        """Note which module of this rank has the trained copy: for its first name, and for modules of other copies."""
-        if not holders:
+        """Note which module of this rank has the trained copy of a parameter.
+
+        It is noted for the parameter's first name in the whole model, if that belongs to another rank's stage, and for
+        the modules of the other copies here.
+        """
+        if not holders:  # no stage here has the parameter
             return
         trained = _find_place(holders[0][0], holders[0][1][0]).module
         if first_name not in holders[0][1]:
@@ -151,16 +159,13 @@ class StageCopies:
             self.trained |= {_find_place(model, name).module: trained for name in names}
 
     def of(self, name: str) -> list[nn.Parameter]:
-        """Return the copies here of a parameter, by any of its names in the whole model.
-
-        Those of earlier stages come first.
-        """
+        """Return this rank's copies of a parameter, by any of its names in the whole model, earlier stages first."""
         places = (places for entry, places in zip(self._shared, self._places, strict=True) if name in entry.names)
         return [place.parameter for place in next(places, ())]
 
     @property
     def parameters_counted_elsewhere(self) -> set[nn.Parameter]:
-        """The trained copies that another rank counts in the gradient norm: that of the first stage that has one."""
+        """This rank's trained copies that another rank, with an earlier stage, counts in the gradient norm."""
         pairs = zip(self._places, self._counted, strict=True)
         return {places[0].parameter for places, counted in pairs if places and counted != self._position}
 
@@ -175,9 +180,9 @@ class StageCopies:
     def sum_copied_gradients(self, world: World) -> Iterator[None]:
         """Sum over all copies, at the end of the `with` block, what backward passes inside added to their gradients.
 
-        Copies of one rank are added to the first of them, the one that is trained; then the ranks that hold a parameter
-        sum over each other, if any of them has a gradient, for all must enter. All ranks of the home enter. A
-        parameter that no stage used keeps no gradient.
+        The copies of one rank are added to its trained one; then the ranks that hold the parameter sum these. All ranks
+        of the home enter, and first count who has a gradient: if any rank has one all holders exchange, and if none
+        has, the parameter keeps no gradient.
         """
         copies = [place.parameter for places in self._places for place in places if place.parameter.requires_grad]
         with set_earlier_gradients_aside(copies):
@@ -196,15 +201,17 @@ class StageCopies:
 
 
 def _find_place(model: nn.Module, name: str) -> _Place:
+    """Find the module inside `model` that owns the parameter of this qualified name."""
     path, _, attribute = name.rpartition(".")
     return _Place(model.get_submodule(path), attribute)
 
 
 @torch.no_grad()
 def _sum_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
-    """Replace a gradient by the sum of those at these pipeline positions.
+    """Replace a gradient by the sum of this parameter's gradients on the pipeline positions `holders`.
 
-    Each of them adds one slice of all, in the order of positions, and gives the others its sum.
+    Each holder gets one slice from all others, adds them in the order of positions, so that all get the same bits, and
+    sends the sum back.
     """
     pipeline = world.channels.pipeline
     if parameter.grad is None:  # of a stage that made no use of it in this step

@@ -34,8 +34,8 @@ from longspan.model.sharding import reshard
 def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: StageCopies) -> None:
     """Give `into` the modules of a rank's stages as children, by their names in the whole model.
 
-    Of a parameter that several stages have it gets the copy that is trained, under each of its names in the stages and
-    under its first name in the whole model, which optimizers and checkpoints use.
+    A parameter that several stages have enters as its trained copy: under its names in the stages, and under its first
+    name in the whole model, which optimizers and checkpoints use.
     """
     for name, module in copies.first_names.items():
         *outer_names, last = name.split(".")
@@ -48,20 +48,25 @@ def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: St
 
 
 def modules_without_name(stage: Stage, copies: StageCopies) -> list[tuple[str, nn.Module]]:
-    """Return the modules of a stage that the whole model's names do not lead to: those around layers and around copies.
+    """Return the modules of a stage that are not registered under names of the whole model.
 
-    Modules whose own parameters are copies that are not trained are left out.
+    These are the stage, the modules around its layers, and modules that contain copies which are not trained.
     """
     around = {stage, *_outer_modules(stage.model), stage.model}
     return [(n, m) for n, m in stage.named_modules() if m in around or _holds_copies(m, copies)]
 
 
 def _holds_copies(module: nn.Module, copies: StageCopies) -> bool:
+    """Return whether modules inside this one own untrained copies of parameters, and it owns none itself."""
     return module not in copies.trained and any(inside in copies.trained for inside in module.modules())
 
 
 def _add_children(into: nn.Module, source: nn.Module, around: set[nn.Module], copies: StageCopies) -> None:
-    """Put the children of a stage's module into one of the whole; what an earlier stage of the rank holds stays."""
+    """Register the children of `source`, a module of a stage, in `into`, the module of that name in the whole model.
+
+    Modules `around` layers exist in every stage and are merged child by child. A name that an earlier stage of this
+    rank has filled keeps its module.
+    """
     for name, child in source.named_children():
         if child in around or _holds_copies(child, copies):
             _add_children(_child_module(into, name), child, around, copies)
@@ -70,19 +75,22 @@ def _add_children(into: nn.Module, source: nn.Module, around: set[nn.Module], co
 
 
 def _child_module(node: nn.Module, name: str) -> nn.Module:
+    """Return the child of this name, which is made, empty, if it is not there."""
     if name not in node._modules:
         node.add_module(name, nn.Module())
     return node.get_submodule(name)
 
 
 def _outer_modules(model: PreTrainedModel) -> set[nn.Module]:
-    """Return the modules of a stage's copy that every stage has a copy of: those around its layers, and their list."""
+    """Return the modules that each stage has a copy of: from the text model outwards, and the list of layers."""
     path = text_name(model).split(".")
-    around = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
-    return {*around, getattr(decoder_model(model), find_parts(model).layers)}
+    outer = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
+    return {*outer, getattr(decoder_model(model), find_parts(model).layers)}
 
 
 class _Schedule(NamedTuple):
+    """A schedule of torch's, `step`, and its own stages, which are given the inputs of each step."""
+
     step: Callable[[], None]
     stages: list[ScheduledStage]
 
@@ -90,14 +98,14 @@ class _Schedule(NamedTuple):
 class PipelineModel(nn.Module):
     """This rank's stages of a causal language model; train and evaluate it with `run_step`.
 
-    Parameters, buffers and `state_dict` keys have the names of the whole model; together, the ranks of a pipeline hold
-    each once, and what several stages have, as a tied embedding, once a rank that has such a stage.
+    Parameters, buffers and `state_dict` keys have the names of the whole model. Together, the ranks of a pipeline hold
+    each parameter once; one that several stages have, such as a tied embedding, is on each rank with such a stage.
 
     >>> model = prepare(Qwen3ForCausalLM(config), world, virtual_stages=2)     # home.pp == 2
     >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
 
-    Calling it is for looking at logits: all stages of a slot enter with the same rows, every rank gets them, and they
-    carry no gradient. What the pipeline computes in is `dtype`.
+    Call it only to look at logits: all stages of a slot enter with the same rows, every rank gets the logits, and they
+    carry no gradient. `dtype` is that of hidden states between stages.
     """
 
     def __init__(
@@ -108,11 +116,11 @@ class PipelineModel(nn.Module):
         pipeline_settings: PipelineSettings,
         dtype: torch.dtype,
     ) -> None:
-        """Hold the stages of this rank, and what the whole model is.
+        """Take the stages of this rank, and note facts of the whole model.
 
         Modules that hold parameters are registered under their names in the whole model, as if there were no stages.
-        Stages are in a tuple: in a ModuleList their parameters would have a second name. Modules that have no name in
-        the whole model, such as those around a stage's layers, are kept in `_unnamed` by stage.
+        Stages are in a tuple: in a ModuleList their parameters would have a second name. `_unnamed` holds modules that
+        have no name in the whole model, such as a stage itself, so that `named_modules` lists them.
         """
         super().__init__()
         self.training: bool = model.training
@@ -147,7 +155,10 @@ class PipelineModel(nn.Module):
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[Any]:
-        """Yield the modules by their names in the whole model, then the stages, which FSDP2 manages as roots."""
+        """Yield the modules by their names in the whole model, then stages and other modules without such a name.
+
+        FSDP2 looks its modules up here, and each stage is a root that it manages.
+        """
         memo = set[nn.Module]() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
         for name, module in self._unnamed.items():
@@ -164,15 +175,15 @@ class PipelineModel(nn.Module):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether a stage here needs token ids or labels."""
+        """Whether a stage of this rank needs token ids (the first) or labels (the last)."""
         return any(stage.first or stage.last for stage in self.stages)
 
     def run(self, inputs: Sequence[StageInput], *, backward: bool) -> None:
         """Run one step: every micro-batch through every stage, and back with `backward`, which adds to `.grad`.
 
         All ranks enter with the same number of inputs, and the stages of a slot with the same rows. Without `backward`
-        parameters are resharded at the end: torch's schedules of single stages leave them gathered. Raises CommError
-        that names a rank which does not answer, ModelError for shards that lack which rows see each other.
+        parameters are resharded at the end, as torch's schedules of single stages leave them gathered. Raises CommError
+        naming a rank that does not answer; ModelError for a shard that does not say which rows see each other (images).
         """
         for stage_input in inputs:
             call_rules(self).check_spans(stage_input.shard)
@@ -197,7 +208,7 @@ class PipelineModel(nn.Module):
             self._check_pass(inputs[0].shard, world)
 
     def _check_pass(self, shard: SequenceShard, world: World) -> None:
-        """Raise ModelError on every rank if layers of any stage do not reach attention."""
+        """Raise ModelError on every rank if, in the first pass, layers of any stage did not call our attention."""
         refusal = None
         try:
             check_recorded_calls([stage.model for stage in self.stages], shard)
@@ -209,7 +220,7 @@ class PipelineModel(nn.Module):
         self.probed: bool = True
 
     def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
-        """Make the schedule for so many micro-batches with its stages, made once."""
+        """Return the schedule for so many micro-batches, with its stages; made at its first use."""
         key = (micro_batches, backward)
         if key not in self._schedules:
             hidden, parts = self.config.get_text_config().hidden_size, call_rules(self).row_multiple
@@ -225,13 +236,14 @@ class PipelineModel(nn.Module):
     @torch.no_grad()
     def forward(self, *, input_ids: Tensor, position_ids: Tensor, shard: SequenceShard, **kwargs: Any) -> Any:
         """Compute logits (1, T, V) of one micro-batch's local rows, on every rank of the pipeline; no gradient."""
-        if position_ids.ndim == 3:
+        if position_ids.ndim == 3:  # of several axes (images): layers get them, as the shard has those of one axis
             kwargs["position_ids"] = position_ids
         elif not torch.equal(position_ids[0], shard.position_ids):
             raise ModelError("position_ids are not those of the shard; use position_ids=shard.position_ids[None]")
         logits: list[Tensor] = []
 
         def make_output(model: nn.Module, arguments: Any) -> Tensor:
+            """Note the last stage's logits; the scalar that is returned stands for a loss, which nobody reads."""
             logits.append(model(**arguments).logits)
             return logits[0].new_zeros((), dtype=torch.float64)
 
@@ -240,7 +252,7 @@ class PipelineModel(nn.Module):
         return CausalLMOutput(logits=self._share_logits(logits, shard))
 
     def _share_logits(self, made: list[Tensor], shard: SequenceShard) -> Tensor:
-        """Send the logits of the last stage to all others; returns them on every stage."""
+        """Send the logits that the last stage `made` to all other stages; returns them on every rank."""
         pipeline = world_of(self._world_key).channels.pipeline
         holder = self.pipeline_settings.loss_place
         if pipeline.index == holder:
@@ -254,9 +266,10 @@ class PipelineModel(nn.Module):
 
 
 def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: PipelineSettings) -> tuple[Stage, ...]:
-    """Cut a model into this rank's stages; the rest of it is freed.
+    """Cut a model into this rank's stages; all other parameters are freed.
 
-    Raises ModelError or PlanError, before anything is changed, for what would not be exact or not fit.
+    Raises ModelError or PlanError, before anything is changed, for a model that stages would not compute exactly, or
+    with too few layers.
     """
     parts = find_parts(model)
     layers = stage_layers(len(getattr(decoder_model(model), parts.layers)), pipeline_settings.stages)
@@ -266,7 +279,10 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
 
 
 def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
-    """Run a schedule; an error of the model is raised as it was, one of a collective with a failure report."""
+    """Run a schedule; an error of the model is raised as the model raised it, without torch's wrapping.
+
+    An error of a collective is raised inside the watch, which adds its report of the ranks.
+    """
     failure: BaseException | None = None
     with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):
         try:
@@ -280,7 +296,7 @@ def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
 
 
 def _original_error(error: BaseException) -> BaseException | None:
-    """Return what torch wrapped into this error of a stage's forward or backward pass; None if nothing is wrapped."""
+    """Return the error inside torch's errors around it, which name the stage; None if nothing is wrapped."""
     origin = error.__cause__
     while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
         origin = origin.__cause__

@@ -1,14 +1,14 @@
 """torch's pipeline schedules over micro-batches of unequal sizes, with a stage that sizes its buffers by the plan.
 
 torch's `PipelineStage` allocates receive buffers once, from the first micro-batch. `ScheduledStage` is given a template
-of one row, so that torch runs no forward pass to infer shapes, and replaces every buffer by one of the micro-batch's
-rows before it is received into. What else a micro-batch needs it hands to its forward pass itself, so that `step()`
-takes no arguments. A schedule belongs to one number of micro-batches and to training or evaluation: each has its own
-stages.
+of one row, so that torch runs no forward pass to infer shapes, and replaces every buffer by one with the micro-batch's
+number of rows before torch receives into it. It hands token ids and arguments to its forward pass itself, so that
+`step()` takes none. A schedule belongs to one number of micro-batches and to training or evaluation; each schedule has
+its own stages.
 
 Written for torch 2.11 to 2.13. In 2.11 stages compare every micro-batch with the first (`_validate_fwd_input`,
-`_validate_fwd_outputs`), and exchange a message with their neighbours first, themselves too in a V schedule
-(`_get_init_p2p_neighbors_ops`). Our groups have communicated already, so both are left out.
+`_validate_fwd_outputs`), which fails for unequal sizes, and begin with a message to their neighbours, in a V schedule
+to themselves too (`_get_init_p2p_neighbors_ops`), which our groups, used before, do not need. Both are left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,14 +39,13 @@ class ScheduledStage(PipelineStage):
     """A stage in one schedule: receives hidden states (1, T, D), T by micro-batch, and sends its own on.
 
     Set `inputs`, one for each micro-batch, before each step. Each of `row_parts` tensor-parallel ranks has one part of
-    the rows of hidden states. What is sent is twice as many rows where the embedding follows them.
+    the rows of hidden states. Where layers read the embedding too, its rows are sent behind the hidden states.
     """
 
     def __init__(self, stage: Stage, world: World, *, hidden_size: int, dtype: torch.dtype, row_parts: int) -> None:
-        """Tell torch's stage what it reads and returns: tokens or rows, and rows or a loss, by its place.
+        """Tell torch's stage what it reads (token ids or hidden states) and returns (hidden states or the loss).
 
-        These are of one row and on the meta device, as every micro-batch has another number of rows; they only say
-        dtypes.
+        These templates only say dtypes: they have one row, on the meta device, as every micro-batch has another number.
         """
         row = torch.empty(1, 1, hidden_size, dtype=dtype, device="meta", requires_grad=True)
         ids = torch.empty(1, 1, dtype=torch.long, device="meta")
@@ -64,12 +63,14 @@ class ScheduledStage(PipelineStage):
         self._input: StageInput | None = None
         self._row, self._world, self._row_parts, self._stage = row, world, row_parts, stage
         self._leaves: tuple[Tensor, ...] = ()
-        self._freed = torch.empty(0, dtype=dtype, device=world.device)
+        self._freed = torch.empty(0, dtype=dtype, device=world.device)  # stands for a buffer that is freed
 
     def _count_rows(self, stage_input: StageInput) -> int:
+        """Count the rows of a micro-batch that this rank receives or sends, with the embedding's behind them."""
         return stage_input.shard.local_rows // self._row_parts * (1 + self._stage.with_embedding)
 
     def _make_buffer(self, micro_batch: int) -> Tensor:
+        """Make a receive buffer (1, rows, D) for one micro-batch."""
         rows = self._count_rows(self.inputs[micro_batch])
         return torch.empty(1, rows, self._row.shape[2], dtype=self._row.dtype, device=self.device)
 
@@ -90,7 +91,10 @@ class ScheduledStage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *flags: Any, **options: Any
     ) -> Any:
-        """Do as torch's method does, with this micro-batch's ids and arguments."""
+        """Do as torch's method does, with this micro-batch's ids and arguments.
+
+        The watch notes the hand-off before it, so that its report can say that this rank waits for hidden states.
+        """
         stage_input = self.inputs[fwd_chunk_id]
         if not self.is_first:
             with self._world.watch.during(
@@ -107,7 +111,7 @@ class ScheduledStage(PipelineStage):
         return out
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the stage forward; what is no tensor stays out of the inputs that torch differentiates by."""
+        """Run the stage forward; its other arguments are passed here, out of sight of torch, which expects tensors."""
         return self.submod(*args, stage_input=self._input)
 
     def _check_output(self, out: Tensor, stage_input: StageInput) -> None:
@@ -127,7 +131,7 @@ class ScheduledStage(PipelineStage):
         return ops
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Do as torch's method does, and free what was received for the micro-batch."""
+        """Do as torch's method does, and free the micro-batch's buffers; leaves, rows of images, get gradients too."""
         self._leaves = self.inputs[bwd_chunk_id].shard.derived.leaves
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
@@ -136,7 +140,10 @@ class ScheduledStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Do as torch's method does, but `split_backward` makes a pass in two parts; FSDP2 reduces after both."""
+        """Do as torch's method does, but a pass in two parts is made by `split_backward`.
+
+        In such a pass FSDP2 neither reduces gradients nor frees parameters: that comes after the last part of the step.
+        """
         if backward_type == "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         if isinstance(self.submod, FSDPModule):
@@ -153,8 +160,8 @@ class ScheduledStage(PipelineStage):
         (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]
         weights = (*self.submod.parameters(), *self._leaves)  # gradients of images' rows are found as those of weights
-        of_input, pending = compute_input_gradient(output, gradients and gradients[0], x, weights)
-        return (of_input,), pending
+        input_gradient, pending = compute_input_gradient(output, gradients and gradients[0], x, weights)
+        return (input_gradient,), pending
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Do as torch's method does, and nothing in evaluation, where torch's V schedules fail."""
@@ -181,6 +188,7 @@ class ScheduledStage(PipelineStage):
         self.inputs, self._input, self._leaves = (), None, ()
 
     def _free_received(self, micro_batch: int) -> None:
+        """Free the buffers that hidden states and gradients of a micro-batch were received into."""
         for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
             if getattr(info, "buffer", None) is not None:
                 info.buffer = self._freed
@@ -188,7 +196,8 @@ class ScheduledStage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: torch 2.13 would drop all gradients of FSDP2's parameters when a schedule first runs.
 
-        Those of earlier steps would go too. It does so for a pass that infers shapes, which static templates spare us.
+        It clears what a pass to infer shapes left behind. Our templates need no such pass, and gradients of earlier
+        steps would be lost.
         """
 
     def _validate_fwd_input(self, *_: Any) -> None:
@@ -198,7 +207,7 @@ class ScheduledStage(PipelineStage):
         """Check nothing: torch 2.11 compares with the first micro-batch."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Return no operations: torch 2.11 greets neighbours, in a V schedule itself; our group is warm."""
+        """Return no operations: torch 2.11 sends a first message to neighbours, which our groups do not need."""
         return []
 
 
@@ -207,21 +216,22 @@ def make_schedule(
 ) -> Callable[[], None]:
     """Make the schedule of one step over `micro_batches` micro-batches; call it once the stages have their inputs.
 
-    Few micro-batches for 1F1B, and evaluation, run all forward passes first: there 1F1B would do the same.
+    In evaluation, and where 1F1B has fewer micro-batches than stages, all forward passes run first (GPipe).
     """
     settings: dict[str, Any] = {"loss_fn": _return_loss if backward else None, "scale_grads": False}
     kind = _schedule_class(pipeline_settings, micro_batches, backward=backward)
-    of_one_stage = kind in (Schedule1F1B, ScheduleGPipe)
-    schedule = kind(stages[0] if of_one_stage else list(stages), micro_batches, **settings)
+    takes_one_stage = kind in (Schedule1F1B, ScheduleGPipe)  # torch's classes of one stage a rank take no list
+    schedule = kind(stages[0] if takes_one_stage else list(stages), micro_batches, **settings)
 
     def run_schedule() -> None:
+        """Run the schedule; torch splits the targets over micro-batches, and no loss reads them."""
         schedule.step(target=torch.arange(micro_batches), return_outputs=False)
 
     return run_schedule
 
 
 def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
-    """Return torch's class for this schedule."""
+    """Return torch's class for this schedule; torch's single-stage 1F1B refuses fewer micro-batches than stages."""
     if pipeline_settings.is_folded:
         return ScheduleZBVZeroBubble
     if pipeline_settings.schedule == "zero_bubble" and backward:

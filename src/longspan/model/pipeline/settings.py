@@ -16,7 +16,7 @@ class PipelineSettings:
     >>> PipelineSettings("1f1b", pp=2, virtual_stages=2).stages_at(1)
     (1, 3)
 
-    Raises PlanError for a schedule that is not there or not for so many stages a rank.
+    Raises PlanError for an unknown schedule, or one that cannot have so many stages a rank.
     """
 
     schedule: str = "1f1b"
@@ -40,12 +40,12 @@ class PipelineSettings:
 
     @property
     def stages(self) -> int:
-        """The stages of all ranks."""
+        """The number of stages, over all pipeline positions."""
         return self.pp * self.virtual_stages
 
     @property
     def is_folded(self) -> bool:
-        """Whether stages go down the ranks and up again, so that the first rank holds the last stage too."""
+        """Whether stages go down the pipeline positions and up again, so that the first holds the last stage too."""
         return self.schedule == "zbv"
 
     @property
@@ -54,7 +54,10 @@ class PipelineSettings:
         return 0 if self.is_folded else self.pp - 1
 
     def stages_at(self, place: int) -> tuple[int, ...]:
-        """Return the stages, in model order, that the ranks at a pipeline position hold: round and round, or folded."""
+        """Return the stages, in model order, that the ranks at pipeline position `place` (from 0) hold.
+
+        Every pp-th stage; with "zbv" one from the front and one from the back.
+        """
         if self.is_folded:
             return place, self.stages - 1 - place
         return tuple(range(place, self.stages, self.pp))
@@ -68,7 +71,8 @@ class PipelineSettings:
     def enough_micro_batches(self, count: int) -> int:
         """Return the least number of micro-batches, `count` or more, that a training step can take; dummies are added.
 
-        Interleaved schedules run n micro-batches in n // pp rounds of equal size, or in one if there are fewer than pp.
+        torch's interleaved schedules run n micro-batches in n // pp rounds of equal size (one round if n is below pp),
+        and raise an error where that number of rounds does not divide n.
         """
         in_rounds = self.schedule == "zero_bubble" or (self.schedule == "1f1b" and self.virtual_stages > 1)
         if self.pp > 1 and in_rounds:

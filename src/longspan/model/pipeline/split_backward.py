@@ -24,10 +24,10 @@ from longspan.model.weights.local_tensors import add_gradient
 
 
 class PendingWeights(NamedTuple):
-    """What the gradients of a stage's weights are made from. `output` keeps the graph alive.
+    """What the gradients of a stage's weights are computed from later. `output` keeps the graph alive.
 
-    `groups` are the weights by the nodes where their paths meet those of the input, `gradients` what passed each node:
-    one for each of its outputs.
+    `groups` are the weights by the nodes where their paths meet those of the input; `gradients` are the gradients that
+    reached each node, one for each output of the node.
     """
 
     output: GradientEdge
@@ -38,20 +38,20 @@ class PendingWeights(NamedTuple):
 def compute_input_gradient(
     output: Tensor, gradient: Tensor | None, x: Tensor, weights: Iterable[Tensor]
 ) -> tuple[Tensor, PendingWeights]:
-    """Compute the gradient of the input `x`; returns it, and what `compute_weight_gradients` goes on from.
+    """Compute the gradient of the input `x`; returns it, and the record for `compute_weight_gradients`.
 
-    `weights` are leaves, parameters and others. `gradient` is that of the output, None for a loss.
+    `weights` are the leaves whose gradients come later. `gradient` is that of the output, None if the output is a loss.
     """
     edge = get_gradient_edge(output)
     pending = PendingWeights(edge, _group_weights(edge.node, get_gradient_edge(x).node, weights), {})
     nodes = frozenset[Node]().union(*pending.groups)
     handles = [node.register_prehook(partial(setitem, pending.gradients, node)) for node in nodes]
     try:
-        (of_input,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
+        (input_gradient,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()
-    return of_input, pending
+    return input_gradient, pending
 
 
 def compute_weight_gradients(pending: PendingWeights) -> None:
@@ -59,7 +59,7 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
     while pending.groups:
         nodes, weights = pending.groups.popitem()
         gradients = {node: pending.gradients[node] for node in nodes if node in pending.gradients}
-        # A gradient that passed a node holds what came through the others already: nothing is added to it again.
+        # The gradient of a node holds already what reached it through other nodes of the group: hooks put it back.
         hooks = gradients.items() if len(gradients) > 1 else ()
         handles = [node.register_prehook(lambda _, passed=passed: passed) for node, passed in hooks]
         try:
@@ -71,7 +71,7 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
 
 
 def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: list[Tensor]) -> None:
-    """Run backward from these nodes to only these weights.
+    """Run backward from these nodes to only these weights, and add to their `.grad`.
 
     `torch.autograd.grad` does the same, but in torch 2.11 it reads the shapes of nodes, which autograd.Functions lack.
     """
@@ -93,13 +93,16 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
 
 
 def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
-    """Group the weights that the output depends on by the nodes where their paths first meet those of the input."""
+    """Group the weights that the output depends on by the nodes where their paths first meet paths from the input.
+
+    All nodes on a path from the input depend on it; the search from a weight stops at the first of them.
+    """
     users = _find_users(output)
-    of_input = _dependent_nodes(x, users)
+    input_users = _dependent_nodes(x, users)
     groups: dict[frozenset[Node], list[Tensor]] = {}
     for weight in weights:
         if weight.requires_grad and (node := get_gradient_edge(weight).node) in users:
-            groups.setdefault(frozenset(_dependent_nodes(node, users, of_input) & of_input), []).append(weight)
+            groups.setdefault(frozenset(_dependent_nodes(node, users, input_users) & input_users), []).append(weight)
     return groups
 
 
@@ -120,7 +123,7 @@ def _find_users(output: Node) -> dict[Node, list[Node]]:
 
 
 def _dependent_nodes(start: Node, users: dict[Node, list[Node]], ends: Set[Node] = frozenset()) -> set[Node]:
-    """Return the nodes that depend on `start`, itself among them; none beyond those of `ends`."""
+    """Return the nodes that depend on `start`, `start` included; the search does not go on behind nodes in `ends`."""
     dependents, to_visit = {start}, [start]
     while to_visit:
         node = to_visit.pop()

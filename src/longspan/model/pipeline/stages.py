@@ -1,13 +1,13 @@
-"""Stages of a pipeline: which decoder layers go where, and a model's own forward over one stage's layers.
+"""Stages of a pipeline: a model's own forward over the decoder layers of one stage.
 
 A stage is a copy of the model that shares the modules of its layers and has stand-ins for all others: its forward is
 the architecture's own, so that masks, rotary embeddings, windows and soft caps are whatever they are there, and every
 layer keeps its global index and name. Where the embedding, the layers and the norm are is read from the model's
 pipeline plan (`config.base_model_pp_plan`, module to names of inputs and outputs). Schedules are in `schedules.py`.
 
-Some layers read the embedding too, as Zamba 2's do: it travels through the pipeline with the hidden states. A base
-model's forward hands its layers what it got as embeddings, which on a later stage are hidden states, so that a hook on
-every layer puts the embedding in their place; on the first stage it takes the embedding from there.
+Some layers read the embedding too, as Zamba 2's do: it travels through the pipeline with the hidden states. On a later
+stage, a base model's forward takes the hidden states for embeddings and hands them to its layers as such, so a hook on
+every layer replaces that argument by the true embedding; on the first stage the hook reads the embedding from it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,33 +32,34 @@ from longspan.model.seams.attention_record import Probe
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.refusals import find_set_forwards
 
-KEYWORD = "longspan_embedding"  # what layers are called with: rows of the embedding, or where they are put
+KEYWORD = "longspan_embedding"  # layers' keyword argument: rows of the embedding, or a TakenEmbedding to fill
 
 
 class TakenEmbedding:
-    """Where the first stage's layers put the embedding that they were given, (1, T, D)."""
+    """A holder for the embedding (1, T, D), which the first stage's layers fill with what they were given."""
 
     rows: Tensor | None = None
 
 
 def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
-    """Return the argument, by position or name, in which layers get the embedding as it is; None if there is none.
+    """Return the argument, by position or name, in which layers get the embedding unchanged; None if there is none.
 
-    Also None if another part gets it, or if layers get other earlier hidden states or no keyword arguments.
+    Also None if another part than layers gets it, if layers get it in different arguments, or if they do not get
+    keyword arguments, by which the embedding is passed to the hook.
     """
     readers = [call for call in calls if call.reads_more]
-    of_layers = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in readers)
+    only_layers_read = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in readers)
     arguments = {call.first_again for call in readers}
-    return arguments.pop() if of_layers and len(arguments) == 1 else None
+    return arguments.pop() if only_layers_read and len(arguments) == 1 else None
 
 
 def hook_embedding(layer: nn.Module, argument: int | str) -> None:
-    """Let a layer that is called with `KEYWORD` put this argument there, or get it from there, from here on."""
+    """Hook a layer, which from here on must be called with `KEYWORD`: see `_pass_embedding`."""
     layer.register_forward_pre_hook(partial(_pass_embedding, argument), with_kwargs=True)
 
 
 def _pass_embedding(argument: int | str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace `argument` of a layer by the embedding, or put `argument` into the `TakenEmbedding`."""
+    """Put `argument` into the `TakenEmbedding` on the first stage; on others replace it by the embedding."""
     kwargs = dict(kwargs)
     embedding = kwargs.pop(KEYWORD)
     arguments: Any = kwargs if isinstance(argument, str) else [*args]
@@ -75,7 +76,7 @@ MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 class StageInput:
     """What a stage needs besides its input: token ids (1, T) for the first, `make_output` for the last.
 
-    A plain class, as SequenceShard is: FSDP2 and torch's schedules look into dataclasses and trees of tensors.
+    A plain class, as SequenceShard is: FSDP2 and torch's schedules take dataclasses apart and rebuild them.
 
     `make_output(model, arguments)` calls the model and makes the last stage's output from it, in training the loss (a
     scalar). `keywords` goes to every stage's layers, as `shard` does.
@@ -93,11 +94,11 @@ class StageInput:
 
 
 class Stage(nn.Module):
-    """One stage of a model: hidden states (1, T, D) of the stage before, or token ids, to those of its last layer.
+    """One stage of a model: from token ids, or hidden states (1, T, D) of the stage before, to its last layer's states.
 
-    `index` of `count` in model order; `layers` are global indices. `model` is the copy with stand-ins. `shared` are the
-    parameters that several stages have. `with_embedding`: layers read the embedding too, which follows hidden states
-    from stage to stage, (1, 2T, D).
+    It is stage `index` of `count`, in model order; `layers` are global indices. `model` is the copy with stand-ins.
+    `shared` are the parameters that several stages have. `with_embedding`: layers read the embedding too, which is
+    joined behind the hidden states from stage to stage, (1, 2T, D).
     """
 
     def __init__(
@@ -121,16 +122,19 @@ class Stage(nn.Module):
 
     @property
     def first(self) -> bool:
-        """Whether it reads token ids."""
+        """Whether the stage reads token ids."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether it makes the loss."""
+        """Whether the stage makes the loss."""
         return self.index == self.count - 1
 
     def forward(self, x: Tensor, *, stage_input: StageInput) -> Tensor:
-        """Compute hidden states for the next stage; on the last one what `stage_input.make_output` makes."""
+        """Compute hidden states for the next stage; the last stage returns what `stage_input.make_output` makes.
+
+        With the embedding, x on later stages and the result are (1, 2T, D): hidden states, then the embedding.
+        """
         embedding: Tensor | TakenEmbedding = TakenEmbedding()
         if self.with_embedding and not self.first:
             x, embedding = x.chunk(2, dim=1)
@@ -149,12 +153,12 @@ class Stage(nn.Module):
 
 
 def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
-    """Raise ModelError where stages, one after another, would not be the base model.
+    """Raise ModelError where stages, one after another, would not compute what the base model does.
 
-    With stand-ins for every part, each must be called once, in the order of the plan, on what the part before it
-    returned and on nothing else that hidden states go into, except an argument of layers that is the embedding as it
-    is; and hidden states must come out bit by bit as they went in. What is done to embeddings before the first part, as
-    Granite's and Gemma's forwards scale them, is the first stage's: on others hidden states enter behind it.
+    The model is run with stand-ins that return their input. Each part must be called once, in the order of the plan, on
+    what the part before it returned; no part may read earlier hidden states, except layers that read the embedding
+    unchanged; and hidden states must come out bit by bit as they went in. Scaling of the embedding, as in Granite and
+    Gemma, does no harm: it happens before the first part, and only on the first stage.
     """
     _refuse_set_forwards(model)
     calls, unchanged = trace_parts(model, parts, shard=Probe())
@@ -193,8 +197,8 @@ def _refuse_set_forwards(model: PreTrainedModel) -> None:
 def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> None:
     """Raise ModelError where a stage's layers need more of earlier layers than their hidden states.
 
-    Gemma 4's last layers attend to keys and values of earlier ones. `layers` are those of each stage, each of which is
-    run on the meta device; a model that does not run there as a whole is not judged.
+    Gemma 4's last layers attend to keys and values of earlier ones. `layers` are the layers of each stage. All layers
+    run on the meta device first, then each stage alone; if the whole model does not run there, nothing is concluded.
     """
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
     for indices in (range(sum(map(len, layers))), *layers):
@@ -211,7 +215,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
 
 
 def _order_parts(model: PreTrainedModel, parts: ModelParts) -> list[str]:
-    """List the parts that hidden states go through, in order: not the embedding, which token ids go through."""
+    """List the parts that hidden states go through, in order; the embedding is left out, as token ids go through it."""
     base = decoder_model(model)
     parts_before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     layers = [f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))]
@@ -219,7 +223,7 @@ def _order_parts(model: PreTrainedModel, parts: ModelParts) -> list[str]:
 
 
 def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
-    """Make the model once for each stage, with the model's own modules, and stand-ins for those of other stages."""
+    """Copy the model once for each stage, with the model's own modules, and stand-ins for other stages' modules."""
     last = len(layers) - 1
     return [shallow_copy(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
@@ -227,10 +231,10 @@ def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[ran
 def cut_model(
     model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], local_stages: Sequence[int]
 ) -> tuple[Stage, ...]:
-    """Cut a model into this rank's stages; its other modules are freed, and the model itself is of no use afterwards.
+    """Cut a model into this rank's stages; other parameters are freed, and the model itself is of no use afterwards.
 
-    Each has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed, for
-    modules that stages share in part.
+    Each stage has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed,
+    for modules of which stages share some parameters and not all.
     """
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
     models = stage_models(model, parts, layers)

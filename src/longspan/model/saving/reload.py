@@ -1,4 +1,4 @@
-"""A folder that `save_model` wrote, or stock transformers or peft, back into a model that is prepared already.
+"""The weights of a folder, by `save_model` or stock transformers or peft, into a model that is prepared already.
 
 Each rank reads its own part of each weight, in the prepared model's own dtype. Optimizers are in `checkpoint`.
 """
@@ -46,7 +46,10 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
 
 
 def _read_whole_model(model: PreTrainedModel | PipelineModel, folder: Path) -> DeferredWeights:
-    """Return a folder's files, by the names of the model's parameters. Raises ModelError for what is no safetensors."""
+    """Return the source of a folder's weights, by the names of the whole stock model.
+
+    Raises ModelError for files other than safetensors.
+    """
     files = weight_files(folder)
     if files[0].suffix != ".safetensors":
         raise ModelError(f"{folder} has {files[0].name}, of which no part can be read alone; save it as safetensors")
@@ -56,7 +59,10 @@ def _read_whole_model(model: PreTrainedModel | PipelineModel, folder: Path) -> D
 
 @torch.no_grad()
 def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, folder: Path) -> None:
-    """Copy this rank's part of an adapter's tensors from its file. Raises ModelError if some are not there."""
+    """Copy this rank's part of an adapter's tensors from its file.
+
+    Raises ModelError unless the file has the same tensors, of the same shapes.
+    """
     file = folder / WEIGHTS
     if not file.is_file():
         raise ModelError(f"{folder} has no {WEIGHTS}, and the model has an adapter; give a folder of its adapter")
@@ -77,6 +83,7 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
 
 
 def _load_error(folder: Path, error: Exception) -> ModelError:
+    """Return a ModelError as it is, and another error as a ModelError that names the folder."""
     if isinstance(error, ModelError):
         return error
     return ModelError(f"the weights in {folder} cannot be read: {type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
-"""A prepared model, whole, back to a folder that stock transformers loads.
+"""A prepared model, whole, to a folder that stock transformers loads.
 
-Under a pipeline a layer at a time is whole on the home's first rank, stage after stage. Training checkpoints, which
-hold optimizer state and stay sharded, are not in this module.
+The home's first rank (of the model's layout) is given one whole layer at a time, under a pipeline stage after stage.
+Training checkpoints, which hold optimizer state and stay sharded, are not in this module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,7 +63,7 @@ def save_model(
     model = model.language_model if isinstance(model, MultimodalModel) else model
     model, target = _find_prepared_model(model), Path(folder)
     kind = None if dtype is None else torch_dtype(dtype)
-    with world.watch.naming(f"writing of {target}", world.home.ranks):  # its gathers are DTensor's
+    with world.watch.naming(f"writing of {target}", world.home.ranks):  # for DTensor's gathers, which name nothing
         _save_weights(model, encoders, target, world, tokenizer, kind)
 
 
@@ -75,10 +75,10 @@ def _save_weights(
     tokenizer: Any,
     kind: torch.dtype | None,
 ) -> None:
-    """Write the weights in files of `kind`; entered by all ranks; the home's first rank writes.
+    """Write the weights in files of dtype `kind` (None: their own); entered by all ranks; the first rank writes.
 
-    All ranks gather one unit of weights after another, and learn at once where the first rank could not write. With an
-    adapter only it is written, with what is trained besides.
+    All ranks gather one unit of weights (a layer) after another, and learn at once if the first rank could not write.
+    If the model has an adapter, only the adapter is written, with modules of encoders that are trained whole.
     """
     writes = world.rank == world.home.ranks[0]
     if (adapter := model_adapter(model)) is not None:
@@ -100,7 +100,7 @@ def _save_weights(
         )
 
     def finish_files() -> None:
-        """Finish the folder on the rank that writes: index, configuration, tokenizer, and then its place."""
+        """Finish on the rank that writes: index, configuration, tokenizer, and then move the files to the target."""
         if writer is not None and partial_folder is not None:
             writer.finish()
             partial, empty = partial_folder
@@ -111,7 +111,7 @@ def _save_weights(
 
 
 def _find_encoders(model: Any) -> list[Encoder]:
-    """Return the encoders that are parts of the language model's own class. Raises ModelError for others."""
+    """Return the encoders that are parts of the model's own class in transformers. Raises ModelError for others."""
     if not isinstance(model, MultimodalModel):
         return []
     encoders = [*model.encoder_settings.values()]
@@ -124,16 +124,16 @@ def _find_encoders(model: Any) -> list[Encoder]:
 
 
 class _TrainedModules(NamedTuple):
-    """Whole modules of encoders that are trained with an adapter, by name, and what of each encoder is written."""
+    """The names of encoders' modules that are trained whole, and the `state_dict` entries of each encoder to write."""
 
     modules: tuple[str, ...]
     states: tuple[Mapping[str, Tensor], ...]
 
 
 def _find_trained_modules(encoders: Sequence[Encoder]) -> _TrainedModules:
-    """Return the whole modules of encoders that are trained.
+    """Return the modules of encoders that are trained whole, and the entries to write: theirs and the adapters'.
 
-    Raises ModelError, on every rank, for one trained in part.
+    Raises ModelError, on every rank, for a module that is trained in part.
     """
     names, states = tuple[str, ...](), list[Mapping[str, Tensor]]()
     for encoder in encoders:
@@ -148,7 +148,10 @@ def _find_trained_modules(encoders: Sequence[Encoder]) -> _TrainedModules:
 
 
 def _find_prepared_model(model: Any) -> PreTrainedModel | PipelineModel:
-    """Find the model itself, of a PeftModel the prepared one inside it, which other names belong to."""
+    """Return the model itself; of a PeftModel the prepared model inside, whose parameters have other names.
+
+    Raises ModelError if there is none.
+    """
     inside: Any = unwrap_model(model)
     if inside is not model and model_adapter(inside) is None:
         raise ModelError(
@@ -170,6 +173,7 @@ def _save_adapter(
     tensors = {name: x for unit in units for name, x in unit.items()}
 
     def write_files() -> None:
+        """Write the adapter's files beside the target, and move them there."""
         partial = partial_folder(target)
         write_adapter(partial, adapter, tensors, tokenizer, modules)
         replace_files(partial, target, OF_ADAPTER)
@@ -179,13 +183,14 @@ def _save_adapter(
 
 
 def _make_save_error(folder: Path, error: Exception) -> ModelError:
+    """Return the error that every rank raises if the first could not write."""
     return ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}")
 
 
 def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
-    """Yield the whole tensors of each unit in turn, on the CPU of the home's first rank; as many empty units on others.
+    """Yield each unit's whole tensors by name, on the CPU of the home's first rank; as many empty units on others.
 
-    If the model has an adapter, only the adapter's.
+    If the model has an adapter, only the adapter's tensors.
     """
     if isinstance(model, PipelineModel):
         yield from _all_stage_units(model, world)
@@ -194,13 +199,18 @@ def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Itera
 
 
 def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
-    """Yield the whole tensors of a `state_dict` that every slot has, a unit at a time; empty units without `writes`."""
+    """Yield the whole tensors of a `state_dict` without stages, a unit at a time; empty units without `writes`.
+
+    Every rank gathers all of it.
+    """
     for _, unit in groupby(state.items(), lambda entry: weight_unit(entry[0])):
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in unit}
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
 
 
 class _Entry(NamedTuple):
+    """What a rank must know of a tensor of another stage to receive it."""
+
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -209,13 +219,13 @@ class _Entry(NamedTuple):
 def _all_stage_units(model: PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
     """Yield the whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
 
-    The others get as many empty units. Entered by all ranks; one layer at a time is whole on a rank that sends it. If
-    the model has an adapter, only the adapter's tensors.
+    The other ranks get as many empty units. Entered by all ranks; a rank that sends holds one whole tensor at a time.
+    If the model has an adapter, only the adapter's tensors.
     """
     in_stages = {name for stage in model.stages for name in stage.model.state_dict()}  # each layer whole in one unit
     local_state = {name: x for name, x in adapter_entries(model, model.state_dict()).items() if name in in_stages}
     entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in local_state.items()]
-    speaks = (world.slot, world.coordinates.tp) == (0, 0)  # for its stage
+    speaks = (world.slot, world.coordinates.tp) == (0, 0)  # one rank reports the names of its stage
     of_stage = {world.coordinates.pp: entries} if speaks else None
     of_stages = world.control.reduce_object(of_stage, dict[int, list[_Entry]].__or__, "names of weights") or {}
     for stage in range(world.home.pp):
@@ -226,7 +236,8 @@ def _all_stage_units(model: PipelineModel, world: World) -> Iterator[dict[str, T
 def _whole_unit(entries: list[_Entry], local_state: dict[str, Tensor], world: World, stage: int) -> dict[str, Tensor]:
     """Return the whole tensors of one unit of a stage, on the rank that writes them.
 
-    Ranks of the stage gather each tensor. Of a later stage, slot 0 sends it through its pipeline to the first stage.
+    Ranks of the stage gather each tensor. In a later stage, the rank of slot 0 sends it to the rank that writes, which
+    is in the same pipeline.
     """
     writing_rank, whole_tensors = world.home.ranks[0], dict[str, Tensor]()
     for entry in entries:
@@ -247,7 +258,7 @@ def _whole_unit(entries: list[_Entry], local_state: dict[str, Tensor], world: Wo
 def _open_folder(
     model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None
 ) -> tuple[Path, PreTrainedModel]:
-    """Open an empty folder for a prepared model, and its stock model, without memory."""
+    """Make (the folder to write files in before they move to `target`, the stock model without memory)."""
     partial = partial_folder(target)
     empty = empty_stock_model(model, dtype)
     empty.generation_config = model.generation_config
@@ -255,7 +266,10 @@ def _open_folder(
 
 
 def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Make the whole stock model that a prepared one was, with meta parameters, in its own dtype by default."""
+    """Make the whole stock model from which a model was prepared, on the meta device, in its own dtype by default.
+
+    It has the depths of multi-token prediction that the prepared model has.
+    """
     architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
     stock = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
     empty = empty_model(stock_configuration(model.config), dtype or next(model.parameters()).dtype, stock)
@@ -265,7 +279,7 @@ def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype
 
 
 def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Make a prepared model's configuration as it was: who loads it wants transformers' own attention and its cache."""
+    """Return a copy of a prepared model's configuration with transformers' own attention and cache, to be saved."""
     config = deepcopy(config)
     config._attn_implementation = "eager"
     config.use_cache = True
@@ -273,7 +287,10 @@ def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def write_configuration(empty: PreTrainedModel, folder: Path, files: Any) -> None:
-    """Write a model's configuration, how it generates, and what `files.save_pretrained(folder)` writes."""
+    """Write a model's configurations and what `files`, a tokenizer or processor, writes by `save_pretrained`.
+
+    A generation configuration that `files` wrote is not replaced.
+    """
     config: Any = empty.config
     config.architectures = [type(empty).__name__]
     with no_progress_bars():

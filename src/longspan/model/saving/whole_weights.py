@@ -58,7 +58,7 @@ def weights_by_name(
 
 
 class _Entry(NamedTuple):
-    """A weight that a rank of a stage has, by the prepared model's name."""
+    """What other ranks must know of a weight to receive it; `name` is the prepared model's."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,8 +74,8 @@ class _WholeWeights:
     def __init__(self, model: PreTrainedModel | PipelineModel, world: World) -> None:
         """Collect which weights there are, over all pipeline stages, under their names in the whole model.
 
-        Of names that share a tensor only the first is written, and is noted as tied. A weight below an adapter has the
-        scaling with which the adapter is added to it.
+        Of names that share a tensor only the first is given out, and is noted as tied. A weight in an adapted module
+        has the scaling with which the adapter is added to it.
         """
         self._world, self._adapter = world, model_adapter(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
@@ -92,23 +92,23 @@ class _WholeWeights:
         entries = self._collect_entries(entries)
         self._tied = {entry.name for entry in entries if entry.tied}
         self._entries = dict[str, _Entry]()
-        for entry in entries:  # those that several stages have come from the first
+        for entry in entries:  # a weight that several stages have is sent by the first of them
             self._entries.setdefault(entry.name, entry)
         self._names = [*self._entries]
 
     def _collect_entries(self, entries: list[_Entry]) -> list[_Entry]:
-        """Collect the entries of all stages on every rank, in the order of stages."""
+        """Collect the entries of all pipeline positions on every rank, in their order; one rank reports for each."""
         if self._world.home.pp == 1:
             return entries
         is_reporter = (self._world.slot, self._world.coordinates.tp) == (0, 0)
-        own_entries = {self._world.coordinates.pp: entries} if is_reporter else None
+        local_entries = {self._world.coordinates.pp: entries} if is_reporter else None
         by_stage = (
-            self._world.control.reduce_object(own_entries, dict[int, list[_Entry]].__or__, "names of weights") or {}
+            self._world.control.reduce_object(local_entries, dict[int, list[_Entry]].__or__, "names of weights") or {}
         )
         return [entry for stage in range(self._world.home.pp) for entry in by_stage[stage]]
 
     def _adapter_scalings(self, stage: nn.Module) -> Mapping[str, float]:
-        """Return what the adapter's output is scaled by, by the name of the adapted module."""
+        """Return the factor of the adapter's output in each adapted module, by qualified name."""
         if self._adapter is None:
             return {}
         modules: dict[str, Any] = {name: module for name, module in stage.named_modules() if is_adapted(module)}
@@ -123,8 +123,9 @@ class _WholeWeights:
             yield stock, self._gather_tensor(name)
 
     def iterate_merged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights with the adapter in them."""
+        """Yield the base model's weights with the adapter added, and none of the adapter's own."""
         for name in self._names:
+            # a module that is trained whole has its trained copy beside `original_module`
             if ".lora_" in name or ".original_module." in name:
                 continue
             parts = self._adapter_parts(name)
@@ -135,7 +136,7 @@ class _WholeWeights:
             yield plain_name(name), weight
 
     def check_merge(self) -> None:
-        """Raise ModelError for adapters whose sum with the weights is not known here."""
+        """Raise ModelError for adapters that cannot be merged: on a tied weight, or of a kind not known here."""
         if tied := sorted(name for name in self._tied if self._adapter_parts(name)):
             raise ModelError(
                 f"merge_adapter: {tied[0]} has an adapter, and is the weight of the other end of the model as well "
@@ -149,7 +150,10 @@ class _WholeWeights:
             )
 
     def _adapter_parts(self, name: str) -> dict[str, str]:
-        """Return what an adapter adds to this weight or bias: the names of its tensors, by what they are."""
+        """Return the names of the adapter's tensors that change this weight or bias, by role ("A", "B", "bias" …).
+
+        It is empty for a weight outside adapted modules.
+        """
         if self._adapter is None or _BASE not in name:
             return {}
         module, _, kind = name.rpartition(_BASE)
@@ -164,7 +168,7 @@ class _WholeWeights:
         return {role: tensor_name for role, tensor_name in names.items() if tensor_name in self._entries}
 
     def _gather_tensor(self, name: str) -> Tensor:
-        """Gather the whole tensor on this rank's device."""
+        """Gather a whole tensor on the device of every rank: its stage gathers it and sends it to the other stages."""
         entry, world = self._entries[name], self._world
         with world.watch.naming(f"gathering of {name}", world.home.ranks):
             if world.coordinates.pp == entry.stage:
@@ -181,10 +185,10 @@ class _WholeWeights:
 
 
 def _merge_adapter(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
-    """Add to a weight (or a bias) what an adapter adds to it; `parts` are the adapter's tensors by role.
+    """Add an adapter's change to a weight (or a bias); `parts` are the adapter's tensors by role.
 
-    It is scaling · B A, of an embedding transposed, of a bias the adapter's bias; DoRA also sets the length of each
-    row.
+    The change is scaling · B A, for an embedding its transpose, for a bias scaling times the adapter's bias. DoRA also
+    sets the length of each row.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     wide = {role: x.to(dtype) for role, x in parts.items()}
@@ -201,7 +205,7 @@ def _merge_adapter(name: str, weight: Tensor, parts: Mapping[str, Tensor], scali
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter that has several, by each of the others."""
+    """Map each further name of a tied parameter to the parameter's first name."""
     first = dict[int, str]()
     names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     return {name: first_name for name, first_name in names.items() if name != first_name}

@@ -1,7 +1,8 @@
-"""The tensor-parallel plans of models: transformers' own, what it lacks for families that it has a part of, and ours.
+"""The tensor-parallel plans of models: transformers' own, and what we add for families that it covers in part or not.
 
-A name ends at a module, or at a parameter of one; `*` is a layer's number. What lies inside a mixer is left out: its
-heads are split as a whole (`mixers.py`).
+A plan maps names of modules or parameters to styles (how each is split); `*` stands for a layer's number. What lies
+inside a mixer (a state-space layer or another one in place of attention) is left out: its heads are split as a whole
+(`mixers.py`).
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ _LATENT_ATTENTION = {  # of Kimi and Bailing: keys and values of all heads from 
 
 
 def _layer_plan(**modules: Mapping[str, str]) -> dict[str, str]:
-    """Return the plan of modules inside every layer; "__" stands for a dot."""
+    """Return the plan of modules inside every layer; "__" stands for a dot, which no keyword may have."""
     return {
         f"layers.*.{module.replace('__', '.')}.{name}": style
         for module, styles in modules.items()
@@ -43,8 +44,8 @@ def _layer_plan(**modules: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-_OF_HEADS = {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT}
-_ENDS = {"embed_tokens": EMBEDDING, "embeddings": EMBEDDING}
+_HEAD_NORMS = {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT}
+_EMBEDDINGS = {"embed_tokens": EMBEDDING, "embeddings": EMBEDDING}
 _W123 = {"w1": COLWISE, "w3": COLWISE, "w2": ROWWISE}
 _LFM2 = _layer_plan(self_attn=_LFM2_ATTENTION, feed_forward=_W123)
 _ZAMBA2 = _layer_plan(  # what layers share; each layer has adapters of its own
@@ -60,34 +61,34 @@ _ZAMBA2 = _layer_plan(  # what layers share; each layer has adapters of its own
 )
 _OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
     "bailing_hybrid": _layer_plan(self_attn=_LATENT_ATTENTION),
-    "bamba": _ENDS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
-    "falcon_h1": _ENDS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
+    "bamba": _EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
+    "falcon_h1": _EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
     "gpt_oss": _layer_plan(self_attn=_ATTENTION | {"sinks": HEADS}),
     "granitemoehybrid": _layer_plan(
         self_attn=_ATTENTION, shared_mlp={"input_linear": PACKED, "output_linear": ROWWISE}
     ),
     "kimi_linear": _layer_plan(self_attn=_LATENT_ATTENTION),
-    "lfm2": _ENDS | _LFM2,
+    "lfm2": _EMBEDDINGS | _LFM2,
     "lfm2_moe": _LFM2,
-    "lfm3": _ENDS | _layer_plan(self_attn=_LFM3_ATTENTION, feed_forward=_W123),
-    "mamba2": _ENDS,
+    "lfm3": _EMBEDDINGS | _layer_plan(self_attn=_LFM3_ATTENTION, feed_forward=_W123),
+    "mamba2": _EMBEDDINGS,
     "nemotron_h": _layer_plan(
         mixer=_ATTENTION | {"up_proj": COLWISE, "down_proj": ROWWISE},
         mixer__shared_experts={"up_proj": COLWISE, "down_proj": ROWWISE},
     ),
-    "qwen3_vl_moe_text": _layer_plan(self_attn=_OF_HEADS),
-    "qwen3_vl_text": _layer_plan(self_attn=_ATTENTION | _OF_HEADS, mlp=_GATED),
-    "zamba2": _ENDS | _ZAMBA2,
+    "qwen3_vl_moe_text": _layer_plan(self_attn=_HEAD_NORMS),
+    "qwen3_vl_text": _layer_plan(self_attn=_ATTENTION | _HEAD_NORMS, mlp=_GATED),
+    "zamba2": _EMBEDDINGS | _ZAMBA2,
 }
 _HEAD = {"lm_head": GATHERED[0]}
 
 
 def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return the style of every module and parameter that has one, by its name in the model.
+    """Return the style of every module and parameter that has one, by its name in the model, with `*` for layers.
 
-    Names have `*` for layers. Plans of a configuration are of the base model, and go before ours; layers of depths of
-    prediction are split as the model's own. The class's plan is of the whole model, with its head. Raises ModelError
-    for a model without a plan.
+    The plan in a configuration names modules of the base model, without its prefix; its styles replace ours. The plan
+    of the class (`_tp_plan`) names modules of the whole model, so the head too. Layers that predict further tokens
+    (multi-token prediction) are split as decoder layers. Raises ModelError for a model without a plan.
     """
     config = model.config.get_text_config()
     theirs, ours = getattr(config, "base_model_tp_plan", None), _OURS.get(config.model_type)
@@ -101,6 +102,7 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     return (
         {f"{prefix}.{name}": style for name, style in base.items()}
         | {f"{PREFIX}.layers.*.mtp_block.{inside}": style for inside, style in inside_layers.items()}
+        # a block of several layers numbers them
         | {f"{PREFIX}.layers.*.mtp_block.*.{inside}": style for inside, style in inside_layers.items()}
         | ({} if ours is None else _HEAD)
         | dict(getattr(type(model), "_tp_plan", None) or {})

@@ -1,9 +1,10 @@
 """How the parameters of a mixer divide over tensor-parallel ranks: heads or channels; names and integers only.
 
-A rank has consecutive heads. A projection, or a convolution, may make several things for all heads, one after another,
-as [gate | x | B | C | dt] in Mamba 2: a rank's rows of it are then several runs. B and C of Mamba 2 belong to a group
-of heads; ranks that share a group have its rows each, and a rank has a group twice where its heads do not fill whole
-groups evenly.
+Rows here are a parameter's outputs (its first dim, as a rule); a run is a range of neighbouring rows. A rank has
+consecutive heads. A projection, or a convolution, may make several things for all heads, one after another, as
+[gate | x | B | C | dt] in Mamba 2: a rank's rows are then several runs. B and C of Mamba 2 belong to a group of heads;
+ranks that share a group have its rows each. Each group of a rank must serve equally many of its heads: a rank whose
+heads do not divide so (4 of group 0, 2 of group 1) has a group several times (0, 0, 1).
 
 Not divided: projections to low ranks (Kimi's gates) and norms of single heads, which every rank applies to its heads.
 """
@@ -26,14 +27,14 @@ class EvenRows:
     size: int
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
-        """Return this rank's rows."""
+        """Return this rank's rows, a single run."""
         part = self.size // tp
         return (range(rank * part, (rank + 1) * part),)
 
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Rows of groups of heads, `width` each: a rank has those of its heads' groups, in the order of its heads."""
+    """Rows of groups of heads, `width` for each group: a rank has the rows of its heads' groups, in their order."""
 
     groups: int
     width: int
@@ -45,15 +46,15 @@ class GroupRows:
         return self.groups * self.width
 
     def heads_together(self, tp: int) -> int:
-        """Return how many neighbouring heads of a rank share one group, on every rank."""
+        """Return the largest number of neighbouring heads that share a group wherever they begin, on every rank."""
         return math.gcd(self.heads // tp, self.heads // self.groups)
 
     def count_groups(self, tp: int) -> int:
-        """Count the groups that a rank has, one again where it has it twice."""
+        """Count the groups that a rank has, repeated ones included."""
         return self.heads // tp // self.heads_together(tp)
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
-        """Return this rank's rows; heads of one group share that group's rows."""
+        """Return this rank's rows: for each `heads_together` neighbouring heads the `width` rows of their group."""
         first, together = rank * (self.heads // tp), self.heads_together(tp)
         heads = range(first, first + self.heads // tp, together)
         groups = [head // (self.heads // self.groups) for head in heads]
@@ -62,7 +63,7 @@ class GroupRows:
 
 @dataclass(frozen=True)
 class FusedRows:
-    """Parts one after another in one dim of a parameter."""
+    """Rows of several things, one after another in one dim of a parameter."""
 
     parts: tuple[EvenRows | GroupRows, ...]
 
@@ -72,7 +73,7 @@ class FusedRows:
         return sum(part.size for part in self.parts)
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
-        """Return this rank's rows, part after part."""
+        """Return this rank's rows, part after part, counted from the first row of the first part."""
         runs, start = list[range](), 0
         for rows_part in self.parts:
             runs += [range(start + run.start, start + run.stop) for run in rows_part.runs(tp, rank)]
@@ -80,7 +81,10 @@ class FusedRows:
         return tuple(runs)
 
     def cut_pieces(self, tp: int, rank: int) -> tuple[list[int], list[int]]:
-        """Cut all rows into consecutive pieces; returns their sizes, and which are this rank's, in its order."""
+        """Cut all rows wherever a run of this rank begins or ends.
+
+        Returns the sizes of the pieces, and the indices of this rank's pieces, in the order of its rows.
+        """
         runs = self.runs(tp, rank)
         cuts = sorted({0, self.size, *(run.start for run in runs), *(run.stop for run in runs)})
         order = [i for run in runs for i in range(cuts.index(run.start), cuts.index(run.stop))]
@@ -88,17 +92,17 @@ class FusedRows:
 
 
 def equal_parts(size: int, count: int) -> FusedRows:
-    """Make so many parts of equal size, each for all heads or features."""
+    """Divide `size` rows into `count` parts of equal size, each of which holds all heads or features."""
     return FusedRows((EvenRows(size // count),) * count)
 
 
 @dataclass(frozen=True)
 class MixerParts:
-    """What a tensor-parallel rank has of a mixer.
+    """How a mixer divides over tensor-parallel ranks.
 
-    `heads` is what tp must divide, by name; `rows` is how that dim of children and tensors of its own divides;
-    `whole` are those that every rank applies to its heads; `output` is the projection back; `attributes` are
-    numbers of the mixer and of modules in it, as on a rank.
+    `heads` are the counts that tp must divide, by name. `rows` says how children and tensors of the mixer divide, by
+    name; `whole` names those that every rank applies undivided to its heads. `output` is the projection back to the
+    model's size. `attributes` are numbers of the mixer, and of modules in it, as they are on a rank.
     """
 
     heads: Mapping[str, int]
@@ -109,9 +113,10 @@ class MixerParts:
 
 
 def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
-    """Return the parts of a mixer that is recognised by its attributes.
+    """Return the parts of a mixer, which is recognised by its attributes.
 
-    Raises ModelError, naming it, for another one, and for a parameter of it that has no place.
+    Raises ModelError for a mixer that is not recognised, and for a parameter that its parts do not cover: one that is
+    not named, or none of whose dims has the number of rows that its part has.
     """
     kind = next((kind for attributes, kind in _KINDS if all(hasattr(mixer, a) for a in attributes)), None)
     if kind is None:
@@ -135,7 +140,8 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
 def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
     """Return the parts of a gated delta net.
 
-    Projections go key head by key head in Qwen3-Next's; Qwen3.5's and OLMo Hybrid's have several.
+    Qwen3-Next fuses projections key head by key head (`in_proj_qkvz`), so that a rank's rows are one run; Qwen3.5
+    fuses all queries, keys and values one after another, and OLMo Hybrid has a linear for each.
     """
     keys, values, heads = EvenRows(mixer.key_dim), EvenRows(mixer.value_dim), EvenRows(mixer.num_v_heads)
     queries_keys_values = FusedRows((keys, keys, values))
@@ -161,7 +167,7 @@ def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
 def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
     """Return the parts of delta attention with a decay for each number of a key: Kimi's (low-rank gates), Bailing's."""
     width, heads = EvenRows(mixer.qkv_dim), EvenRows(mixer.num_heads)
-    of_width = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
+    of_width = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")  # a row for each feature of each head
     of_width += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
     rows = {
         **dict.fromkeys(of_width, width),
@@ -198,6 +204,7 @@ def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _short_convolution_parts(mixer: Any, tp: int) -> MixerParts:
+    """Return the parts of LFM2's short convolution; its input projection makes [B | C | x], each of all channels."""
     channels = mixer.conv.in_channels
     return MixerParts({"channels": channels}, {"in_proj": equal_parts(3 * channels, 3), "conv": EvenRows(channels)}, {})
 
@@ -211,9 +218,9 @@ _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
 
 
 def find_tensors(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the parameters and buffers at a place of a mixer as (name, module that owns it, its name there).
+    """Yield the parameters and buffers of a child of the mixer, or the one tensor, that `place` names.
 
-    The place is a child, or one tensor of the mixer or of a child.
+    Each is (its name in the mixer, the module that owns it, its name there).
     """
     for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
         if name == place or name.startswith(f"{place}."):
@@ -222,7 +229,7 @@ def find_tensors(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module,
 
 
 def reads_inputs(name: str) -> bool:
-    """Return whether a parameter of this name is the first matrix of a projection's adapter, which makes no outputs.
+    """Return whether a parameter is the first matrix of a LoRA adapter: its rows are the adapter's rank, not outputs.
 
     >>> reads_inputs("in_proj.lora_A.default.weight"), reads_inputs("in_proj.lora_B.default.weight")
     (True, False)

@@ -1,11 +1,11 @@
 """Mixers under tensor parallelism: each rank computes its heads or channels, with the mixer's own code.
 
-A parameter is sharded as it lies in checkpoints, in equal slices of its rows. Where a rank works with other rows, as of
-a projection that makes several things for all heads, the slices are gathered when the mixer runs and the rank takes its
-rows; gradients go back the same way, summed where several ranks have a row. While the mixer runs its parameters are
-this rank's rows, and its numbers of heads this rank's. A norm over groups of features whose features lie on several
-ranks sums squares by group over them: one number a row and group. An adapter's second matrix has the rows of the
-projection that it adapts, its first is whole on every rank.
+A parameter is sharded in equal slices of its rows, in the order of checkpoints. A rank may work with other rows, for
+example of a projection that makes several things for all heads: then the slices are gathered when the mixer runs and
+the rank takes its rows; gradients go back the same way, summed where several ranks have a row. While the mixer runs,
+its parameters are this rank's rows and its numbers of heads are this rank's. A norm over groups of features, if a group
+lies on several ranks, sums squares over these ranks: one number for each token and group. An adapter's second matrix is
+split as the projection that it adapts; its first is whole on every rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,14 +31,14 @@ Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each
 
 
 def _count_groups(norm: Any) -> int:
-    """Return how many equal groups of features a norm takes means of: one in transformers 5.17's Mamba 2."""
+    """Return over how many equal groups of features a norm takes means: one, if it says none (Mamba 2 in 5.17)."""
     if size := getattr(norm, "group_size", None):
         return norm.weight.numel() // size
     return getattr(norm, "n_groups", None) or 1
 
 
 def refuse_unknown_norm(name: str, norm: Any) -> None:
-    """Raise ModelError, naming it, for a norm that computes something else than this module; shown with numbers."""
+    """Raise ModelError for a norm that gives something else than `_apply_norm` for random numbers."""
     features, groups = norm.weight.numel(), _count_groups(norm)
     generator = torch.Generator().manual_seed(0)
     x, gate, weight = torch.randn(3, 1, 2, features, dtype=torch.float64, generator=generator).unbind()
@@ -58,8 +58,9 @@ def refuse_unknown_norm(name: str, norm: Any) -> None:
 def split_norm(norm: Any, world: World) -> None:
     """Have a norm take means of this rank's features by group, over the ranks that share a group.
 
-    Where tp does not divide the groups, a rank has a range of features that begins and ends inside groups: `sizes` are
-    how many it has of each. The norm's weight is whole here, and must be this rank's while it runs.
+    Where tp does not divide the groups, a rank's range of features may begin or end inside a group: `sizes` are how
+    many features it has of each. The norm's weight is still whole here; when it runs, its caller must have replaced it
+    by this rank's.
     """
     groups = _count_groups(norm)
     key, tp, total = world.key, world.home.tp, norm.weight.numel()
@@ -72,13 +73,14 @@ def split_norm(norm: Any, world: World) -> None:
         means = partial(_share_means, groups=groups_here, sizes=sizes, count=groups, key=key)
 
     def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Norm this rank's features."""
         return _apply_norm(norm, hidden_states, gate, norm.weight, means)
 
     norm.forward = forward
 
 
 def _apply_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
-    """Norm rows by these means, multiplied by SiLU of the gate before or after, as the norm's own forward does."""
+    """Norm x (…, features) by `means`, and multiply by SiLU of the gate, before or after as the norm's forward does."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     y, gates = x.to(wide_dtype), None if gate is None else F.silu(gate.to(wide_dtype))
     gate_first = not getattr(norm, "norm_before_gate", False)
@@ -91,6 +93,7 @@ def _apply_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means
 
 
 def _local_means(y: Tensor, groups: int) -> Tensor:
+    """Compute the mean square (…, features) of each feature's group, for groups that lie whole on this rank."""
     means = y.unflatten(-1, (groups, -1)).square().mean(-1)
     return means.repeat_interleave(y.shape[-1] // groups, -1)
 
@@ -98,13 +101,13 @@ def _local_means(y: Tensor, groups: int) -> Tensor:
 def _share_means(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
     """Compute the mean square (…, features here) of each feature's group, over all ranks that share it.
 
-    y (…, features here) has `sizes` features of each of this rank's `groups`, which are some of all `count`. Each
-    rank's sums of squares are put in their places among all groups and summed over tp.
+    y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`. Each rank's sums
+    of squares are padded with zeros to all groups and summed over tp; every group has features of y times tp / `count`.
     """
     sums = torch.stack(
         [group_features.square().sum(-1) for group_features in y.split(sizes, -1)], -1
     )  # (…, groups here)
-    sums = F.pad(sums, (groups.start, count - groups.stop))
+    sums = F.pad(sums, (groups.start, count - groups.stop))  # (…, count)
     means = tp_copy(tp_sum(sums, key), key) / (y.shape[-1] * tp_place(key)[1] // count)
     means_here = means[..., groups.start : groups.stop].split(1, -1)
     return torch.cat([mean.expand(*mean.shape[:-1], size) for mean, size in zip(means_here, sizes, strict=True)], -1)
@@ -114,14 +117,17 @@ Views = dict[nn.Module, dict[str, View]]
 
 
 def check_mixer(name: str, mixer: nn.Module, tp: int) -> None:
-    """Raise ModelError for a mixer whose heads or channels are not split here; tp must divide them."""
+    """Raise ModelError for a mixer that cannot be split here: an unknown one, or with an unknown norm over features.
+
+    That tp divides its heads is checked elsewhere (`check_tp_sizes`).
+    """
     parts = mixer_parts(name, mixer, tp)
     if norm := _find_feature_norm(mixer, parts):
         refuse_unknown_norm(f"{name}.norm", norm)
 
 
 def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel: bool) -> None:
-    """Split a mixer over the tensor-parallel ranks; the gradient of its input is partial, its output is whole.
+    """Split a mixer over the tensor-parallel ranks; its input's gradient is partial (to be summed), its output whole.
 
     With `sequence_parallel` the output is this rank's part of the rows.
     """
@@ -137,18 +143,18 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
         split_adapted_linear(output, ROWWISE, world, sequence_parallel=sequence_parallel)
     else:
         split_rows(output, world, sequence_parallel=sequence_parallel)
-    _show_views(mixer, views)
+    _apply_views(mixer, views)
 
 
 def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
-    """Find the norm of a mixer that takes means of features of several heads; None without one."""
+    """Find the mixer's norm over features of several heads; None without one, or with a norm of each head alone."""
     norm: Any = getattr(mixer, "norm", None)
     return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
 
 
 def _part_views(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
     """Yield (module, attribute, view): the function from a mixer's attribute to what this rank's forward sees."""
-    copied: View = partial(tp_copy_parameter, world_key=world.key)
+    copied: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
         yield mixer.get_submodule(owner), attribute, partial(_return_constant, value)
@@ -161,17 +167,19 @@ def _part_views(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[t
 
 
 def _return_constant(value: int, _: object) -> Any:
+    """Be the view of a number: whatever the attribute is, the forward sees `value`."""
     return value
 
 
-def _show_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
-    """Have the mixer's forward see attributes, its own and of modules inside it, as these views."""
+def _apply_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
+    """Have the mixer's forward see attributes of the mixer, and of modules inside it, through these views."""
     inner: Any = mixer.forward
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, with local values in place of the attributes that it reads."""
         with ExitStack() as stack:
+            # a view may name an attribute that only some mixers of a kind have
             for owner, attributes in views.items():
                 values = {name: view(getattr(owner, name)) for name, view in attributes.items() if hasattr(owner, name)}
                 stack.enter_context(ReplacedAttributes(owner, values))

@@ -1,11 +1,11 @@
 """Which tensor-parallel style each module of a model gets, by its plan (`family_plans.py`).
 
-Experts (modules named "experts") are left out of it: their rows are split over the tensor-parallel ranks, whatever
-their parameters look like. Mixers have a style of their own (`mixers.py`). The other styles are in `styles.py`.
+Experts (modules named "experts") get no style: their parameters stay as they are, and the tokens that they work on are
+split over the tensor-parallel ranks. Mixers have a style of their own (`mixers.py`). Other styles are in `styles.py`.
 
 A split block may have parameters that the plan does not name. Between column-wise and row-wise linears a rank holds
-some of the features, so that what is applied there gets a partial gradient on every rank: it is summed where the module
-works on each feature by itself, as a learnt activation does. Everything else is refused.
+some of the features, so that a parameter applied there gets a partial gradient on every rank. It is summed if the
+module works on each feature by itself, as a learnt activation does; everything else is refused.
 """
 
 import math
@@ -36,12 +36,12 @@ from longspan.model.tensor_parallel.family_plans import (
 from longspan.model.tensor_parallel.mixer_parts import mixer_parts
 
 KNOWN = (COLWISE, ROWWISE, PACKED, *GATHERED, SPLIT_INPUT, PARTIAL_GRADIENT, EMBEDDING, HEADS, MIXER)
-_PLACE = re.compile(r"\.\d+\.")
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
 _WITHOUT_EFFECT = ("replicate", "local_params")  # the latter: of a module whose own parameters have a style
 
 
 class StyledModule(NamedTuple):
-    """A module with its style, or with `parameter` a parameter of its own; `name` is qualified."""
+    """A module, or with `parameter` one parameter that it owns, with its style; `name` is qualified (dots)."""
 
     name: str
     module: nn.Module
@@ -50,9 +50,9 @@ class StyledModule(NamedTuple):
 
 
 def list_styles(model: PreTrainedModel) -> list[StyledModule]:
-    """List every module and parameter that the model's plan names, with its style, in the model's order.
+    """List every module and parameter that the model's plan names, and mixers, with styles, in the model's order.
 
-    Raises ModelError for a model without a plan, and for a style that is not known, naming both.
+    Raises ModelError for a model without a plan, and for an unknown style.
     """
     plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in tensor_parallel_plan(model).items()}
     placed = list(_find_styled_modules(model, plan))
@@ -67,7 +67,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
 def split_blocks(placed: Sequence[StyledModule]) -> set[str]:
     """Name the modules whose input every rank takes whole, for its heads or features: attention, MLP and mixers.
 
-    The outermost ones, as some have linears with adapters of their own inside.
+    Of nested ones only the outermost, as an adapted linear inside attention has column-wise linears too.
     """
     blocks = {name.rpartition(".")[0] for name, _, style, _ in placed if style in (COLWISE, PACKED)}
     blocks |= {name for name, _, style, _ in placed if style == MIXER}
@@ -75,7 +75,7 @@ def split_blocks(placed: Sequence[StyledModule]) -> set[str]:
 
 
 def _enclosing_names(name: str) -> Iterator[str]:
-    """Return the names of the modules around one of this name."""
+    """Yield the names of the modules around one of this name, the outermost first."""
     return (name[: dot.start()] for dot in re.finditer(r"\.", name))
 
 
@@ -85,7 +85,7 @@ def layer_experts(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
-    """Yield what the plan gives a style, and mixers; nothing inside experts or mixers."""
+    """Yield modules and parameters to which the plan gives a style, and mixers; nothing inside experts or mixers."""
     mixers = find_mixers(model)
     inside = tuple(f"{name}." for name in mixers)
     for name, module in model.named_modules():
@@ -98,11 +98,13 @@ def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], 
             yield StyledModule(name, module, style)
         for parameter, _ in module.named_parameters(recurse=False):
             if (style := _find_style(plan, f"{name}.{parameter}")) is not None:
+                # transformers calls a vector of one number a head, such as sinks, column-wise
                 of_heads = style == COLWISE and getattr(module, parameter).ndim == 1
                 yield StyledModule(f"{name}.{parameter}", module, HEADS if of_heads else style, parameter)
 
 
 def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
+    """Return the style of the first pattern that fits the whole name; None for none, and for one without effect."""
     style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
     return None if style in _WITHOUT_EFFECT else style
 
@@ -122,19 +124,19 @@ def check_tp_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) 
 
 
 def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, int]:
-    """Return the numbers that tp must divide, by words for messages: heads, features, and parameters' own.
+    """Return the numbers that tp must divide, by words for messages: heads, widths of linears, sizes of parameters.
 
-    Layers share words, as their numbers are alike. The width of a linear is what its style splits: outputs of a
-    column-wise one, one of two packed outputs, inputs of others. Linears of attention divide as the heads do. Raises
-    ModelError for a style of something that it is not for.
+    All layers share one entry, as their numbers are alike. The width of a linear is what its style splits: the outputs
+    of a column-wise one, half the outputs of a packed one, the inputs of others. Linears of attention have no entry,
+    as they divide where the heads do. Raises ModelError for a style on a module or parameter that it is not for.
     """
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in placed:
         if style == MIXER:
             heads = mixer_parts(name, module, tp=1).heads
-            sizes |= {f"{count} of {_PLACE.sub('.*.', name)}": size for count, size in heads.items()}
+            sizes |= {f"{count} of {_LAYER_NUMBER.sub('.*.', name)}": size for count, size in heads.items()}
         elif parameter is not None and style == HEADS:
-            sizes["numbers of " + _PLACE.sub(".*.", name)] = getattr(module, parameter).numel()
+            sizes["numbers of " + _LAYER_NUMBER.sub(".*.", name)] = getattr(module, parameter).numel()
         elif parameter is not None and style != PARTIAL_GRADIENT:
             shape = tuple(getattr(module, parameter).shape)
             raise ModelError(f"{name} {shape} has style {style!r}, which is for modules; use tp 1")
@@ -146,18 +148,21 @@ def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, i
                 )
             width = {COLWISE: linear.out_features, PACKED: linear.out_features // 2}.get(style, linear.in_features)
             if ".self_attn." not in name or style == SPLIT_INPUT:
-                sizes["width of " + _PLACE.sub(".*.", name)] = width
+                sizes["width of " + _LAYER_NUMBER.sub(".*.", name)] = width
     return sizes
 
 
 def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """Yield counts of heads; those of single layers, where a configuration has such, under names of their own."""
+    """Yield (name, count) of heads: of the model, and of each layer that the configuration gives other counts.
+
+    Without a number of key/value heads, each query head has its own.
+    """
     values: dict[str, Any] = config.to_dict()
     layers: dict[Any, Mapping[str, Any]] = values.pop("per_layer_config", None) or {}
     names = [config.attribute_map.get(name, name) for name in ("num_attention_heads", "num_key_value_heads")]
-    for layer, of_layer in {"": {}, **layers}.items():
-        queries, keys = (of_layer.get(name, values.get(name)) for name in names)
-        layer_text = f" of layer {layer}" if of_layer else ""
+    for layer, layer_values in {"": {}, **layers}.items():  # "" is the model
+        queries, keys = (layer_values.get(name, values.get(name)) for name in names)
+        layer_text = f" of layer {layer}" if layer_values else ""
         yield f"query heads{layer_text}", int(queries or 0)
         yield f"key/value heads{layer_text}", int(keys or queries or 0)
 
@@ -168,7 +173,7 @@ _FEATURES = 8  # of the trial of a single module: any even number
 def partial_parameters(model: nn.Module, placed: Sequence[StyledModule]) -> list[StyledModule]:
     """List the parameters of split blocks that the plan does not name and whose gradients are to be summed over tp.
 
-    Each once, however many blocks share it. Raises ModelError, naming them, for those where that would be wrong.
+    A parameter that several blocks share is listed once. Raises ModelError for one whose sum would be wrong.
     """
     named = {id(p) for entry in placed for p in _entry_parameters(entry)}
     summed: dict[int, StyledModule] = {}
@@ -189,7 +194,10 @@ def _entry_parameters(entry: StyledModule) -> Iterator[nn.Parameter]:
 def _partial_block_parameters(
     model: nn.Module, name: str, placed: Sequence[StyledModule], named: set[int]
 ) -> Iterator[StyledModule]:
-    """Yield the unnamed parameters of a block with summed gradients. Raises ModelError if a sum would be wrong."""
+    """Yield the parameters of a block that are not in `named` (ids), whose gradients are to be summed over tp.
+
+    Raises ModelError if a sum would be wrong, and for parameters of the block itself, which cannot be tried alone.
+    """
     block = model.get_submodule(name)
     unnamed = {n: p for n, p in block.named_parameters() if id(p) not in named}
     if not unnamed:
@@ -210,7 +218,7 @@ def _partial_block_parameters(
 
 
 def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
-    """Name those parameters that act on the block's output only through the inputs of row-wise linears.
+    """Name the parameters that act on the block's output only through the inputs of row-wise linears.
 
     Such parameters, of a norm of features inside the block say, are split with the features. A parameter is one if the
     inputs of row-wise linears depend on it and the output does not, once these linears' outputs are cut from the graph.
@@ -219,6 +227,7 @@ def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: M
     inputs: list[Tensor] = []
 
     def cut_output(linear: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Note the input of a row-wise linear, and cut its output from the graph: a forward hook."""
         inputs.append(args[0])
         return out.detach()
 
@@ -253,7 +262,7 @@ def _depend_on_parameters(outputs: Sequence[Tensor], parameters: Sequence[Tensor
 
 @torch.no_grad()
 def _is_elementwise(module: nn.Module) -> bool:
-    """Return whether some of the features give the same as among all features, shown with numbers on the host."""
+    """Return whether a module gives the same for half of the features as for all, tried with numbers on the host."""
     ones = {n: torch.ones(x.shape) for n, x in (*module.named_parameters(), *module.named_buffers())}
     x = torch.linspace(-2, 2, 2 * _FEATURES).view(1, 2, _FEATURES)
     try:

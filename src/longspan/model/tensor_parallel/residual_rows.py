@@ -1,7 +1,7 @@
-"""Sequence parallelism: norms and residuals of rows / tp of a slot's rows, from the embedding to the norm at the end.
+"""Sequence parallelism: from the embedding to the last norm, norms and residuals work on 1 / tp of a slot's tokens.
 
-Which modules of a decoder layer work on single rows, which get all rows, and what is refused because rows would not be
-parts from the embedding to the last layer and whole after the norm.
+A row is the hidden state of one token. Here is decided which modules of a decoder layer work on single rows and which
+get all rows; models are refused whose rows cannot be split at the embedding and gathered, once, after the last norm.
 """
 
 from functools import partial
@@ -21,10 +21,11 @@ from longspan.model.tensor_parallel.styles import ROWS, sum_partial_gradients, w
 
 
 def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: World) -> None:
-    """Let norms and residuals work on rows / tp of a slot's rows, from the embedding to the last norm.
+    """Let norms and residuals work on 1 / tp of a slot's rows, from the embedding to the last norm.
 
     The gradients of norms are summed over the tensor-parallel ranks. Blocks that need all rows gather them and keep
-    their part of the output. The last norm gathers all rows of its output.
+    their part of the output. The last norm gathers all rows of its output, and the layers that predict further tokens
+    (`model_depths`) take their part of these and gather again.
     """
     key = world.key
     for depth in model_depths(model):
@@ -43,36 +44,36 @@ def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: W
                 leave=partial(tp_split, world_key=key, dim=-2),  # Llama 4's block returns (T, D)
             )
     norm = getattr(decoder_model(model), final_norm_name(model))
-    if not isinstance(norm, Absent):
+    if not isinstance(norm, Absent):  # a pipeline stage other than the last has no norm
         sum_partial_gradients(norm, key)
         wrap_forward(norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
 
 
 def _sum_row_gradients(module: nn.Module, key: int) -> None:
-    """Have a module that works on some of the rows, and its adapter, if it has one, sum their gradients."""
+    """Sum over tp the parameter gradients of a module that works on some of the rows, its adapter's included."""
     for inner in module.modules():
         sum_partial_gradients(inner, key)
 
 
 def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the decoder layers that are here, and those of depths of multi-token prediction, by name."""
+    """Return the decoder layers of this pipeline stage, and layers of multi-token prediction, by name."""
     return decoder_layers(model) | mtp_blocks(model)
 
 
 def residual_regions(
     name: str, layer: nn.Module, placed: list[StyledModule]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules among a decoder layer's children that work on single rows, and those that need all rows.
+    """Return (children of a decoder layer that work on single rows, children that must be given all rows).
 
-    The latter are blocks of experts, and attention whose heads every rank computes, as the plan may have it. Blocks
-    whose heads or features are split gather rows themselves.
+    All rows are for blocks of experts, and for attention that the plan does not split, so that every rank computes all
+    heads. Blocks whose heads or features are split are in neither list: they gather rows themselves.
     """
     rowwise_modules, full_row_modules, blocks = list[nn.Module](), list[nn.Module](), split_blocks(placed)
     for child, module in layer.named_children():
         child_name = f"{name}.{child}"
         if layer_experts(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
             full_row_modules.append(module)
-        elif is_adapted(module) or not any(True for _ in module.children()):
+        elif is_adapted(module) or not any(True for _ in module.children()):  # a norm, or a linear of whole features
             rowwise_modules.append(module)
         elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
             inside = residual_regions(child_name, module, placed)
@@ -98,7 +99,10 @@ def final_norm_name(model: PreTrainedModel) -> str:
 
 
 def refuse_rows_outside_region(model: PreTrainedModel) -> None:
-    """Raise ModelError where rows would not be parts from the embedding to the last layer and whole after the norm."""
+    """Raise ModelError unless the model is embedding, layers and norm, and calls the norm once, last.
+
+    Only then are rows split from the embedding to the last layer, and whole after the norm.
+    """
     base, name, norm = decoder_model(model), type(model).__name__, final_norm_name(model)
     embedding, layers = usual_parts(model)[:2]
     parts = count_outputs(model, ModelParts((embedding,), layers, (norm,)))

@@ -2,8 +2,8 @@
 
 Column-wise, ranks hold rows of W and of B, and A whole: each applies A to the whole input, for its part of the
 outputs, so that A's gradient is partial and summed. Row-wise, ranks hold columns of W and of A, and B whole: B is
-linear, so that the ranks' outputs, adapter included, are summed once, and B's gradient, of a part of A x, is partial
-and summed. Inside a mixer an adapter goes with its projection (`mixers.py`).
+linear, so that the ranks' outputs, adapter included, are summed once. A rank's B sees a part of A x, so that B's
+gradient is partial and summed too. Inside a mixer an adapter is split with its projection (`mixers.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,11 +44,12 @@ ADAPTED = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHERED)  
 
 
 def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequence_parallel: bool) -> None:
-    """Split an adapted linear and its adapter; both get the inputs, and give the outputs, that the style names.
+    """Split a linear with an adapter, and the adapter with it, by the style of the linear.
 
-    An adapter is two linears, `first` from the inputs to its rank and `second` to the outputs. Row-wise styles split
-    the inputs, so of the linear and of `first`; others split the outputs, so of the linear and of `second`. The one
-    that stays whole sees a part of what it reads or makes, so its gradient is a part and is summed over ranks.
+    An adapter is two linears: `first` from the inputs to the adapter's rank, `second` from there to the outputs.
+    Row-wise styles split inputs, so the linear and `first`; column-wise ones split outputs, so the linear and `second`.
+    The linear of the adapter that stays whole has a partial gradient on each rank, which is summed over tp. With
+    PARTIAL_GRADIENT all stay whole and are summed.
     """
     layer: Any = module
     key, base, first, second = world.key, layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
@@ -57,9 +58,9 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
             slice_inputs(linear, world)
         for linear in second:
             sum_partial_gradients(linear, key)
-        of_whole = style == SPLIT_INPUT
-        leave = make_output_sum(base, key, sequence_parallel=sequence_parallel and not of_whole)
-        wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if of_whole else None, leave=leave)
+        whole_inputs = style == SPLIT_INPUT
+        leave = make_output_sum(base, key, sequence_parallel=sequence_parallel and not whole_inputs)
+        wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if whole_inputs else None, leave=leave)
         return
     for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
         sum_partial_gradients(linear, key)
@@ -81,8 +82,8 @@ def refuse_adapter(model: PreTrainedModel, placed: Sequence[StyledModule]) -> No
 def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> Iterator[str]:
     """Yield why the model's adapter cannot be split over tensor-parallel ranks.
 
-    It is split as the linear that it changes is, so each needs a style; adapters of the embedding and of the head stay
-    whole.
+    An adapter is split as its linear is, so that each adapted linear needs a style; adapters of the embedding and of
+    the head stay whole.
     """
     adapter = find_adapter(model)
     if adapter is None:
@@ -106,7 +107,8 @@ def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> 
 def _can_be_split(name: str, styles: Mapping[str, str], blocks: AbstractSet[str]) -> bool:
     """Return whether an adapted linear can be split, or may stay whole.
 
-    It is split by itself or inside a mixer; it stays whole, with a whole gradient, outside of split blocks.
+    A linear with a style is split by it. Without a style, it is split by a mixer around it, or stays whole outside of
+    split blocks; inside attention or an MLP that is split, its gradient would be partial.
     """
     if name in styles:
         return styles[name] in ADAPTED

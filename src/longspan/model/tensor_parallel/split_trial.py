@@ -1,8 +1,8 @@
-"""Trials of blocks that tensor parallelism splits: before, with numbers on the host; and at an encoder's first call.
+"""Trials of blocks that tensor parallelism splits: with numbers on the host before, or at an encoder's first call.
 
 `refuse_mixed_features` tries blocks of a language model. Between its column-wise and its row-wise linears a rank holds
 some of the features, so that a mean or a threshold over all of them would differ from rank to rank. Blocks that need
-more than hidden states, such as attention, are not tried so.
+more than hidden states, such as attention, are not tried in this way.
 
 `SplitTrial` compares a block of an encoder, at its first real call, with the unsplit block. Names of linears do not
 prove a split right: a block may reshape to its whole width, norm over all heads, or add a bias of each head.
@@ -37,8 +37,8 @@ _FLOOR = 0.03  # of the largest gradient: below, a gradient may be rounding alon
 class SplitTrial:
     """Compares the first call of a block, or of a part outside blocks, with its unsplit twin: outputs and gradients.
 
-    The twin is made before the block is split, with its structure and no parameters; it runs on gathered parameters and
-    the same input, in evaluation mode. `hook_next_call` wraps the forward that the block has then.
+    Make it before the block is split: the twin is a copy of the block without values of parameters. It runs with the
+    gathered parameters and the same input, in evaluation mode. Call `hook_next_call` after the split.
     """
 
     def __init__(self, name: str, unit: nn.Module, world: World) -> None:
@@ -48,14 +48,14 @@ class SplitTrial:
         self._twin = _copy_without_values(unit)
 
     def hook_next_call(self) -> None:
-        """Compare the next call of the block, from here on. It raises ModelError where the split is wrong."""
+        """Wrap the block's forward so that its next call is compared, and raises ModelError if the split is wrong."""
         unit: Any = self.unit
         inner = unit.forward
 
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             """Compare the first call with the unsplit module, then run as before."""
-            if not torch.is_inference_mode_enabled():
+            if not torch.is_inference_mode_enabled():  # which allows no gradients: the call after is compared
                 unit.forward = inner
                 self._compare_call(inner, args, kwargs)
             return inner(*args, **kwargs)
@@ -65,8 +65,8 @@ class SplitTrial:
     def _compare_call(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Run the split block and its unsplit twin on the same inputs. Raises ModelError where they differ.
 
-        The twin runs with the parameters gathered from all tensor-parallel ranks. Its outputs and gradients are cut to
-        this rank's part, as the split ones are. Every rank raises if any of them sees a difference.
+        The twin runs with the parameters gathered from all tensor-parallel ranks. Its gradients of sharded parameters
+        are cut to this rank's slice before they are compared. Every rank raises if any rank sees a difference.
         """
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
@@ -74,6 +74,7 @@ class SplitTrial:
         wholes = {name: values[name].requires_grad_() for name in parameters}
 
         def call_unsplit(*args: Any, **kwargs: Any) -> Any:
+            """Call the twin with the gathered parameters and the block's buffers."""
             return functional_call(self._twin, values | buffers, args, kwargs)
 
         with preserve_modes(self.unit), torch.enable_grad():
@@ -88,14 +89,14 @@ class SplitTrial:
                 raise self._split_error(
                     f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 ) from error
-        slices = {name: _part_like(x, results.get(name), self._key) for name, x in true.items()}
+        slices = {name: _matching_part(x, results.get(name), self._key) for name, x in true.items()}
         wrong = _describe_differences(slices, results)
         anywhere = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
         if anywhere.item():
             raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
 
     def _split_error(self, reason: str) -> ModelError:
-        """Return the error of a block that is another one once it is split."""
+        """Return the error of a block that computes something else once it is split."""
         tp = world_of(self._key).home.tp
         return ModelError(
             f"{self._name} split over tp {tp} is not the unsplit block: {reason}. Where its "
@@ -105,7 +106,7 @@ class SplitTrial:
 
 
 def _copy_without_values(unit: nn.Module) -> nn.Module:
-    """Copy a module with parameters on the meta device; it shares buffers and configurations."""
+    """Copy a module with its parameters on the meta device; buffers and configurations are shared with the module."""
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -116,6 +117,7 @@ def _copy_without_values(unit: nn.Module) -> nn.Module:
 
 
 def _gather_parameter(parameter: Tensor) -> Tensor:
+    """Return the whole of a parameter, detached: gathered if it is sharded, otherwise copied."""
     parameter = parameter.detach()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.clone()
 
@@ -126,8 +128,8 @@ def _call_results(
     """Run a call; return its outputs, and the gradients of its inputs and parameters, by words for messages.
 
     Backward begins with fixed gradients of the outputs. Inputs that need gradients are replaced by copies, wherever
-    they stand in the arguments, so that the caller's graph stays as it is. The first input always gets a gradient, as
-    the module's caller would give it one.
+    they stand in the arguments, so that backward does not enter the caller's graph. The first input, the hidden states,
+    gets a gradient even where the caller needs none, so that it is compared too.
     """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
@@ -143,11 +145,12 @@ def _call_results(
 
 
 def _output_gradient(x: Tensor) -> Tensor:
+    """Return a gradient of the shape of x to begin backward with: cosines, the same on every rank and all different."""
     return torch.arange(x.numel(), device=x.device, dtype=torch.float32).cos().view_as(x).to(x.dtype)
 
 
-def _part_like(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
-    """Return the slice of a whole gradient that this rank has of a split one."""
+def _matching_part(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
+    """Return this rank's slice of the whole gradient `true`, as `result` is sharded; all of it if it is not."""
     if true is None or not isinstance(result, DTensor):
         return true
     (placement,) = result.placements
@@ -156,7 +159,10 @@ def _part_like(true: Tensor | None, result: Tensor | None, key: int) -> Tensor |
 
 
 def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
-    """Describe what differs by more than rounding, in words."""
+    """Describe each output and gradient of the split block that differs from the true one by more than rounding.
+
+    One that is missing in `results` differs by its whole norm.
+    """
     norms = {name: x.double().norm().item() for name, x in true.items() if x is not None}
     largest = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
     wrong = list[str]()
@@ -174,7 +180,7 @@ _FEATURES = 64  # of a trial: an even number, large enough for some to pass a th
 
 
 def refuse_mixed_features(model: nn.Module, placed: Sequence[StyledModule]) -> None:
-    """Raise ModelError, naming it, for a block whose features depend on each other where they are split."""
+    """Raise ModelError for a block whose features depend on each other where they are split."""
     styles = {id(entry.module): entry.style for entry in placed}
     for name in sorted(split_blocks(placed)):
         block = model.get_submodule(name)
@@ -187,16 +193,17 @@ def refuse_mixed_features(model: nn.Module, placed: Sequence[StyledModule]) -> N
 
 @torch.no_grad()
 def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
-    """Return whether the block mixes features, so that row-wise linears get other inputs from half of them.
+    """Return whether features depend on each other between the block's column-wise and row-wise linears.
 
-    It is tried with numbers on the host: column-wise linears give all features, and then each half.
+    Tried with numbers on the host: column-wise linears are made to return all features, then each half of them; the
+    input of the row-wise linear must be the same. False for a block that cannot be tried.
     """
     columns = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
     rows = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
     if not columns or not rows:
         return False
     numbers = torch.randn(1, 2, _FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    outputs = [numbers.roll(3 * shift, -1) for shift in range(len(columns))]
+    outputs = [numbers.roll(3 * shift, -1) for shift in range(len(columns))]  # other numbers from each linear
     parts = [outputs, *zip(*(output.chunk(2, -1) for output in outputs), strict=True)]
     try:
         at_once, *halves = (
@@ -221,6 +228,8 @@ def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], rows:
 
 
 class _Reached(Exception):  # noqa: N818 (it ends a trial)
+    """Raised by a row-wise linear with its input, so that nothing after it runs."""
+
     def __init__(self, value: Tensor) -> None:
         super().__init__()
         self.input = value
@@ -228,9 +237,10 @@ class _Reached(Exception):  # noqa: N818 (it ends a trial)
 
 @contextmanager
 def _replace_outputs(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Iterator[None]:
-    """Let column-wise linears return these outputs, and the first row-wise one end the trial."""
+    """Let column-wise linears return these outputs, and the row-wise linear that is called first end the trial."""
 
     def end_trial(value: Tensor, *_: Any) -> NoReturn:
+        """Be the forward of a row-wise linear: raise its input."""
         raise _Reached(value)
 
     forwards: dict[nn.Module, Any] = {module: (lambda *_, out=out: out) for module, out in outputs.items()}

@@ -1,9 +1,9 @@
 """What a tensor-parallel style does to one module: its parameters become slices, its forward sees local tensors.
 
 A sharded parameter is a DTensor, so that FSDP2, optimizers, checkpoints and norms treat it as a part of a whole;
-forward computes with its local tensor, and every message is one of `comm.tp`. Modules keep their names, weights and
-classes; an instance's `forward` is wrapped, and holds a world's key, no group. Which module gets which style is in
-`plan.py`.
+forward computes with its local tensor, and every message is one of `comm.moves.tp_collectives`. Modules keep their
+names, weights and classes; an instance's `forward` is wrapped. It holds the key of a world, by which the collectives
+look up the group, and no group. Which module gets which style is in `plan.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ Transform = Callable[[Tensor], Tensor]
 
 
 def slice_parameter(module: nn.Module, name: str, dim: int, world: World) -> nn.Parameter:
-    """Keep this rank's slice of a parameter that every rank holds whole, on the world's device; returns it."""
+    """Replace a parameter that every rank holds whole by this rank's slice, on the world's device; returns it."""
     parameter = getattr(module, name)
     local_slice = copy_to_device(parameter.detach().chunk(world.home.tp, dim)[world.coordinates.tp], world.device)
     sharded = DTensor.from_local(local_slice, world.meshes.tp, [Shard(dim)], run_check=False)
@@ -52,7 +52,7 @@ def return_none(x: Tensor) -> None:
 class ReplacedAttributes:
     """A context in which a module's attributes have these values; a value hides a parameter of its name.
 
-    No generator, which would take the host longer: a layer enters it at each of its linears.
+    A class rather than a generator, which takes the host longer: a layer enters the context at each of its linears.
     """
 
     __slots__ = ("_attributes", "_old_values", "_values")
@@ -80,7 +80,7 @@ def wrap_forward(
 ) -> None:
     """Wrap the module's forward: `enter` on its first tensor, `leave` on its first output, parameters seen as `views`.
 
-    Wrapping again goes around what is there.
+    A second wrapper goes around the first: its `enter` runs before, its `leave` after.
     """
     inner = module.forward
     attributes = dict(views or {})
@@ -101,9 +101,9 @@ def wrap_forward(
 def _call_with_views(
     module: nn.Module, views: Mapping[str, View], inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """Call a module's forward with its parameters as their views, and as they are where the views change nothing.
+    """Call a module's forward with its parameters replaced by their views, where a view returns another tensor.
 
-    A linear's own forward is its product: nothing is replaced for it.
+    For a plain linear the product is computed directly, which takes the host less time than replacing attributes.
     """
     replaced = dict[str, Tensor | None]()
     for name, view in views.items():
@@ -138,10 +138,10 @@ def split_columns(linear: nn.Linear, world: World) -> None:
 
 
 def split_three_columns(linear: nn.Linear, world: World, widths: Sequence[int] = ()) -> None:
-    """Split, as `split_columns`, one linear of queries, keys and values: of so many outputs each, or of a third.
+    """Split, as `split_columns`, one linear of queries, keys and values, with `widths` outputs each, or a third each.
 
-    Each rank makes its heads of all three. The parameters stay whole, so that they are what the unsplit module's are in
-    checkpoints; of their gradients each rank has its heads' rows, and they are summed over the tensor-parallel ranks.
+    Each rank makes its heads of all three. The parameters stay whole, so that checkpoints hold them as the unsplit
+    module does. A rank's gradients are zero outside of its heads' rows, and are summed over the ranks.
     """
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
     three = tuple(widths) or (linear.out_features // 3,) * 3
@@ -149,7 +149,7 @@ def split_three_columns(linear: nn.Linear, world: World, widths: Sequence[int] =
 
 
 def _three_part_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
-    """Return this rank's rows of a parameter of three parts (sum of widths, …)."""
+    """Return this rank's rows of each of three parts of a parameter (sum of widths, …), one after another."""
     index, degree = tp_place(key)
     return torch.cat([part.chunk(degree)[index] for part in tp_copy_parameter(x, key).split(widths)])
 
@@ -170,10 +170,11 @@ def gather_outputs(module: nn.Module, key: int) -> None:
 
 
 def copy_inputs(module: nn.Module, world: World) -> None:
-    """Sum the gradients of a module's inputs, which are partial as each rank does a part of what is done with them."""
+    """Sum over tp the gradients of a module's inputs, which are partial, as each rank does a part of the work."""
     inner, key = module.forward, world.key
 
     def copy_input(x: Any) -> Any:
+        """Copy a tensor that needs a gradient, so that the gradient is summed; other arguments are passed on."""
         return tp_copy(x, key) if isinstance(x, Tensor) and x.requires_grad else x
 
     @wraps(inner)
@@ -184,29 +185,32 @@ def copy_inputs(module: nn.Module, world: World) -> None:
 
 
 def split_rows(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None:
-    """Let each rank take its slice of the inputs; outputs are summed, under sequence parallelism over rows in parts.
+    """Let each rank take its slice of the inputs; outputs are summed over tp, and the bias is added once, to the sum.
 
-    The bias is added once, to the sum.
+    With `sequence_parallel` a rank gets only its part of the rows of the sum.
     """
     slice_inputs(linear, world)
     wrap_forward(linear, leave=make_output_sum(linear, world.key, sequence_parallel=sequence_parallel))
 
 
 def split_whole_inputs(linear: nn.Linear, world: World) -> None:
-    """Split as `split_rows`, with inputs that every rank has whole, as where a norm of all heads came before."""
+    """Split as `split_rows`, with inputs that every rank has whole, for example after a norm over all heads."""
     split_rows(linear, world, sequence_parallel=False)
     wrap_forward(linear, enter=partial(tp_split, world_key=world.key, dim=-1))
 
 
 def slice_inputs(linear: nn.Linear, world: World) -> None:
-    """Let each rank take its slice of the inputs; its outputs, without the bias, are its part of a sum."""
+    """Let a linear take this rank's slice of the inputs; its outputs, without the bias, are a part of a sum over tp."""
     slice_parameter(linear, "weight", 1, world)
     without_bias: dict[str, View] = {} if linear.bias is None else {"bias": return_none}
     wrap_forward(linear, views={"weight": local_tensor, **without_bias})
 
 
 def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
-    """Make what sums all ranks' outputs, and adds the linear's bias to the sum once."""
+    """Make the function that sums the outputs of all ranks, and then adds the linear's bias.
+
+    With `sequence_parallel` each rank adds the bias to its rows only, so that its gradient is summed over tp.
+    """
     total: Transform = (
         partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
     )
@@ -215,6 +219,7 @@ def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> 
     bias_of: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
 
     def add_bias(out: Tensor) -> Tensor:
+        """Sum the outputs over tp, and add the bias once."""
         bias = linear.bias
         assert bias is not None
         return total(out) + bias_of(bias)
@@ -223,31 +228,31 @@ def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> 
 
 
 def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
-    """Sum the gradients of a module's own parameters, or of one, over the ranks.
+    """Sum over tp the gradients of the parameters that a module owns, or of the one named `parameter`.
 
-    Each rank applies these whole to some of the rows, heads or features.
+    They are whole on each rank, which applies them to some of the rows, heads or features.
     """
     names = [name for name, _ in module.named_parameters(recurse=False)] if parameter is None else [parameter]
     wrap_forward(module, views=dict.fromkeys(names, partial(tp_copy_parameter, world_key=key)))
 
 
 def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel: bool) -> None:
-    """Let each rank look up its slice of the vocabulary, zeros for other ids; the sum is the embedding.
+    """Let each rank look up ids in its slice of the vocabulary, zeros for others; the sum over tp is the embedding.
 
-    Under sequence parallelism it is summed in parts of the rows.
+    With `sequence_parallel` a rank gets only its part of the rows of the sum.
     """
     module: Any = embedding
     inner, key = embedding.forward, world.key
     index, degree = tp_place(key)
     width = embedding.num_embeddings // degree
     first, padding = index * width, embedding.padding_idx
-    own_padding = padding - first if padding is not None and first <= padding < first + width else None
+    local_padding = padding - first if padding is not None and first <= padding < first + width else None
 
     @wraps(inner)
     def forward(ids: Tensor) -> Tensor:
         """Embed the ids of this rank's slice of the vocabulary, and sum over tp: other ids give zeros here."""
         elsewhere = (ids < first) | (ids >= first + width)  # (1, T)
-        with ReplacedAttributes(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": own_padding}):
+        with ReplacedAttributes(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": local_padding}):
             vectors = inner((ids - first).masked_fill(elsewhere, 0))
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
         return tp_sum_split(vectors, key, ROWS) if sequence_parallel else tp_sum(vectors, key)
@@ -256,11 +261,11 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
 
 
 def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> None:
-    """Let each rank run the experts on its part of the rows; everybody gets all rows back.
+    """Let each rank run the experts on its part of the T tokens; every rank gets all rows back.
 
     Tensors given to the experts, (T, …) each and the same on every rank, are padded to a multiple of tp with rows of
-    zeros: expert 0 with weight 0. With `sum_gradients` the experts' gradients, which are partial, are summed here;
-    otherwise whoever shards the parameters must sum over the tensor-parallel ranks.
+    zeros, which means expert 0 with weight 0. With `sum_gradients` the experts' gradients, which are partial, are
+    summed here; otherwise the code that shards the parameters must sum over the tensor-parallel ranks.
     """
     if sum_gradients:
         for module in experts.modules():
@@ -269,6 +274,7 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Tensor:
+        """Run the experts on this rank's rows, and gather the rows of all ranks."""
         rows = (args[0] if args else kwargs["hidden_states"]).shape[0]
         take_part = partial(_take_row_part, rows=rows, key=key)
         out = inner(*map(take_part, args), **{name: take_part(value) for name, value in kwargs.items()})
@@ -279,25 +285,30 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
 
 
 def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
-    """Return this rank's rows of a (T, …) tensor; other values are passed on."""
+    """Return this rank's part of the T rows of a (T, …) tensor, padded with zeros; other values are passed on."""
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
         return value
     index, degree = tp_place(key)
     missing = -rows % degree
     if missing:
         value = torch.cat([value, value.new_zeros((missing, *value.shape[1:]))])
+    # tp_split is for tensors with a gradient; integers, such as chosen experts, have none
     return tp_split(value, key, 0) if value.is_floating_point() else value.chunk(degree)[index]
 
 
 def split_packed_columns(linear: nn.Linear, world: World) -> None:
-    """Let each rank make its slices of two things of equal width from the whole input."""
+    """Let each rank make its slice of both halves of the outputs, such as a gate and what it weighs."""
     rows = equal_parts(linear.out_features, 2)
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
     wrap_forward(linear, views={name: make_row_view(linear, name, rows, world) for name in names})
 
 
 def make_row_view(owner: nn.Module, name: str, rows: EvenRows | FusedRows, world: World) -> View:
-    """Make the function by which a parameter or buffer, which may be sharded from here on, becomes this rank's rows."""
+    """Make the view that turns a parameter or buffer into this rank's rows, and shard a parameter where that works.
+
+    One even slice needs no message. A parameter of other rows is sharded evenly and gathered at each use; if tp does
+    not divide its rows it stays whole on every rank, as a buffer does.
+    """
     tensor, tp, key = getattr(owner, name), world.home.tp, world.key
     dim = tuple(tensor.shape).index(rows.size)
     if isinstance(rows, EvenRows) and isinstance(tensor, nn.Parameter):
@@ -314,5 +325,6 @@ def make_row_view(owner: nn.Module, name: str, rows: EvenRows | FusedRows, world
 
 
 def _take_pieces(x: Tensor, dim: int, sizes: list[int], order: list[int]) -> Tensor:
+    """Cut a tensor along `dim` into pieces of these sizes, and join the pieces with the indices `order`."""
     pieces = x.split(sizes, dim)
     return torch.cat([pieces[i] for i in order], dim)

@@ -4,8 +4,9 @@ All ranks of a slot hold the same rows and compute the same loss, which counts o
 heads. Experts are not split: their rows are, see `split_expert_rows`. Logits are whole on every rank: the head
 gathers them, from as many rows of hidden states as it is given, so that a caller who wants little memory gives few.
 
-With sequence parallelism, norms and residuals hold rows / tp of the slot's rows: gathered before attention and MLP,
-summed in parts after them; positions, attention, the last hidden states and logits are of all the slot's rows.
+With sequence parallelism, norms and residuals hold 1 / tp of the slot's rows (hidden states of tokens): gathered
+before attention and MLP, summed after them so that each rank gets its part; positions, attention, the last hidden
+states and logits are of all the slot's rows. A slot is the tp ranks that hold the same tokens.
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ from longspan.model.weights.local_tensors import local_tensor
 
 
 def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """List, for each parameter that several modules have, these modules, and its name there."""
+    """List, for each parameter that several modules share, (module, name of the parameter there) of each."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -68,14 +69,14 @@ def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def share_parameters_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
-    """Give modules that shared a parameter the first one's again, after each has made the same slice of it."""
+    """Give modules that shared a parameter the first one's slice, after each module has made a slice for itself."""
     for (first_module, name), *other_places in places:
         for module, other_name in other_places:
             module.register_parameter(other_name, getattr(first_module, name))
 
 
 def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:
-    """Raise ModelError, before anything is changed, for a model that the home's tp does not fit."""
+    """Raise ModelError, before anything is changed, for a model that cannot be split over the world's tp."""
     tp = world.home.tp
     if tp > 1:
         _check_plan(model, tp, sequence_parallel=sequence_parallel)
@@ -86,7 +87,10 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 
 
 def _check_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
-    """List what is split. Raises ModelError for styles and sizes that tp, or sequence parallelism, does not fit."""
+    """List the modules and parameters to split.
+
+    Raises ModelError for styles, sizes, adapters and layers that tp, or sequence parallelism, does not fit.
+    """
     placed = list_styles(model)
     refuse_adapter(model, placed)
     check_tp_sizes(model, placed, tp)
@@ -117,7 +121,7 @@ def split_over_ranks(
     mixtures = _mixture_prefixes(model)
     head = model.get_output_embeddings()
     for name, module, style, parameter in placed:
-        in_parts = sequence_parallel and not name.startswith(mixtures)
+        in_parts = sequence_parallel and not name.startswith(mixtures)  # a block of experts gets and returns all rows
         if is_adapted(module) and style in ADAPTED and module is not head:
             split_adapted_linear(module, style, world, sequence_parallel=in_parts)
         elif style == tp_style.MIXER:
@@ -147,7 +151,7 @@ _SPLITS = {
 
 
 def _split_linear(linear: nn.Linear, style: str, world: World, *, sequence_parallel: bool) -> None:
-    """Split a linear by its style; one of a style for other modules, an embedding's, stays as it is."""
+    """Split a linear by its style; with a style for other modules, such as an embedding's, it stays as it is."""
     if style == tp_style.ROWWISE:
         split_rows(linear, world, sequence_parallel=sequence_parallel)
     elif style in _SPLITS:
@@ -163,7 +167,10 @@ def _mixture_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _wrap_blocks(model: nn.Module, placed: list[StyledModule], world: World, *, whole: tuple[str, ...]) -> None:
-    """Have split blocks sum the gradients of their inputs; those whose names begin otherwise get parts of the rows."""
+    """Have split blocks sum over tp the gradients of their inputs, which are partial.
+
+    Blocks whose names begin with one of `whole` ("": all) are given all rows; others get this rank's part, and gather.
+    """
     copied: Transform = partial(tp_copy, world_key=world.key)
     gathered: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
     for name in sorted(split_blocks(placed)):
@@ -201,7 +208,7 @@ def _split_head_and_embedding(
 
 
 def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Linear | None, nn.Embedding | None]:
-    """Return (head, input embedding), each None where it is not here."""
+    """Return (head, input embedding), each None if it is not on this pipeline stage or is another kind of module."""
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
     return (head if isinstance(head, nn.Linear) else None, embedding if isinstance(embedding, nn.Embedding) else None)

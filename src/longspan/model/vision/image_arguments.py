@@ -22,7 +22,7 @@ IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document 
 
 
 def image_parameters(model: Any) -> Mapping[str, Parameter]:
-    """Return the arguments of a model's, or class's, `get_image_features`. Raises ModelError if it has none."""
+    """Return the parameters of `get_image_features` of a model or class, by name. Raises ModelError without it."""
     features = getattr(model, "get_image_features", None)
     if features is None:
         kind = model if isinstance(model, type) else type(model)
@@ -60,10 +60,10 @@ _HINTS = {SIZES: "size=(height, width)", GRIDS: "grid=(t, h, w)"}
 def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> dict[str, Any]:
     """Make the arguments of a model's `get_image_features`, and of its forward pass, for images, in the type of `like`.
 
-    Inputs of all images are joined along the first dim. Images of several sizes are filled up with zeros to the
-    largest, if sizes or a mask tell the model what is padding. A model that takes the mask of pixels by documents gets
-    one document. Raises DataError for images that do not fit each other, lack what the model asks for, or have what it
-    does not take.
+    Inputs of all images are joined along the first dim. Images of several sizes are padded with zeros to the largest,
+    if sizes or a mask tell the model what is padding. A model that takes images by documents (Idefics) gets all of them
+    as one document. Raises DataError for images that do not fit each other, lack an argument that the model asks for,
+    or have one that it does not take.
     """
     names = {name: [image.fields[name] for image in inputs if name in image.fields] for name in _field_names(inputs)}
     arguments: dict[str, Any] = {}
@@ -83,15 +83,20 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
 
 
 def encoding_order(inputs: Sequence[ImageInput]) -> list[int]:
-    """Order the images so that one call can have them: those that are the only one of their documents first."""
+    """Return the order of images in one call: images that are alone in their document first, others behind.
+
+    LLaVA-OneVision needs it: it is told the documents of a call by their counts of images (`_image_counts`).
+    """
     return sorted(range(len(inputs)), key=lambda i: IN_DOCUMENT in inputs[i].fields and not _is_only_image(inputs[i]))
 
 
 def _is_only_image(image: ImageInput) -> bool:
+    """Return whether an image is the only one of its document, and so is cut into tiles (LLaVA-OneVision)."""
     return int(image.fields[IN_DOCUMENT]) == 1
 
 
 def _field_names(inputs: Sequence[ImageInput]) -> list[str]:
+    """Return the names of further arguments that any image has, each once, in order."""
     return list(dict.fromkeys(name for image in inputs for name in image.fields))
 
 
@@ -101,11 +106,14 @@ def _cast_inputs(part: Tensor, like: Tensor) -> Tensor:
 
 
 def _join_images(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
-    """Join one argument of all images, end to end."""
+    """Join one argument of all images along the first dim; with `filled`, other dims are padded to one shape.
+
+    Raises DataError if the shapes differ.
+    """
     if name == IN_DOCUMENT:
         return _image_counts(parts)
     if filled:
-        parts = _pad_alike(parts)
+        parts = _pad_to_largest(parts)
     shapes = {tuple(x.shape[1:]) for x in parts}
     if len(shapes) > 1:
         argument = "pixels" if name == PIXELS else name
@@ -117,14 +125,21 @@ def _join_images(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
 
 
 def _image_counts(counts: Sequence[Tensor]) -> Tensor:
-    """Count the images of each document of a call: ones for images that were alone, then one number for all others."""
+    """Return the number of images of each document of a call, in `encoding_order`.
+
+    Each image that is alone is a document. All others form one document of at least two images: the model only asks
+    whether there is more than one, and would cut a single image into tiles.
+    """
     single_images = sum(int(count) == 1 for count in counts)
     other_documents = len(counts) - single_images
     return torch.tensor([1] * single_images + [max(2, other_documents)] * (other_documents > 0))
 
 
-def _pad_alike(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Pad tensors (n, …) to one shape after the first dim, with zeros behind, as processors pad images of a call."""
+def _pad_to_largest(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Pad tensors (n, …) to one shape after the first dim, with zeros behind, as processors pad images of a call.
+
+    Tensors with different numbers of dims are returned as they are.
+    """
     if len({x.ndim for x in parts}) > 1:
         return list(parts)
     largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]

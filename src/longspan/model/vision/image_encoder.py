@@ -1,11 +1,12 @@
 """The tower and projector of a vision-language model as an encoder: a list of images to their rows, end to end.
 
-The model's own `get_image_features` is called, once for all images of a call; parameters keep the model's names.
+The model's own `get_image_features` is called, once for all images of a call; parameters keep the model's names. A row
+is the vector that stands for one placeholder token of an image.
 
 Towers of images of any size (Qwen-VL) pack their patches, and mark segments (images, frames or windows) by cu_seqlens.
-Under a name that has "flash" in it transformers gives such a tower's attention function all rows in one call, under any
-other it splits them image by image, reading their lengths from the device in every layer. The call is an `attend` over
-one slot, so that its kernel is one of the support table's.
+If the attention function's name contains "flash", transformers gives it all patches in one call; otherwise it splits
+them image by image, and reads their lengths from the device in every layer. Our function has such a name and calls
+`attend` over one slot, so that its kernel is one of the support table's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,19 +30,20 @@ from longspan.plan import Group, MicroBatch
 
 
 class ImageEncoder(nn.Module):
-    """What an `Encoder(module=…)` of images calls: rows (n, D · (1 + deep layers)), parts of a row side by side.
+    """The module of an `Encoder` of images: returns rows (n, D · (1 + deep layers)), the parts of a row side by side.
 
-    `base` is the model below the head without its text model, kept under the `name` that it has in the whole model; ""
-    is the whole model, whose parts are then those of the encoder itself (Llama 4).
+    `base` is the model below the head without its text model, a child under the `name` that it has in the whole model.
+    If `base` is the whole model (name "", Llama 4), its children are children of the encoder itself.
     """
 
     def __init__(self, base: nn.Module, name: str) -> None:
+        """Take `base` as a child, or its children if it has no name; the configuration counts the deeper layers."""
         super().__init__()
         self.base_name = name
         if name:
             self.add_module(name, base)
         else:
-            self.__dict__["_whole"] = base  # no module of this one, but its children are
+            self.__dict__["_whole"] = base  # not registered: its parameters would have two names
             for part, child in base.named_children():
                 self.add_module(part, child)
         vision = getattr(base.config, "vision_config", None)
@@ -64,7 +66,10 @@ class ImageEncoder(nn.Module):
 
 
 def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
-    """Encode images by a model's get_image_features: rows (n, D) end to end, and those for deeper layers."""
+    """Encode images by a model's get_image_features: rows (n, D) end to end, and the same for each deeper layer.
+
+    An image of a single row is given twice, and its second half dropped, as `_has_one_row` explains.
+    """
     is_doubled = len(inputs) == 1 and _has_one_row(base, inputs[0])
     inputs = [*inputs, *inputs] if is_doubled else inputs
     order = encoding_order(inputs)
@@ -79,10 +84,10 @@ def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
 
 
 def _has_one_row(base: Any, image: ImageInput) -> bool:
-    """Return whether an image is one row of a model with Pixtral's tower.
+    """Return whether an image has only one row, in a model with Pixtral's tower.
 
-    It drops the dim of rows where there is but one in a call, and then fails (Mistral 3 and others in transformers 5.17
-    to 5.23).
+    Such models (Mistral 3 and others in transformers 5.17 to 5.23) drop the dim of rows if a call has only one, and
+    then fail.
     """
     vision: Any = getattr(base.config, "vision_config", None)
     if image.size is None or getattr(vision, "model_type", "") != "pixtral":
@@ -92,7 +97,7 @@ def _has_one_row(base: Any, image: ImageInput) -> bool:
 
 
 def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
-    """Join the rows (n, D) of all images, of one tensor or one for each image, which were encoded in this order."""
+    """Join the rows of images that were encoded in `order` (one tensor, or one each) to (n, D), in input order."""
     if not isinstance(parts, Tensor):
         parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
     return parts.flatten(0, -2)
@@ -100,7 +105,7 @@ def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class VisionParts:
-    """The two modules of a vision-language model, and what its ids and positions contain of images.
+    """The two modules of a vision-language model, and the facts of images in its token ids and positions.
 
     `deep_layers` decoder layers get a part of every image row added to what they return (DeepStack).
     """
@@ -111,43 +116,40 @@ class VisionParts:
 
     @property
     def deep_layers(self) -> int:
-        """How many parts a row has besides the one at the embedding."""
+        """How many parts a row has besides the part for the embedding."""
         return self.encoder.deep_layers
 
 
 def split_model(model: PreTrainedModel) -> VisionParts:
-    """Split a vision-language model into its parts.
-
-    Afterwards the model itself is the language model, without towers.
-    """
+    """Split a vision-language model into encoder and language model, which is the model itself, now without towers."""
     base, text, towers = base_model(model), text_model(model), other_towers(model)
-    name_of_base = base_name(model)  # which without its towers may have another
+    name_of_base = base_name(model)  # read now: it may differ once the towers are gone
     shell = shallow_module(base)
     for name, child in list(base.named_children()):
         if child in towers:
             del base._modules[name]
         elif any(module is text for module in child.modules()):
             del shell._modules[name]
-    base._parameters.clear()  # they are of images too: what ends a line of patches, for one
+    base._parameters.clear()  # they belong to images too (a vector that ends a line of patches), and stay in the shell
     return VisionParts(ImageEncoder(shell, name_of_base), model, image_tokens(model.config))
 
 
 IMPLEMENTATION = "longspan_packed_flash"
-_NO_WORLD = -1  # a group of one slot talks to nobody
+_NO_WORLD = -1  # no world's key: a group of one slot does not communicate
 _shards = WeakIdKeyDictionary()  # by the tensor of cu_seqlens, which all layers of a call share
 
 
 def pack_attention(encoder: nn.Module) -> None:
-    """Have a tower that packs its images attend to all of them in one call; other towers stay as they are.
+    """Have a tower that packs its images attend to all of them in one call.
 
-    So does one whose attention function was chosen, other than transformers' default on torch.
+    Other towers stay as they are, and towers whose attention function the user chose (not transformers' default).
     """
     for module in _packing_modules(encoder):
         module.config._attn_implementation = IMPLEMENTATION
 
 
 def _packing_modules(encoder: nn.Module) -> Iterator[Any]:
-    """Yield the modules whose attention takes segments, and whose configuration names the function that computes it."""
+    """Yield the modules that take cu_seqlens, with transformers' default attention function in their configuration."""
     for module in encoder.modules():
         config = getattr(module, "config", None)
         usual = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)
@@ -168,7 +170,10 @@ def _packed_attention(
     is_causal: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from rows (1, N, T, H) -> (1, T, N, H), every segment by itself; transformers calls it for each layer."""
+    """Attend (1, N, T, H) -> (1, T, N, H), every segment by itself: transformers' attention function of each layer.
+
+    Raises ModelError for anything but full attention within segments.
+    """
     if cu_seq_lens_q is None or attention_mask is not None or dropout or is_causal or len(query) != 1:
         raise ModelError(
             f"{type(module).__name__} asked {IMPLEMENTATION} for other attention than among the rows of each segment: "
@@ -180,7 +185,10 @@ def _packed_attention(
 
 
 def _bind_segments(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
-    """Bind the segments as documents of one slot. Their lengths are read from the device once a call of the tower."""
+    """Return the shard of one slot whose documents are the segments, made once for all layers of a call of the tower.
+
+    The lengths are read from the device then; segments of length 0 are left out.
+    """
     if cu_seqlens not in _shards:
         lengths = tuple(length for length in cu_seqlens.diff().tolist() if length)
         group = Group((0,), tuple(range(len(lengths))), lengths, partition="contiguous")

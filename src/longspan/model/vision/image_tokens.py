@@ -33,9 +33,10 @@ def model_class(config: PreTrainedConfig | None) -> Any:
 def rope_index(
     model: Any, config: PreTrainedConfig | None, ids: Integers, kinds: Integers, **media: Tensor
 ) -> Integers:
-    """Compute positions (3, T) of a document, ids and kinds (T,), whose images and videos have these grids and seconds.
+    """Compute positions (3, T) of a document by the model's own `get_rope_index`.
 
-    `model` is the class below the head. Errors of the model's own code are not caught.
+    `model` is the class below the head; `kinds` (T,) says which ids are of text, images and videos; `media` are its
+    arguments for images and videos, such as grids. Errors of the model's own code are not caught.
     """
     bare = model.__new__(model)  # the method reads the configuration and nothing else of the model
     object.__setattr__(bare, "config", config)
@@ -47,11 +48,11 @@ def rope_index(
 def mark_placeholders(ids: Integers, placeholder: int, rows: Sequence[int], media: str) -> Integers:
     """Mark tokens (T,) that are this placeholder by 1, others by 0.
 
-    Positions are counted by runs of placeholders. Raises DataError where these are not runs of so many `rows`, which
-    `media` ("2 images") make.
+    Positions are counted by runs of placeholders, one for each image (or part of a video). Raises DataError if the runs
+    do not have the lengths `rows`; `media` ("2 images") is for the message.
     """
     kinds = (ids == placeholder).astype(np.int64)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], kinds, [0]])))
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], kinds, [0]])))  # start, end, start, end … of runs
     runs = (edges[1::2] - edges[::2]).tolist()
     if runs != list(rows):
         raise DataError(
@@ -87,9 +88,10 @@ class ImageInput:
 class ImageTokens:
     """Images in the ids and positions of a vision-language model; only integers, from its configuration.
 
-    `placeholder` is the id at whose places rows of images stand (image_token_id); `merge` the merged patches a side: a
-    grid (t, h, w) of patches makes t · h · w / merge² rows. Models without grids make `fixed_rows` for every image.
-    With `unknown` the configuration does not determine how many: the processor's placeholders count them.
+    `placeholder` is the token id that rows of images replace (image_token_id). `merge`² patches, `merge` a side, become
+    one row: a grid (t, h, w) of patches makes t · h · w / merge² rows. Models without grids make `fixed_rows` for every
+    image. `unknown` is the reason why the configuration does not determine the rows: then the processor's placeholders
+    count them.
     """
 
     placeholder: int
@@ -125,8 +127,8 @@ class ImageTokens:
     def positions(self, ids: npt.NDArray[Any], grids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
         """Compute the positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
 
-        They are plain in models without positions in three parts (M-RoPE), and in documents without images. Raises
-        DataError for placeholders that are not those of the grids, and for images that no token stands between.
+        They are plain (0, 1, 2 …) in models without positions of three axes (M-RoPE), and in documents without images.
+        Raises DataError if runs of placeholders do not fit the grids, or two images have no text between them.
         """
         model = model_class(self.config)
         if model is None or not hasattr(model, "get_rope_index") or not len(grids):
@@ -136,9 +138,9 @@ class ImageTokens:
         return rope_index(model, self.config, ids, kinds, image_grid_thw=torch.from_numpy(grids))
 
     def kinds(self, ids: npt.NDArray[np.int64], grids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return what each token (T,) is: text 0, image 1.
+        """Return the kind of each token (T,): text 0, image 1.
 
-        Raises DataError for runs that are not those of the images.
+        Raises DataError if the runs of placeholders do not fit the images' grids.
         """
         rows = [self.rows(tuple(grid)) for grid in grids.tolist()]
         return IMAGE * mark_placeholders(ids, self.placeholder, rows, plural(len(rows), "image"))
@@ -176,14 +178,17 @@ def _takes_argument(config: PreTrainedConfig, name: str, *, required: bool = Fal
 
 
 def _merge_size(config: PreTrainedConfig, vision: PreTrainedConfig) -> int | None:
-    """Return how many patches a side make one row."""
+    """Return how many patches a side make one row, under any of its names; None if the configuration has none."""
     values = [getattr(some_config, name, None) for some_config in (vision, config) for name in _MERGES]
     merge = next((value for value in values if value is not None), None)
     return merge[0] if isinstance(merge, list | tuple) else merge
 
 
 def _fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
-    """Return the rows of an image of the configuration's size, which the model's own code makes without memory."""
+    """Return the rows of an image of the configuration's size, by running the model's own code on the meta device.
+
+    Raises ModelError where the configuration has no size, or the model's code fails.
+    """
     size: Any = getattr(vision, "image_size", None)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     name = type(config).__name__

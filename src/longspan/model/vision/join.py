@@ -27,15 +27,15 @@ from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
 _LAYERS = ("depth", "num_hidden_layers")
-_WIDTHS = ("embed_dim", "hidden_size")  # Qwen2-VL's hidden_size is the language model's width
+_WIDTHS = ("embed_dim", "hidden_size")  # embed_dim first: Qwen2-VL's hidden_size is the language model's width
 
 
 def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, gpu: bool = False) -> Cost:
     """Price an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
 
-    `encoder` is the whole tower and projector, before it is sharded; of what is frozen only forward is priced, and for
-    the backward pass so many forward passes `again`. A tower that its configuration does not price is priced by its
-    parameters, as if all of it were trained.
+    `encoder` is the whole tower and projector, before it is sharded. Of frozen parts only the forward pass is priced.
+    `again` is how many more forward passes recomputation makes for a backward pass. A tower whose configuration does
+    not give a price is priced by its parameters, as if all of it were trained.
     """
     try:
         return EncoderShape.of(config).cost(trained=find_trained_part(encoder), again=again, gpu=gpu)
@@ -44,7 +44,7 @@ def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, 
 
 
 def find_trained_part(encoder: nn.Module) -> Trained:
-    """Find what of a tower and projector is trained, before or after it is sharded."""
+    """Return which part of a tower and projector is trained ("all" if any block is), before or after sharding."""
     if any(p.requires_grad for block in encoder_blocks(encoder).values() for p in block.parameters()):
         return "all"
     return "projector" if any(p.requires_grad for p in encoder.parameters()) else "none"
@@ -68,6 +68,7 @@ def _parameter_cost(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
 
 
 def _first_value(config: Any, names: tuple[str, ...]) -> int:
+    """Return the first integer that a configuration has under one of these names; 0 without one."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)
 
@@ -95,14 +96,14 @@ class EncoderHome:
 
     @property
     def layout(self) -> Layout:
-        """The home itself."""
+        """The encoder's Layout, also where its World is given."""
         return self.home if isinstance(self.home, Layout) else self.home.home
 
     @classmethod
     def of(cls, encoder: "Layout | World | EncoderHome", **same: Any) -> "EncoderHome":
-        """Return the home that `prepare(encoder=…)` was given; a bare one gets the language model's options, `same`.
+        """Return the argument of `prepare(encoder=…)` as an EncoderHome.
 
-        Raises ModelError for something else.
+        A Layout or World gets the options `same` of the language model. Raises ModelError for another type.
         """
         if isinstance(encoder, EncoderHome):
             return encoder
@@ -121,9 +122,9 @@ def join_parts(
     settings: EncoderHome,
     weights: DeferredWeights | None,
 ) -> MultimodalModel:
-    """Join a prepared language model and the images' encoder, brought under its home, as one model.
+    """Prepare the images' encoder under its own layout, and join it with a prepared language model.
 
-    `weights` are what fills parameters of the meta device. All ranks call it together.
+    `weights` fill an encoder on the meta device; None: it has values. All ranks call it together.
     """
     encoder_world = world.open_inner(settings.home) if isinstance(settings.home, Layout) else settings.home
     if weights is not None:
@@ -154,12 +155,12 @@ def join_parts(
 
 
 def map_stock_names(names: Iterable[str]) -> dict[str, str]:
-    """Map the names that a MultimodalModel's parameters have in the model's own class to its own.
+    """Map the names of parameters in the model's own class to their names in a MultimodalModel.
 
     >>> map_stock_names(["encoders.image.model.visual.pos_embed.weight"])
     {'model.visual.pos_embed.weight': 'encoders.image.model.visual.pos_embed.weight'}
 
-    Names of other models are as they are.
+    Names of other models map to themselves.
     """
     names = list(names)
     if not are_multimodal(names):

@@ -1,7 +1,7 @@
 """Videos in the token ids and positions of a vision-language model: only integers, from its configuration.
 
-A video is as many items as it has groups of frames (temporal patches), each with a grid (1, h, w). Towers of models
-with such videos attend only inside a group, so that the groups of one video may be encoded by several ranks.
+Each group of frames of a video (a temporal patch) is an item, with a grid (1, h, w) of patches. Towers of models with
+such videos attend only inside a group, so that the groups of one video may be encoded by several ranks.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ _PIXELS, _GRIDS, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per
 
 
 class Video(NamedTuple):
-    """A video by its `grid` (t, h, w) of patches: t groups of frames, `seconds` from one to the next.
+    """A video by its `grid` (t, h, w) of patches: t groups of frames, `seconds` from one group to the next.
 
-    Only Qwen2.5-VL makes positions of `seconds`; Qwen3-VL has the times of groups as text between them.
+    Only Qwen2.5-VL computes positions from `seconds`; Qwen3-VL writes the times of groups as text between them.
     """
 
     grid: Grid
@@ -45,8 +45,8 @@ class Video(NamedTuple):
 class VideoTokens:
     """Videos in the ids and positions of a vision-language model; only integers, from its configuration.
 
-    `placeholder` is the id at whose places rows of videos stand (video_token_id). Groups of frames stand `apart` where
-    the model wants text between those of a video; else the rows of a video are one run.
+    `placeholder` is the token id that rows of videos replace (video_token_id). If `apart`, the model expects text
+    between the groups of frames of a video; otherwise the rows of a video are one run.
     """
 
     images: ImageTokens
@@ -87,7 +87,10 @@ class VideoTokens:
         return [self.images.rows((1, height, width))] * groups
 
     def inputs(self, pixels: Tensor, grid: Grid) -> list[ImageInput]:
-        """Cut pixel_values_videos (t · h · w, C · frames · p²) into what an encoder takes for each group of frames."""
+        """Cut pixel_values_videos (t · h · w, C · frames · p²) into one encoder input for each group of frames.
+
+        Raises DataError if the number of patches is not that of the grid.
+        """
         groups, height, width = grid
         if len(pixels) != groups * height * width:
             raise DataError(
@@ -101,7 +104,7 @@ class VideoTokens:
     ) -> npt.NDArray[np.int64] | None:
         """Compute the positions (3, T) of a document, ids (T,), with grids (images, 3) of its images, and its videos.
 
-        None if they are plain. Raises DataError for placeholders that are not those of images and videos.
+        None if they are plain (0, 1, 2 …). Raises DataError if the placeholders do not fit the images and videos.
         """
         if not videos:
             return self.images.positions(ids, grids)
@@ -121,16 +124,20 @@ class VideoTokens:
 
 @cache
 def _argument_names(model: Any, method: str) -> frozenset[str]:
+    """Return the names of a method's parameters; none if the class lacks the method."""
     function = getattr(model, method, None)
     return frozenset() if function is None else frozenset(signature(function).parameters)
 
 
 def _are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
-    """Return whether a video of two groups, of two rows each, has no positions as one run of placeholders."""
+    """Return whether the model wants text between the groups of a video.
+
+    It is tried with two groups of two rows each as one run: a model that wants text makes positions for too few tokens.
+    """
     ids, side = np.array([placeholder] * 4), images.merge
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
     try:
         rope_index(model, images.config, ids, np.array([VIDEO] * 4), **grids)
-    except RuntimeError:  # only those of the first group, for four tokens
+    except RuntimeError:  # positions of the first group only, which do not fill four tokens
         return True
     return False

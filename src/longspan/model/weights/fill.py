@@ -32,7 +32,7 @@ from longspan.model.weights.local_tensors import LocalPart, local_tensor
 def empty_model(
     config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """Make a model of this configuration with parameters of the meta device, and buffers with values, on the CPU.
+    """Make a model of this configuration with parameters on the meta device, and buffers with values on the CPU.
 
     Its class is `architecture`, or else the causal language model that the configuration stands for.
     """
@@ -49,9 +49,10 @@ def empty_model(
 
 
 def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
-    """Return the class from images and text to text of a configuration; None for its causal language model.
+    """Return the class of a configuration's image-text-to-text model; None: use its causal language model.
 
-    Without `images` it is None for every configuration that has a causal language model.
+    Without `images` it is None for every configuration that has a causal language model. Raises ModelError with
+    `images` for a configuration without such a class.
     """
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if not images and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -67,10 +68,7 @@ def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
 
 
 def find_images_class(config: PreTrainedConfig) -> Any:
-    """Return the class from images and text to text that a configuration names among its architectures.
-
-    It is None for others.
-    """
+    """Return the image-text-to-text class of a configuration if it is named in `architectures`; else None."""
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     class_of_config = mapping.get(type(config), None)
     return (
@@ -81,7 +79,7 @@ def find_images_class(config: PreTrainedConfig) -> Any:
 
 
 def _exception_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the parameters that an architecture keeps in another type, such as norms in float32, by name."""
+    """Return the dtypes of parameters that an architecture keeps in another than `dtype`, such as norms, by name."""
     if not (plan := model._get_dtype_plan(dtype)):
         return {}
     pattern, globs, _ = build_glob_alternation(list(plan))
@@ -90,7 +88,7 @@ def _exception_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, t
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that a model's `state_dict` holds, and so a folder of it, by name."""
+    """Yield (name, buffer) of the buffers that a model's `state_dict`, and so its saved folder, holds."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -99,10 +97,14 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _register_on_meta() -> Iterator[None]:
-    """Register parameters inside without memory, in modules of any class; ties between parameters stay."""
+    """Have modules made inside register their parameters on the meta device; ties between parameters stay.
+
+    torch.device("meta") is not used: buffers would be there too, without values.
+    """
     register = nn.Module.register_parameter
 
     def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter of the same shape on the meta device; one that is there stays, so that ties stay."""
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
@@ -120,21 +122,22 @@ def is_empty(model: nn.Module) -> bool:
 
 
 def allocate_model(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter of the meta device memory on `device`, with any values; buffers move there.
+    """Give every parameter on the meta device memory on `device`, with undefined values; buffers move there.
 
-    Parameters stay the same objects, so that ties and what FSDP2 has recorded of them hold.
+    Parameters stay the same objects, so that ties, and what FSDP2 has recorded of them, stay valid.
     """
     for parameter in model.parameters():
         if parameter.is_meta:
             memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            _keep_attributes(memory, parameter)
+            _copy_attributes(memory, parameter)
             swap_tensors(parameter, memory)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
-def _keep_attributes(new: Any, old: Any) -> None:
+def _copy_attributes(new: Any, old: Any) -> None:
+    """Copy the attributes that others, FSDP2 for one, have set on a parameter."""
     for name, value in vars(old).items():
         setattr(new, name, value)
 
@@ -148,27 +151,28 @@ class WeightSource(Protocol):
     """Where weights come from: parts of a model's parameters, one after another."""
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Return the part of each of these parameters and persistent buffers that it has, by name.
+        """Yield (name, values) for each part of a parameter or persistent buffer that the source has.
 
-        It may use the device.
+        The source may compute on the device.
         """
         ...
 
 
 class _LeftToCheckpoint:
-    """In place of weights that a checkpoint overwrites: not a number, which no step takes for a weight."""
+    """A source of NaN for weights that a checkpoint overwrites: one that it misses does not pass for a weight."""
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield one number for each parameter: NaN, or 0 for integers."""
+        """Yield one number for each parameter, which fills all of it: NaN, or 0 for integers."""
         for name, part in parts.items():
             value = math.nan if part.dtype.is_floating_point else 0
             yield name, torch.full((), value, dtype=part.dtype, device=device)
 
 
 class DeferredWeights:
-    """What fills a model once it is prepared, and which of its parameter's names mean one parameter."""
+    """What fills a model once it is prepared, and which names of the model mean one tied parameter."""
 
     def __init__(self, model: nn.Module, source: WeightSource) -> None:
+        """Note the first name of each parameter; `source` knows tied parameters by that name."""
         self.source = source
         names = defaultdict[int, list[str]](list)
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -176,13 +180,13 @@ class DeferredWeights:
         self._first_name = {name: names_of_one[0] for names_of_one in names.values() for name in names_of_one}
 
     def of(self, part: nn.Module) -> "DeferredWeights":
-        """Return the same source for a part of the model, whose parameters have their names in the whole."""
+        """Return the same source for a part of the model, in which parameters have the same names as in the whole."""
         return DeferredWeights(part, self.source)
 
     def fill_weights(self, models: Sequence[nn.Module], world: World) -> None:
-        """Allocate the parameters of a model, or of its stages that are here, on the world's device, and fill them.
+        """Allocate the parameters of a model, or of this rank's stages, on the world's device, and fill them.
 
-        All ranks call it together; each reads for itself. Raises ModelError on every rank where one cannot be filled.
+        All ranks call it together; each reads for itself. Raises ModelError on every rank if one rank fails.
         """
         result_or_first_error(world, lambda: self._fill_models(models, world.device), _to_model_error)
 
@@ -196,6 +200,7 @@ class DeferredWeights:
                 name = plain_name(adapted_name)
                 tensors[self._first_name.get(name, name)].append(tensor)
         parts = {name: LocalPart.of(copies[0]) for name, copies in tensors.items()}
+        # a rank may hold an empty block of a parameter, which no source need have
         missing = {name for name, part in parts.items() if all(side.stop > side.start for side in part.block)}
         for name, part in self.source.read(parts, device):
             for copy in tensors[name]:
@@ -210,6 +215,7 @@ class DeferredWeights:
 
 
 def _to_model_error(error: Exception) -> ModelError:
+    """Return an error as a ModelError, which names the class of another one."""
     return error if isinstance(error, ModelError) else ModelError(f"{type(error).__name__}: {error}")
 
 
@@ -219,16 +225,16 @@ def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:
 
 
 def defer_to_checkpoint(model: nn.Module) -> None:
-    """Have `prepare` read or draw nothing: every weight is not a number until a checkpoint is loaded."""
+    """Have `prepare` read or draw nothing: every weight is NaN until a checkpoint is loaded."""
     if (weights := vars(model).get("weights_to_come")) is not None:
         weights.source = _LeftToCheckpoint()
 
 
 def find_deferred_weights(model: nn.Module) -> DeferredWeights | None:
-    """Find what will fill the model; None if its parameters have values."""
+    """Return the record of what will fill the model; None if its parameters have values."""
     return vars(model).get("weights_to_come")
 
 
 def pop_deferred_weights(model: nn.Module) -> DeferredWeights | None:
-    """Take from the model what fills it once it is prepared; None if its parameters have values."""
+    """Take from the model the record of what fills it once it is prepared; None if its parameters have values."""
     return vars(model).pop("weights_to_come", None)

@@ -1,8 +1,8 @@
 """The weights of a Hugging Face folder, read a part at a time and converted to a model's own names and shapes.
 
-Which file tensors become which parameter, and how, is transformers' own (its weight conversions: renamed keys, fused
-experts), used here for one parameter at a time, so that no more than one is ever whole, and no more than one expert
-of those that are stacked.
+transformers says which file tensors become which parameter, and how (its weight conversions: renamed keys, fused
+experts). Its conversions run here for one parameter at a time, so that at most one is whole in memory; of stacked
+experts at most one expert.
 """
 
 from collections import defaultdict
@@ -34,14 +34,21 @@ _Slices = Mapping[str, Any]  # by file tensor: what safetensors reads a part of 
 
 
 class _Recipe:
-    """The file tensors that a parameter is made of, by the pattern that their names match, and what converts them."""
+    """The file tensors that a parameter is made of, by the pattern that their names match, and their converter.
+
+    Without a converter it is one tensor as it is.
+    """
 
     def __init__(self) -> None:
+        """Begin without tensors; `sources` maps a pattern to the names of its file tensors."""
         self.converter: Any = None
         self.sources: dict[str, list[str]] = defaultdict(list)
 
     def stacks_experts(self, count: int) -> bool:
-        """Return whether a parameter stacks one file tensor for each of `count` experts, to be made one by one."""
+        """Return whether the converter stacks `count` experts in dim 0, so that each can be converted by itself.
+
+        Every pattern then has one file tensor for each expert, and what follows the stacking leaves dim 0 alone.
+        """
         operations = self.converter.operations
         stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
         by_expert = all(_leaves_first_dim(operation) for operation in operations[1:])
@@ -50,16 +57,17 @@ class _Recipe:
 
 
 def _leaves_first_dim(operation: Any) -> bool:
+    """Return whether a conversion joins or transposes only dims behind the first, that of experts."""
     if isinstance(operation, Concatenate):
         return operation.dim > 0
     return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
 
 
 class FolderWeights:
-    """What the safetensors files of a folder hold, for a model of these names and shapes.
+    """A source of weights from the safetensors files of a folder, for a model of `model`'s names and shapes.
 
-    `rename` is from the files' names to those of a folder that `save_model` writes, `view` gives what a file's tensor
-    is read as.
+    `rename` maps the files' names to those of a folder that `save_model` writes; `view` wraps each tensor of a file,
+    given its name there, for example to exchange columns as it is read.
     """
 
     def __init__(
@@ -81,7 +89,7 @@ class FolderWeights:
         return f"the model in {self._folder}"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield the part of each of these parameters that the files have, by name, on the CPU, whatever the device.
+        """Yield (name, values) of each part that the files have, on the CPU, whatever the device.
 
         Raises ModelError for tensors of other shapes than the model's, and for files that cannot be read.
         """
@@ -93,7 +101,7 @@ class FolderWeights:
                 elif part := parts.get(name):
                     ((key,),) = recipe.sources.values()
                     self._check_shape(name, slices[key].get_shape())
-                    yield name, slices[key][part.block or ...].to(part.dtype)
+                    yield name, slices[key][part.block or ...].to(part.dtype)  # a scalar's block is empty
 
     def names(self) -> set[str]:
         """Return the model's parameters that the files have."""
@@ -101,7 +109,7 @@ class FolderWeights:
             return set(self._find_recipes(self._open_slices(stack)))
 
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
-        """Return the files' tensors, by the names that `rename` gives theirs."""
+        """Open the files until `stack` closes; returns their tensors, which are read when indexed, by renamed names."""
         slices = dict[str, Any]()
         for file in self._files:
             tensors = stack.enter_context(_open_file(file))
@@ -127,7 +135,10 @@ class FolderWeights:
     def _convert_part(
         self, name: str, recipe: _Recipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters that transformers' converter makes of a recipe's tensors, or this rank's experts."""
+        """Yield this rank's part of the parameters that a recipe's converter makes; experts one by one where it can.
+
+        A converter may make several parameters, and is then run even if the first is not wanted.
+        """
         converter, part = deepcopy(recipe.converter), parts.get(name)
         if part is None and len(converter.target_patterns) == 1:
             return
@@ -145,7 +156,10 @@ class FolderWeights:
                 yield parameter_name, tensor[made_part.block].to(made_part.dtype)
 
     def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
-        """Return this rank's part of experts, which are read and converted one at a time, in the dtype of the files."""
+        """Return this rank's part of stacked experts, which are read and converted one at a time.
+
+        Each is converted in the dtype of the files, and cast as it is stacked.
+        """
         converter, (experts, *block) = deepcopy(recipe.converter), part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
         for index in range(experts.start, experts.stop) if stacked.numel() else ():
@@ -176,4 +190,5 @@ def _open_file(file: Path) -> Any:
 
 
 def _make_reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+    """Make the function by which a converter reads a file's tensor when it needs it."""
     return lambda: tensor[...].to(dtype=dtype)

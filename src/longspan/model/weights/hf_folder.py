@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "additional_chat_templates",
 )
-FOLDER_OPTIONS = {"local_files_only": True, "trust_remote_code": False}  # of whatever transformers reads from a folder
+FOLDER_OPTIONS = {"local_files_only": True, "trust_remote_code": False}  # for every from_pretrained of a folder
 OWN_MODEL = (
     "use a folder in transformers' own format, or make the model in a program of your own and give it to "
     "longspan.prepare"
@@ -53,9 +53,9 @@ def read_configuration(path: Path) -> PreTrainedConfig:
     """
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise ModelError(f"there is no model folder {path}; {_folder_or_preset()}")
+        raise ModelError(f"there is no model folder {path}; {_folder_advice()}")
     if not file.is_file():
-        raise ModelError(f"{path} has no config.json; {adapter_folder_advice(path) or _folder_or_preset()}")
+        raise ModelError(f"{path} has no config.json; {adapter_folder_advice(path) or _folder_advice()}")
     try:
         config = AutoConfig.from_pretrained(file, **FOLDER_OPTIONS)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
@@ -65,7 +65,10 @@ def read_configuration(path: Path) -> PreTrainedConfig:
 
 
 def _forget_code(config: PreTrainedConfig) -> None:
-    """Take out what would have transformers run other code than its own: a folder's, or a kernel's of the hub."""
+    """Remove settings that would have transformers run code of the folder (auto_map) or of a kernel from the hub.
+
+    A kernel of the hub is named OWNER/NAME, with a slash.
+    """
     vars(config).pop("auto_map", None)
     for key in ("_attn_implementation", "_experts_implementation"):
         if "/" in str(getattr(config, key, None)):
@@ -88,13 +91,13 @@ def refusal_reason(error: Exception, instead: str) -> str:
 def weight_files(folder: Path) -> list[Path]:
     """List a folder's files of weights.
 
-    Raises ModelError if it has none, if files of its index are missing or outside the folder, and if an adapter lies in
-    the same folder, for which transformers would load another model.
+    Raises ModelError if it has none, if files of its index are missing or outside the folder, and if an adapter lies
+    beside the weights: transformers would then load the model that the adapter names instead.
     """
     if not folder.is_dir():
-        raise ModelError(f"there is no model folder {folder}; {_folder_or_preset()}")
+        raise ModelError(f"there is no model folder {folder}; {_folder_advice()}")
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; {adapter_folder_advice(folder) or _folder_or_preset()}")
+        raise ModelError(f"{folder} has no config.json; {adapter_folder_advice(folder) or _folder_advice()}")
     if (folder / _ADAPTER).is_file():
         raise ModelError(
             f"{folder} holds a model and an adapter of peft ({_ADAPTER}) beside it; put the adapter's files into a "
@@ -126,7 +129,10 @@ def _index_files(folder: Path, index: Path) -> list[Path]:
 
 
 def adapter_folder_advice(folder: Path) -> str:
-    """Advise what to use instead of a folder that holds an adapter of peft; "" for another folder."""
+    """Advise what to use instead of a folder that holds an adapter of peft; "" for another folder.
+
+    A run keeps its adapter in a folder of its own, so the parent is named if it is a run.
+    """
     if not (folder / _ADAPTER).is_file():
         return ""
     run = folder.resolve().parent
@@ -137,13 +143,14 @@ def adapter_folder_advice(folder: Path) -> str:
     )
 
 
-def _folder_or_preset() -> str:
+def _folder_advice() -> str:
+    """Advise, at the end of a message, to give a folder or a preset."""
     return f"give a folder in Hugging Face format, or use a preset: {', '.join(PRESETS)}"
 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Let transformers show no progress of files inside."""
+    """Switch transformers' progress bars off inside."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 @dataclass(frozen=True)
 class LocalPart:
-    """A block of a parameter (a slice with start and stop for each dim), and the parameter's dtype."""
+    """The block of a parameter that a rank holds (a slice with start and stop for each dim), and its dtype."""
 
     block: tuple[slice, ...]
     dtype: torch.dtype
@@ -25,7 +25,7 @@ class LocalPart:
         """Return which block of a parameter this rank holds.
 
         Tensor and expert parallelism cut a parameter first and FSDP2 cuts what they leave, both as `torch.chunk` does:
-        what a rank holds is one block, whether or not the ranks divide the dim. The mesh names the last cut first.
+        a rank holds one block, whether or not the ranks divide the dim. The mesh's first axis is the last cut.
         """
         if not isinstance(parameter, DTensor):
             return cls(tuple(slice(0, size) for size in parameter.shape), parameter.dtype)
@@ -46,7 +46,7 @@ def local_block(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def _chunk_slice(part: slice, count: int, index: int) -> slice:
-    """Return the piece that `torch.chunk` makes; empty past the last."""
+    """Return piece `index` of the `count` that `torch.chunk` makes of a slice; empty if it makes fewer."""
     size = part.stop - part.start
     step = -(-size // count)
     start = min(size, index * step)
@@ -54,21 +54,21 @@ def _chunk_slice(part: slice, count: int, index: int) -> slice:
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, differentiably; another tensor as it is."""
+    """Return this rank's part of a DTensor, differentiably; any other tensor is returned as it is."""
     if not isinstance(x, DTensor):
         return x
     return x.to_local() if torch.is_grad_enabled() else x._local_tensor  # in evaluation no view, which the host makes
 
 
 def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:
-    """Add to the gradient of a parameter or another leaf; None adds nothing."""
+    """Add to `.grad` of a parameter or another leaf, in place if there is one; None adds nothing."""
     if gradient is not None:
         leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
 
 @contextmanager
 def set_earlier_gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let `.grad` hold what backward passes inside give; the gradients of earlier ones are added at the end.
+    """Let `.grad` hold only the gradients of backward passes inside; earlier gradients are added again at the end.
 
     After an error inside, `.grad` is what it was before.
     """

@@ -17,23 +17,21 @@ from longspan.model.weights.local_tensors import LocalPart
 
 
 class RandomWeights:
-    """Weights that are a function of the configuration, the seed and the device's kind: the same under every home.
+    """Weights that are a function of the configuration, the seed and the device's kind: the same under every layout.
 
-    A decoder layer, and every other module that has parameters, is drawn whole on the device, in float32, from a seed
-    of its own: `seed` and its name.
+    Each decoder layer, and each other module with parameters, is drawn whole on the device, in float32, from a seed
+    made of `seed` and the module's name.
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        """Copy the model, on the meta device, as it is: later it may be cut into stages and sharded."""
         self._model, self._seed = deepcopy(model), seed
 
     def __str__(self) -> str:
         return "the drawn model"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield the part of each of these parameters, by name.
-
-        Buffers have the values that their modules are made with.
-        """
+        """Yield (name, values) of these parts of parameters; buffers have the values that their modules begin with."""
         yield from ((name, buffer) for name, buffer in persistent_buffers(self._model) if name in parts)
         for path, module, initialise in self._draw_units():
             names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
@@ -44,10 +42,10 @@ class RandomWeights:
                         yield name, drawn.get_parameter(inside).detach()[part.block].to(part.dtype)
 
     def _draw_units(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
-        """Yield what is drawn at once, with the function that draws it.
+        """Yield (path, module, function that draws its weights) of all that is drawn with one seed.
 
-        That is each layer, whose modules may scale each other's weights, each tower of a wrapper, which is a model of
-        its own, and each module outside.
+        That is each decoder layer as a whole, since its modules may scale each other's weights; each other tower of a
+        multimodal model, which has an initialisation of its own; and each remaining module, without its children.
         """
         layers = decoder_layers(self._model)
         towers = {module for module in other_towers(self._model) if isinstance(module, PreTrainedModel)}
@@ -91,16 +89,16 @@ def draw_copy(
 
 
 def _list_unset(module: nn.Module, *, recurse: bool = True) -> list[str]:
-    """List the parameters of a module that hold NaN; the device is waited for once."""
+    """List the parameters that still hold NaN, so were not drawn; the host waits for the device once for all."""
     parameters = dict(module.named_parameters(recurse=recurse))
     flags = torch.stack([p.isnan().any() for p in parameters.values()]).tolist() if parameters else []
     return [name for name, is_unset in zip(parameters, flags, strict=True) if is_unset]
 
 
 def _fill_class_defaults(module: nn.Module) -> None:
-    """Fill what is left of a module's own parameters as its class makes them, if that needs no arguments.
+    """Fill a module's own parameters that were not drawn with the values of a new module of its class.
 
-    Apertus' activations have parameters that begin at constants.
+    Only if the class can be made without arguments, as Apertus' activations, whose parameters begin at constants.
     """
     unset = _list_unset(module, recurse=False)
     arguments = signature(type(module)).parameters.values() if unset else ()

@@ -1,8 +1,8 @@
 """A model's weights, a few at a time, to a Hugging Face folder: safetensors files of a bounded size and their index.
 
 Names and shapes become those of stock folders by transformers' own conversions, a decoder layer at a time, so that the
-writer holds one file's tensors and one layer, and never the whole model. Files are made next to a folder that is there
-already and change places with an older model's; what else lies there stays: a README, a tokenizer if none is saved.
+writer holds one file's tensors and one layer, and never the whole model. Files are made in a folder beside the target,
+and then replace an older model's files there; other files stay: a README, a tokenizer if none is saved.
 """
 
 import json
@@ -21,18 +21,18 @@ from transformers.core_model_loading import revert_weight_conversion
 from longspan.errors import ModelError
 from longspan.model.weights.hf_folder import TOKENIZER_FILES
 
-# Names of files that a saved adapter or model takes the place of. Over a model's weights transformers would load an
-# adapter in the same folder, and in its place the model that the adapter belongs to.
+# Names of files that a saved adapter or model replaces. A saved model replaces an adapter's files too: transformers
+# would load the adapter, with the model that it belongs to, instead of the weights beside it.
 OF_ADAPTER = r"adapter_config\.json|adapter_model.*\.(safetensors|bin|json)"
 OF_MODEL = rf"config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|{OF_ADAPTER}"
 _OF_TOKENIZER = "|".join(map(re.escape, TOKENIZER_FILES))
-_CONFIGURATIONS = ("config.json", "adapter_config.json")  # without which a folder is none of a model
+_CONFIGURATIONS = ("config.json", "adapter_config.json")  # without one of these a folder holds no model
 
 
 def partial_folder(folder: Path) -> Path:
-    """Make a new folder in which the files of `folder` are made, on the same disk.
+    """Make an empty folder, on the same disk, in which the files for `folder` are made, so that a rename moves them.
 
-    Raises ModelError where `folder` is a file.
+    It lies beside `folder`, or inside if that is a mount point. Raises ModelError where `folder` is a file.
     """
     place = folder.resolve()
     if place.exists() and not place.is_dir():
@@ -44,10 +44,10 @@ def partial_folder(folder: Path) -> Path:
 
 
 def replace_files(partial: Path, folder: Path, replaced: str) -> None:
-    """Give finished files their places in `folder`, which may be there: files of names like `replaced` go, others stay.
+    """Move finished files from `partial` to `folder`; its files with names like `replaced` are removed, others stay.
 
-    Its configuration is the first to go and the last to come. So where that is interrupted, it is no folder of a model,
-    and nothing is lost: the files that were there are in `FOLDER.replaced-…`, the new ones in `partial`.
+    The old configuration goes first and the new one comes last. So an interrupted move leaves a folder that does not
+    pass for a model, and loses nothing: the old files are in `FOLDER.replaced-…`, the new ones in `partial`.
     """
     if not folder.exists():
         partial.rename(folder.resolve())
@@ -69,7 +69,7 @@ FILE_BYTES = 5 * 10**9  # of one file at most, as on the Hugging Face hub
 
 
 class WeightTotals(NamedTuple):
-    """What a folder's weights come to."""
+    """The number of tensors, of parameters, of bytes and of files in a folder's weights."""
 
     tensors: int
     parameters: int
@@ -86,8 +86,8 @@ class WeightWriter:
     >>> written = writer.finish()
 
     Tensors are written in the dtypes that `empty` has for them, or in their own without `cast`, under stock names,
-    which `rename` changes. Raises ModelError for a name that the model has not, another shape, and, when finished, for
-    names that never came.
+    which `rename` changes. Raises ModelError for a name or a shape that the model does not have, and, when finished,
+    for names that never came.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class WeightWriter:
         self._folder, self._empty, self._cast, self._limit = folder, empty, cast, file_bytes
         self._rename = rename
         self._expected = dict(empty.state_dict())
+        # names that `write_unit` skips: those that files do not hold, and from then on those that are written
         self._left_out = _second_names(empty) | set(empty._keys_to_ignore_on_save or ())
         self._to_come = self._expected.keys() - self._left_out
         self._file: dict[str, Tensor] = {}
@@ -109,7 +110,10 @@ class WeightWriter:
         self._bytes = 0
 
     def write_unit(self, unit: Mapping[str, Tensor]) -> None:
-        """Write the tensors of a layer, or one outside the layers; those that were written already are passed over."""
+        """Write the tensors of a layer, or one outside the layers; names that were written before are skipped.
+
+        Tensors collect until a file would be larger than the limit.
+        """
         tensors = {
             name: self._check_tensor(name, tensor) for name, tensor in unit.items() if name not in self._left_out
         }
@@ -121,7 +125,7 @@ class WeightWriter:
             self._file[self._rename(name)] = tensor.contiguous()
 
     def finish(self) -> WeightTotals:
-        """Write what is left, and the index where there is more than one file."""
+        """Write the last file, and the index if there are several; only now, being counted, files get their names."""
         if self._to_come:
             raise ModelError(f"{len(self._to_come)} weights never came: {', '.join(sorted(self._to_come)[:4])}")
         self._write_file()
@@ -138,7 +142,10 @@ class WeightWriter:
         return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
     def _check_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor as it is written. Raises ModelError for one that the configuration does not have."""
+        """Return a tensor on the CPU, in the dtype of the file.
+
+        Raises ModelError for a name or a shape that the configuration does not have.
+        """
         expected = self._expected.get(name)
         if expected is None:
             raise ModelError(f"{name} is no weight of {type(self._empty).__name__} by its configuration")
@@ -156,11 +163,12 @@ class WeightWriter:
         self._file = {}
 
     def _partial_path(self, file: int) -> Path:
+        """Return the name of a file, by its number, until the number of files is known."""
         return self._folder / f"part-{file:05}.safetensors"
 
 
 def weight_unit(name: str) -> str:
-    """Return what a weight is written together with: its decoder layer, or itself outside the layers.
+    """Return the name of the unit with which a weight is written: its decoder layer, or itself outside the layers.
 
     >>> weight_unit("model.layers.3.mlp.up_proj.weight"), weight_unit("model.norm.weight")
     ('model.layers.3', 'model.norm.weight')
@@ -170,7 +178,7 @@ def weight_unit(name: str) -> str:
 
 
 def _second_names(model: nn.Module) -> set[str]:
-    """Return names of parameters that have an earlier name too: safetensors hold each once."""
+    """Return the names of tied parameters other than their first: safetensors holds each tensor once."""
     first_names = dict[int, str]()
     parameters = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in parameters if first_names.setdefault(id(parameter), name) != name}
