@@ -150,8 +150,7 @@ class StepsPart(StockTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
         # What is ahead still was not asked for: a callback ended the epoch in the middle of a step.
-        host = torch.device("cpu")
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, host)
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu"))
         self._coming, self._items = batches, None if items is None else float(items)
         if self._facade.ahead:
             self._cut, self._facade.ahead = True, []
@@ -245,14 +244,11 @@ class StepsPart(StockTrainer):
                 self._next_step = self._read_coming(batches, None if items is None else float(items))
 
     def _finish_step(self) -> None:
-        """Run the step by the coefficients that the Trainer's loss left, unless it ran ahead with the same ones.
-
-        It runs again also if batches that ran ahead were not asked for (`unasked`), as a callback ended the epoch.
-        """
+        """Run the step by the coefficients that the Trainer's loss left, unless it ran ahead with the same ones."""
         calls, self._facade.called = self._facade.called, []
         guessed, self._guessed = self._guessed, ()
         cut, self._cut = self._cut, False
-        unasked, self._facade.ahead = self._facade.ahead, []
+        unasked, self._facade.ahead = self._facade.ahead, []  # of a step that a callback ended with its epoch
         for number, batch in enumerate(calls):
             if not batch.is_finite():
                 raise NonFiniteError(
