@@ -156,8 +156,10 @@ def _layer_seed(seed: int | None, shard: SequenceShard, layer: int | None) -> in
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttendCall) -> Tensor:
-        """Return the output (T, N, Hv), from the recording where a recomputed layer has one, and save what backward
-        needs.
+        """Return the output (T, N, Hv) and save what backward needs; a recomputed layer takes both from its recording.
+
+        None in `saved` stands for the output of a part, whose rows `out` has: `out` is saved once then. `slices` has
+        for each part in how many slices of heads it ran.
         """
         q, k, v = _contiguous_heads(q, k, v)
         recording, with_sinks = active_recording.get(), _put_sinks(call, sinks)

@@ -193,7 +193,7 @@ class ParquetFile:
                 group = meta.row_group(number)
                 rows = max(1, CHUNK_BYTES * group.num_rows // max(group.total_byte_size, 1))
                 for batch in self._file.iter_batches(batch_size=min(rows, 1 << 16), row_groups=[number]):
-                    end, data = size * (first + len(batch)) // meta.num_rows, _serialize(batch)
+                    end, data = size * (first + len(batch)) // meta.num_rows, _serialize_rows(batch)
                     yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most)
                     first += len(batch)
 
@@ -238,7 +238,7 @@ class ArrowFile:
                 step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
                 for start in range(0, len(batch), step):
                     piece = batch.slice(start, step)
-                    end, data = size * (first + len(piece)) // rows, _serialize(piece)
+                    end, data = size * (first + len(piece)) // rows, _serialize_rows(piece)
                     yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most)
                     first += len(piece)
 
@@ -275,7 +275,7 @@ def _open_table(read: Any, name: str, path: Path) -> Any:
         raise DataError(f"cannot read {name} of the corpus ({path}): {error}") from error
 
 
-def _serialize(batch: Any) -> bytes:
+def _serialize_rows(batch: Any) -> bytes:
     """Return a batch of rows as bytes for another process."""
     import pyarrow
 

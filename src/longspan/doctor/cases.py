@@ -137,7 +137,9 @@ def _list_basic_cases(ranks: int) -> list[Case]:
 def _list_all_cases(ranks: int) -> list[Case]:
     """List cases for every type at each degree, and for plans, losses, recomputation and homes.
 
-    Cases that the number of ranks does not allow are left out: degrees of a2a that do not divide it, and homes.
+    Cases that the number of ranks does not allow are left out: degrees of a2a that do not divide it (a smaller last
+    group would deal heads otherwise), and homes. What does not depend on the degree is tried at 2, the rest at the
+    widest.
     """
     degrees = [cp for cp in (1, 2, 3, 4) if cp <= ranks]
     widest = degrees[-1]

@@ -73,7 +73,7 @@ class Placement:
 
     def check(self, model: PreTrainedModel, stages: int) -> None:
         """Raise ModelError where a whole model that goes into so many stages cannot be placed so."""
-        self.sharding.check(model.dtype)
+        self.sharding.check_compute_dtype(model.dtype)
         if self.sharding.parameters or self.sequence_parallel:
             layers = decoder_layers(model)
             refuse_shared_layers(model, layers, shared_blocks(layers))

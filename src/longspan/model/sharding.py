@@ -44,7 +44,7 @@ class Sharding:
         if self.compute_dtype is not None and not self.parameters:
             raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
 
-    def check(self, dtype: torch.dtype) -> None:
+    def check_compute_dtype(self, dtype: torch.dtype) -> None:
         """Raise ModelError for a compute dtype that is wider than the parameters' own."""
         compute = self.compute_dtype
         if compute is not None and _dtype_bits(compute) > _dtype_bits(dtype):

@@ -208,7 +208,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, losses: LossOfRows, part:
 
 
 def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int = 0) -> Tensor:
-    """Sum the cross entropy of hidden states (T, D) under a head, `rows` rows at a time: a float64 scalar.
+    """Sum the cross entropy of hidden states (T, D) under a head, a float64 scalar; `rows` as in `chunked_loss`.
 
     >>> loss = model(**inputs, row_loss=lambda hidden, head: chunked_cross_entropy(hidden, labels, head))
 
@@ -308,7 +308,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradient.index_copy_(0, predicting, gradients.pop(0))
             sums = _add_to_sums(sums, gradients, last=chunk.stop == len(targets.rows))
         ctx.save_for_backward(*([gradient] if gradient is not None else []), *sums)
-        ctx.through, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]  # through: to hidden states
+        ctx.has_hidden_gradient, ctx.dtypes = gradient is not None, [p.dtype for p in parameters]
         return total
 
     @staticmethod
@@ -316,7 +316,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Scale the gradients that forward made by the gradient of the sum, a scalar."""
         saved = list(ctx.saved_tensors)
-        hidden_gradient = saved.pop(0) * gradients[0] if ctx.through else None
+        hidden_gradient = saved.pop(0) * gradients[0] if ctx.has_hidden_gradient else None
         parameter_gradients = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
         return hidden_gradient, None, None, None, None, *parameter_gradients
 

@@ -175,3 +175,23 @@ def test_heads_of_keys_may_be_fewer_and_linears_around_a_convolution_stay_whole(
     del attention.num_key_value_heads
     with pytest.raises(ModelError, match="has 32 outputs, which are not queries, keys and values of one size or of"):
         find_split_parts(module, encoder_blocks(module), 2)
+
+
+class SeparateKeys(nn.Module):
+    """Attention of four heads of queries and two of keys and values, by linears of their own, keys first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.q_dim, self.kv_dim = 4, 2, 16, 8
+        self.k_proj, self.v_proj = nn.Linear(16, 8), nn.Linear(16, 8)
+        self.q_proj, self.out_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+
+
+def test_widths_of_queries_and_of_fewer_keys_by_separate_linears_are_split() -> None:
+    module = nn.Module()
+    module.tower = nn.Module()
+    module.tower.layers = nn.ModuleList([nn.Module()])
+    module.tower.layers[0].attn = SeparateKeys()  # pyright: ignore[reportAttributeAccessIssue]
+    (part,) = find_split_parts(module, encoder_blocks(module), 2)
+    assert part.widths == (16, 8, 8)
+    assert {*part.local_attributes} == {"num_heads", "num_key_value_heads", "q_dim", "kv_dim"}

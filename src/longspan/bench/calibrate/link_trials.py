@@ -32,9 +32,10 @@ _reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or di
 
 
 def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
-    """List sizes in bytes and whether they are fitted: all that are given; those between the larger ones are held out.
+    """List sizes of messages in bytes, each with whether the wires are fitted to it.
 
-    Between two neighbours it is their geometric mean, in multiples of 64 bytes.
+    The others test the fit: geometric means of neighbours, in multiples of 64 bytes. None lies between the two
+    smallest, which are mostly latency.
     """
     between = [round((a * b) ** 0.5) // 64 * 64 for a, b in pairwise(sizes[1:])]
     return sorted([*((size, True) for size in sizes), *((size, False) for size in between)])

@@ -37,8 +37,8 @@ class CommunicatorChoice:
     def choose_groups(self, plan: Plan) -> list[tuple[int, ...]]:
         """Choose the groups that get communicators of their own now: slots, ascending in each, in plan order.
 
-        A group is chosen if it may gain from one, and if an earlier plan had it or all groups of this plan have one
-        degree.
+        A group is chosen if it may gain from one, and if this is its second micro-batch at least, in this plan or with
+        earlier ones, or all groups of this plan have one degree.
         """
         groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
         one_degree = len({group.degree for group in groups}) == 1

@@ -99,8 +99,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> Rendered:
-        """Render messages, optionally with the prompt of an answer. Raises RowError if the template raises.
+        """Render messages. Raises RowError if the template raises.
 
+        With `prompt` the text ends where an answer begins; with `marks` it has the spans that the template marks as
+        generated.
         A text becomes a list of parts, or a list a text, if the template reads only the other form.
         """
         contents = [self._contents.get((m["role"], bool(tools)), _TEXT).fit_content(m) for m in messages]

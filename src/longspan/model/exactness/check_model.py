@@ -86,12 +86,12 @@ def _check_before_change(model: nn.Module, placement: Placement, stages: int) ->
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     refuse_unsupported(model)
-    assert isinstance(model, PreTrainedModel)
+    assert isinstance(model, PreTrainedModel)  # others were refused
     refuse_class(model)
     adapter = find_adapter(model)
     if adapter is not None:
         check_adapter(model, adapter, placement.world)
     placement.check(model, stages)
-    if adapter is not None:
+    if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
         check_equal_adapters(model, placement.world)
     return adapter

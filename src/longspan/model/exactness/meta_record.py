@@ -43,8 +43,9 @@ class MetaRecord:
 
 
 def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, probe: bool = True) -> MetaRecord:
-    """Run a model on the meta device, in evaluation and in training mode.
+    """Record a model's calls of attention and its random draws, by a pass on the meta device in each mode.
 
+    One that draws nothing in training draws nothing in evaluation, whose pass is then needed for `probe` alone.
     Its attention must go to longspan already. With `probe`, raises ModelError, naming the modules, if a decoder layer
     does not reach attention, or calls it for something that cannot be done exactly, or if the model does not run on the
     meta device. Layers that a model leaves out at random are no such error; its training is refused.

@@ -169,7 +169,7 @@ def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> Non
             "or initialise the encoder before it is prepared"
         )
     for dtype in {parameter.dtype for parameter in parameters.values() if parameter.is_floating_point()}:
-        sharding.check(dtype)
+        sharding.check_compute_dtype(dtype)
 
 
 def _sharding_units(

@@ -83,8 +83,10 @@ class SplitModule:
         """Return the features of all queries, of all keys and of all values.
 
         The outputs of a fused linear are heads + 2 · key heads of one size, if the module counts both and this fits,
-        and otherwise three equal parts. Without a fused linear, the outputs of the first column-wise one count for all.
+        and otherwise three equal parts. Of separate column-wise linears the widest has the queries, and the narrowest
+        the keys and values. All are 0 without any.
         """
+        outputs = list[int]()
         for name, style in self.styles.items():
             linear = base_module(self.module.get_submodule(name))
             if style == QKV and isinstance(linear, nn.Linear):
@@ -95,8 +97,8 @@ class SplitModule:
                 third = linear.out_features // 3
                 return third, third, third
             if style != ROWWISE and isinstance(linear, nn.Linear):
-                return linear.out_features, linear.out_features, linear.out_features
-        return 0, 0, 0
+                outputs.append(linear.out_features)
+        return max(outputs, default=0), min(outputs, default=0), min(outputs, default=0)
 
     def _read_count(self, names: tuple[str, ...]) -> int:
         """Return the first integer attribute of the module with one of these names; 0 without one."""

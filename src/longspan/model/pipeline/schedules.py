@@ -60,9 +60,9 @@ class ScheduledStage(PipelineStage):
             group=world.channels.pipeline.group,
         )
         self.inputs: Sequence[StageInput] = ()
-        self._input: StageInput | None = None
+        self._input: StageInput | None = None  # of the micro-batch that runs
         self._row, self._world, self._row_parts, self._stage = row, world, row_parts, stage
-        self._leaves: tuple[Tensor, ...] = ()
+        self._leaves: tuple[Tensor, ...] = ()  # rows of its images, which get gradients as parameters do
         self._freed = torch.empty(0, dtype=dtype, device=world.device)  # stands for a buffer that is freed
 
     def _count_rows(self, stage_input: StageInput) -> int:

@@ -188,9 +188,12 @@ def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Refuse inputs other than text through a wrapper of several modalities, whose text model sees only text."""
-    texts = {"input_ids", "inputs_embeds", "position_ids", "shard", "future_ids"}
-    others = [k for k, value in inputs.items() if k not in texts and isinstance(value, Tensor | list | dict)]
+    """Refuse inputs other than text through a wrapper of several modalities, whose text model sees only text.
+
+    Values such as flags carry no input. `future_ids` are tokens for depths of multi-token prediction.
+    """
+    text_inputs = {"input_ids", "inputs_embeds", "position_ids", "shard", "future_ids"}
+    others = [k for k, value in inputs.items() if k not in text_inputs and isinstance(value, Tensor | list | dict)]
     if others:
         raise ModelError(
             f"{architecture_name(model)} got {', '.join(f'{name}=' for name in others)}: through it text alone is "

@@ -131,9 +131,9 @@ class Cost:
         return dataclasses.replace(self, cp_comm_type=max(types, key=types.count), a2a_size=a2a_size, heads=heads)
 
     def ways(self, most: int) -> Iterator["Cost"]:
-        """Yield this cost under each type that "auto" chooses from for groups of up to `most` slots.
+        """Yield this cost under each type that "auto" chooses from for groups of up to `most` slots; others unchanged.
 
-        a2a+p2p comes once for every number of neighbours in a host that heads allow. Another type's cost yields itself.
+        Of types as fast as each other the planner takes the first. Types that exchange heads need to know their number.
         """
         if self.cp_comm_type != "auto":
             yield self

@@ -28,7 +28,7 @@ _ROWS = 1024  # rows of a slot by which the longest document grows while it is s
 class FixedMemory:
     """Keys of memory that are given by hand, and are not chosen; None leaves a key to the choice.
 
-    >>> FixedMemory(measure="selective", offload=False).words
+    >>> FixedMemory(measure="selective", offload=False).measures
     ('selective',)
 
     `measure` ("none", "selective" or "full") is what layers keep that recompute; with `layers` the first so many of a
@@ -44,25 +44,26 @@ class FixedMemory:
     segment_layers: int | None = None
 
     @property
-    def words(self) -> tuple[Measure, ...]:
+    def measures(self) -> tuple[Measure, ...]:
         """Return the measures that layers may have, in the order of MEASURES.
 
         A measure names what layers recompute, with "+host" if what they keep waits on the host. "none" has no "+host"
-        form: with `offload` true it is a choice only if `measure` is not fixed. "exchanged" is "selective" that keeps
-        more, and is tried with it unless it would wait on the host. Raises PlanError where the keys leave none.
+        form: with `offload` true it is a choice only if `measure` is not fixed, for layers that need move nothing.
+        "exchanged" is "selective" that also keeps what types that exchange heads have exchanged; it has no "+host" form
+        either. Raises PlanError where the keys leave none.
         """
-        words: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
+        measures: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
         if self.offload is not None:
-            words = [
-                word for word in words if ("+" in word) == self.offload or (word == "none" and self.measure is None)
+            measures = [
+                word for word in measures if ("+" in word) == self.offload or (word == "none" and self.measure is None)
             ]
         if self.measure == "selective" and not self.offload:
-            words.append("exchanged")
-        if not words:
+            measures.append("exchanged")
+        if not measures:
             raise PlanError(
                 f"no measure keeps {self.measure!r} with offload {self.offload}; use one of {', '.join(MEASURES)}"
             )
-        return tuple(sorted(words, key=MEASURES.index))
+        return tuple(sorted(measures, key=MEASURES.index))
 
 
 def choose_memory(
@@ -113,7 +114,7 @@ def _set_segments(needs: MemoryNeeds, size: int) -> MemoryNeeds:
 def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
     """Yield, for each setting and pair of measures, the fitting plan with the fewest layers of the slower measure."""
     for changed_needs in _needs_by_setting(needs, fixed):
-        for fast, slow in _measure_pairs(_distinct_measures(needs, fixed.words)):
+        for fast, slow in _measure_pairs(_distinct_measures(needs, fixed.measures)):
             if (memory := _fit_fewest_layers(changed_needs, slow, fast, budget, fixed)) is not None:
                 yield memory
 
@@ -125,7 +126,7 @@ def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemor
     weights that are not kept between forward and backward unless `fixed` says so: all others need more.
     """
     leanest_measures: list[Measure] = [
-        words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.words)) if words
+        words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.measures)) if words
     ]
     gathers_once = False if fixed.gathered_once is None else fixed.gathered_once
     return any(

@@ -208,11 +208,13 @@ def fit_by_probes(
     images: ImagesHeld | None = None,
     first_guess: int | None = None,
 ) -> RowsThatFit:
-    """Run two probes and one that is nearer, and agree on the rows that fit on every rank.
+    """Run two or three probes, and agree on the rows that fit on every rank.
 
-    A `first_guess` is probed after a small probe, and both correct it. `below`: so many rows did not fit before; no
-    probe has as many, nor has the result. What `images` hold is taken off the budget. Raises ConfigError where fewer
-    rows than two probes need are left, or images do not fit, and on a rank that runs out of memory in a probe.
+    Two small probes give a line; where half of the rows that fit by it are more than both had, a third has those and
+    corrects it. A `first_guess` takes the place of the second and third, unless it is no larger than the first: a line
+    takes two sizes. `below`: so many rows did not fit before; no probe has as many, nor has the result. What `images`
+    hold is taken off the budget. Raises ConfigError where fewer rows than two probes need are left, or images do not
+    fit, and on a rank that runs out of memory in a probe.
     """
     budget = activation_budget(config, model, optimizer, world.device)
     if images is not None:

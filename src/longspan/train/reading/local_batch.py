@@ -127,8 +127,9 @@ def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: It
     """
     if rules.prefix:
         return shard.with_spans(dict(_document_prefixes(shard, rules, documents, items)))
-    inside = shard.micro_batch.documents if items is not None else ()
-    return shard.with_spans({d: items.runs(d, rules.in_spans) for d in inside if items is not None})
+    if items is None:
+        return shard.with_spans({})
+    return shard.with_spans({d: items.runs(d, rules.in_spans) for d in shard.micro_batch.documents})
 
 
 def _document_prefixes(

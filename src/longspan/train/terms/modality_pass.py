@@ -302,7 +302,10 @@ def _is_finite(x: Tensor) -> bool:
 
 
 def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
-    """Return the gradient of the rows that a wave delivered here, in the order in which they arrived."""
+    """Return the gradient of the rows that a wave delivered here, in the order in which they arrived.
+
+    Places None are all rows of a leaf. A leaf that no loss of its micro-batch reached has gradient 0.
+    """
     parts = [output.new_zeros((0, *output.shape[1:]))]
     for leaf, places in wave.deliveries:
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
