@@ -128,8 +128,10 @@ class AheadBatch(NamedTuple):
     versions: tuple[int, ...]  # of the entries, by `versions_of`
 
     def has_entries_of(self, batch: Mapping[str, Any]) -> bool:
-        """Whether a call is made with the very tensors of this batch, whose rows need not be read again."""
+        """Whether a call is made with the very tensors of this batch and no others: its rows need no second reading."""
         entries = document_entries(batch)
+        if any(x is not None for name, x in batch.items() if name not in entries and name not in IGNORED):
+            return False  # reading refuses other entries, such as images
         return entries.keys() == self.entries.keys() and all(self.entries[name] is x for name, x in entries.items())
 
     def answers(self, batch: Mapping[str, Any]) -> bool:
