@@ -136,11 +136,15 @@ class _GradientSums:
         return dk, dv
 
     def _sum_by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
-        """Sum the addends of dk and dv, side by side: (S, columns) in the accumulation dtype, member after member."""
-        places, widths = self._members.keys_by_member, [x.shape[1:].numel() for x in (k, v)]
+        """Sum dk and dv, side by side: (S, columns) in the accumulation dtype, rows member after member.
+
+        There is an addend for each call of the kernel, and an index of which of its keys is each row of the group (−1:
+        none).
+        """
+        key_indices, widths = self._members.keys_by_member, [x.shape[1:].numel() for x in (k, v)]
         total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
         for i, into in enumerate(total.split(widths, 1)):
-            sum_rows(into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, places, strict=True)])
+            sum_rows(into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, key_indices, strict=True)])
         return total
 
     def _collect_slice(self) -> None:

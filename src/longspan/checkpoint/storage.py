@@ -41,9 +41,9 @@ class HashingWriter(FileSystemWriter):
 
     def __init__(self, path: Path, world: World | None) -> None:
         in_store = isinstance(path, StorePath)
-        super().__init__(".", sync_files=not in_store)  # torch makes a Path of it
+        super().__init__(".", sync_files=not in_store)  # "." stands in: torch would make a plain Path of a StorePath
         self.path, self.fs = path, _HashingFiles()
-        self._files = self.fs
+        self._files = self.fs  # with its own type: torch declares fs as another
         self._world = world
 
     @property

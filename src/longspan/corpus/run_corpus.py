@@ -31,8 +31,8 @@ def build_shared_corpus(
     """
     directory = Path(config.run.dir)
 
-    def build() -> None:
-        """Build the corpus, or find it in the run's folder, on the first rank."""
+    def build_corpus() -> None:
+        """Check the tokenizer, save the model's configuration, and build the corpus or find it in the run's folder."""
         tokenizer = configured_tokenizer(config)
         preset = PRESETS.get(config.model.preset_name)
         # The embedding of a tiny preset (without `rows`) is made as large as its tokenizer.
@@ -47,7 +47,7 @@ def build_shared_corpus(
             )
         log(f"corpus: {corpus_line(corpus, [path for _, path in CorpusSettings(config.data).paths()])}")
 
-    run_on_first_rank(world, build, DataError)
+    run_on_first_rank(world, build_corpus, DataError)
     return run_on_every_rank(
         world, lambda: show_images(open_shared_corpus(directory / "corpus"), model, directory), DataError
     )

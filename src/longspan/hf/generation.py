@@ -153,9 +153,9 @@ class GenerationPart(StockTrainer):
             yield
         set_seed(self.args.seed)  # TRL seeds each rank apart, and shuffles with it
         if not is_first_rank(self.world):
-            self._leave_to_first_rank()
+            self._release_user_functions()
 
-    def _leave_to_first_rank(self) -> None:
+    def _release_user_functions(self) -> None:
         """Move reward models off the GPU of a rank that calls none, and give it environments without effect."""
         for reward in self.reward_funcs:
             if isinstance(reward, nn.Module):

@@ -77,9 +77,10 @@ class Exchange:
         return make_read_only(moves.leaves[begin : begin + moves.sends[to]])
 
     def receive(self, rank: int, frm: int) -> Placement:
-        """Return where `rank` puts the rows from `frm`: from numbers in the order of travel to indices into `need`.
+        """Return where `rank` puts the rows that `frm` sends it.
 
-        A row that is needed several times has several entries.
+        Sources number them in the order of travel, from 0 for this sender; targets are indices into `rank`'s rows of
+        `need`. A row that is needed several times has several entries.
         """
         self._check_rank(frm)
         moves = self.moves(rank)

@@ -192,16 +192,17 @@ def _pool_begins(counts: Sequence[int], me: int) -> Integers:
     return begins
 
 
-def _list_further_addends(later: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
-    """List the second, third, … addends of the `summed` blocks, from columns (block, pool begin, number) of `later`.
+def _list_further_addends(addends: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
+    """List the second, third, … addends of the `summed` blocks: the field `more` of RowMoves.
 
-    Targets count the rows of these blocks one after another, as `several` of RowMoves does.
+    Columns of `addends` are (block, where it begins in the pool, how many addends came before it). A target is an index
+    into `several`, which lists the rows of these blocks one block after another.
     """
     target = np.cumsum(size[summed]) - size[summed]
     rounds = list[Placement]()
-    for number in range(1, int(later[2].max(initial=0)) + 1):
+    for number in range(1, int(addends[2].max(initial=0)) + 1):
         begin = np.full(len(size), -1, dtype=np.int64)
-        blocks, begins, _ = later[:, later[2] == number]
+        blocks, begins, _ = addends[:, addends[2] == number]
         begin[blocks] = begins
         has_addend = begin[summed] >= 0
         sizes = size[summed[has_addend]]

@@ -87,13 +87,13 @@ def prepare(
     every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
     `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
     but attention, whose output is kept; `recompute_layers` does so only for the first so many of a stage's layers (0:
-    each); `offload_activations` keeps in the host's memory what recomputation starts from. In place of these three,
-    `measures` says it of each decoder layer of the whole model, and after them of each depth of multi-token prediction,
-    by a word of `longspan.plan.MEASURES`, or by one word for all: measures=("none", "selective+host", …).
-    `host_bytes` is what a rank keeps on the host (0: measured in the first step): its memory is checked and taken here.
+    each); `offload_activations` keeps in the host's memory what recomputation starts from. `measures` replaces these
+    three: a word of `longspan.plan.MEASURES` for each decoder layer of the whole model and then for each depth of
+    multi-token prediction, measures=("none", "selective+host", …), or one word for all.
+    `host_bytes` is how much of the host's memory a rank uses for this, checked and taken here (0: measured in step 1).
     `mlp_tile_rows` runs MLPs and experts over tiles of at most so many rows (0: whole), in backward too, so that what
     they make in between is of one tile at a time; each parameter still gets one gradient, summed in float32.
-    `segment_layers` keeps, of so many layers in a row that recompute, the input of the first one only (0: of each); the
+    `segment_layers` n keeps one input for n neighbouring layers that recompute, that of the first (0: of each); the
     others' inputs, and attention's output by their measure, are made again when the segment runs backward.
     `compute_dtype` (such as bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type.
     `attention_kernel` names a row of `longspan.attention.KERNELS`; without it each call takes the first that can.

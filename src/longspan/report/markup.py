@@ -75,7 +75,8 @@ _TIP = tag("div", id="tip", role="status", aria_live="polite", hidden=True)
 def page(title: str, body: Sequence[str], *, style: str = "", script: str = "", nonce: str = "") -> str:
     """Return the page of these parts, with its style and script.
 
-    A page that a server sends adds to both, and has a `nonce` that its script carries: its policy is the server's.
+    A page that a server sends adds to style and script, and has a `nonce`, which its script carries: the policy is the
+    server's.
     """
     policy = "" if nonce else f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     head = _META + policy + tag("title", text(title)) + tag("style", f"\n{style_sheet()}{style}")

@@ -64,7 +64,7 @@ class Meshes:
         return self._slice_root(self._expert_root_mesh, (EP,))
 
     def forget(self) -> None:
-        """Let torch forget these meshes once their groups are gone: equal ones of a later world would get dead groups.
+        """Let torch forget these meshes, whose groups are about to go: equal ones of a later world would get them.
 
         torch (2.11 to 2.13) keeps a mesh with the sharding of every operation that it has seen on DTensors, and meshes
         of the same ranks and axes are equal. Each thread has such a memory, and on a GPU backward passes run in another

@@ -166,7 +166,11 @@ def retrieval_grids(results: Sequence[SubjectResult]) -> list[tuple[str, Passkey
 
 
 def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
-    """Return one object for every document: target, set, cp, document, source, tokens, targets, loss."""
+    """Return one object for every document of every model, to be written as JSON.
+
+    Keys are `target` (the title of the weights), set, cp, document, source, tokens, `targets` (tokens with a label),
+    and loss.
+    """
     return [
         {"target": result.weights.title, "set": set_result.evaluation.name, "cp": set_result.evaluation.cp, **row}
         for result in results

@@ -107,7 +107,7 @@ def _choose_stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: C
 def fit_node_size(
     config: RunConfig, node_size: int, flag_keys: Collection[str]
 ) -> tuple[RunConfig, tuple[Change, ...]]:
-    """Fit the configuration to hosts of so many slots, in place of those that the run had, which no flag set."""
+    """Replace the node size that the run had by this machine's; one that is "auto" or that a flag set stays."""
     context = _Changing(config.context, "context.", _strip_prefix("context.", flag_keys))
     if config.context.node_size != AUTO:
         context.change_key("node_size", node_size, f"hosts of {plural(node_size, 'slot')}")

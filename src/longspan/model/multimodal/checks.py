@@ -50,7 +50,7 @@ def check_image_mask(encoders: Mapping[str, Encoder], language_model: nn.Module)
         )
 
 
-def check_shared(modules: Mapping[str, nn.Module]) -> None:
+def refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
     """Refuse a parameter that two modules share: each would sum its gradient over its own slots, and count its norm."""
     users: dict[int, str] = {}
     for name, module in modules.items():

@@ -24,7 +24,7 @@ from longspan.model.multimodal.checks import (
     check_encoder,
     check_encoder_home,
     check_image_mask,
-    check_shared,
+    refuse_shared_parameters,
 )
 from longspan.model.multimodal.encoder import Encoder, hook_item_rows, span_modalities
 from longspan.model.multimodal.prepare_encoder import check_encoder_prepared
@@ -58,7 +58,7 @@ class MultimodalModel(nn.Module):
             check_encoder_prepared(encoder.module, encoder.world)
         check_image_mask(encoders, language_model)
         modules = {f"the encoder of {modality}": encoder.module for modality, encoder in encoders.items()}
-        check_shared({**modules, "the language model": language_model})
+        refuse_shared_parameters({**modules, "the language model": language_model})
         self.encoder_settings: dict[str, Encoder] = dict(encoders)
         self.world: World = world
         self.encoders: nn.ModuleDict = nn.ModuleDict(

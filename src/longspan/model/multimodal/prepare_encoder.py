@@ -241,7 +241,7 @@ def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
 
 
 def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Raise ModelError where a sharded block is called for each item by itself: slots would wait for each other."""
+    """Hook the encoder so that a second call of a sharded block in a pass raises ModelError: slots would wait."""
     called, encoder = set[str](), type(module).__name__
 
     def note_call(name: str, *_: Any) -> None:

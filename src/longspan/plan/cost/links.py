@@ -53,17 +53,16 @@ class Wire:
     samples: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        """Take the samples as numbers, and check that they rise: bytes strictly, seconds at the end at least.
+        """Take the samples as numbers, and check them: bytes rise, seconds never fall, and at the end they rise.
 
-        The last two samples give the bytes a second of all larger messages, so their seconds must differ. Seconds of
-        small messages may be equal.
+        The last two samples give the bytes a second of all larger messages. Seconds of small messages may be equal.
         """
         samples = tuple((float(size), float(seconds)) for size, seconds in self.samples)
         object.__setattr__(self, "samples", samples)
-        steps = list(pairwise(samples))
-        rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in steps) and steps and steps[-1][0][1] < steps[-1][1][1]
+        in_order = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(samples))
+        rises_at_end = len(samples) > 1 and samples[-2][1] < samples[-1][1]
         good = all(math.isfinite(x) and x >= 0 for sample in samples for x in sample)
-        if not (rises and good):
+        if not (in_order and rises_at_end and good):
             raise PlanError(
                 f"samples of a wire are {list(samples)}; give at least two pairs of (bytes, seconds), both rising"
             )

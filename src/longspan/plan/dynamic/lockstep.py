@@ -157,9 +157,9 @@ def _change_settings(best: Draft, settings: DraftSettings, random: Random) -> Dr
 def _change_durations(best: Draft, durations: Floats, change: int, micro_batch: int, random: Random) -> Floats:
     """Return other durations of micro-batches, in units of the mean work of a slot, for the search to try next.
 
-    `change` chooses the kind. 0: all become a little less than what they came out as, or as long. 1: that of this
-    micro-batch becomes up to a tenth longer or shorter. 2: it passes a twentieth at most on to another. 3: it just
-    holds its anchor at another degree.
+    `change` chooses the kind. 0: all become what they came out as in `best`, times 0.985 to 1.005. 1: that of this
+    micro-batch becomes up to a tenth longer or shorter. 2: up to a twentieth of it moves to another, or from that one
+    to it. 3: it just holds one of its anchors at another degree, if it has any. Only 0 leaves `durations` as they are.
     """
     mean = best.problem.mean_seconds
     if change == 0:

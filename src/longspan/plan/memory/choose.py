@@ -268,13 +268,13 @@ def longest_document(
     cp_comm_type: str = "auto",
     fixed: FixedMemory | None = None,
 ) -> tuple[int, MemoryPlan | None]:
-    """Return the most tokens of one document over all slots that fit, and its plan of memory.
+    """Return the tokens of the longest document, laid over all slots, that fits, and its plan of memory.
 
     >>> tokens, memory = longest_document("Qwen3-8B/config.json", home, MemorySettings(), budget)  # doctest: +SKIP
 
-    Tokens grow by 1024 rows a slot (times tp with sequence parallelism, which splits rows). `measures` "auto" takes
-    those that need least; any other is that of all layers. 0 and None where nothing fits. Raises PlanError for a model
-    that cannot be counted.
+    Tokens grow by 1024 rows a slot (times tp with sequence parallelism, which splits rows). `measures` "auto" finds the
+    longest that fits under any, and of the plans that fit then the one of least time; another value is that of all
+    layers. 0 and None where nothing fits. Raises PlanError for a model that cannot be counted.
     """
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     multiple = home.tp if settings.sequence_parallel else 1

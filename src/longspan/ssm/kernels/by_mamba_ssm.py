@@ -130,8 +130,9 @@ class MambaBackward:
         """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states.
 
         dh are the gradients at the states that leave chunks. In mamba_ssm's names x are values, B keys and C queries:
-        dx, dB and dC come from dh and from inside chunks (through the products C Bᵀ, whose gradient goes to both). The
-        gradient of log-decays sums what each position's decay has scaled, over the positions behind it.
+        dx, dB and dC come from dh and from inside chunks (through the products C Bᵀ, whose gradient goes to both). A
+        log-decay's gradient has three parts: of products inside the chunk, of its state at the end (`to_end`), and of
+        the state that enters it (`from_start`), which is summed over its position and those behind it.
         """
         chunks, dh = self._chunks, torch.empty_like(self._h)
         self._scan_backwards(leaving.mT.contiguous(), into=dh)
@@ -141,15 +142,15 @@ class MambaBackward:
             *inside, chunks.b, products, self._dout, dh
         )
         db, to_end = _mamba_function("ssd_chunk_state", "_chunk_state_bwd_db")(*inside, dh, B=chunks.b, ngroups=groups)
-        gradients_of_c = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dC")
-        dc, from_start = gradients_of_c(self._h, chunks.sums, self._dout, C=chunks.c, ngroups=groups)
+        compute_dc = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dC")
+        dc, from_start = compute_dc(self._h, chunks.sums, self._dout, C=chunks.c, ngroups=groups)
         pairs = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dcb")(*inside, self._dout, ngroups=groups)
-        gradients_of_products = _mamba_function("ssd_bmm", "_bmm_chunk_bwd")
-        dk = gradients_of_products(chunks.c, pairs, residual=db, out=torch.empty_like(chunks.b))
-        dq = gradients_of_products(chunks.b, pairs.mT, residual=dc, out=torch.empty_like(chunks.c))
-        from_start[..., -1] += self._whole_decay_gradients(dh)
-        stable = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_ddAcs_stable")
-        dg = stable(*inside, self._dout, products) + to_end + from_start.flip(-1).cumsum(-1).flip(-1)
+        multiply_by_pairs = _mamba_function("ssd_bmm", "_bmm_chunk_bwd")
+        dk = multiply_by_pairs(chunks.c, pairs, residual=db, out=torch.empty_like(chunks.b))
+        dq = multiply_by_pairs(chunks.b, pairs.mT, residual=dc, out=torch.empty_like(chunks.c))
+        from_start[..., -1] += self._whole_decay_gradients(dh)  # a chunk's whole decay ends at its last position
+        compute_inside = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_ddAcs_stable")
+        dg = compute_inside(*inside, self._dout, products) + to_end + from_start.flip(-1).cumsum(-1).flip(-1)
         dg = dg[0].permute(1, 2, 0).flatten(0, 1).unsqueeze(0)
         dq, dk, dv, dg = (chunks.restore_rows(x) for x in (dq, dk, dx, dg))
         return (dq if self._scale == 1.0 else dq * self._scale), dk, dv, dg.unsqueeze(-1)
@@ -162,7 +163,7 @@ class MambaBackward:
     def _scan_backwards(self, leaving: Tensor, into: Tensor | None = None) -> Tensor:
         """Scan each run's chunks backwards: from gradients (R, H, V, K) at final states to those at entering states.
 
-        `into` gets the gradient at the state behind each chunk.
+        `into` gets the gradient at the state that leaves each chunk.
         """
         chunks = self._chunks
         return scan_chunks(self._added_gradients, chunks.base_two, leaving, chunks.runs, into=into, backwards=True)

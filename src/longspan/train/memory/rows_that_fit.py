@@ -169,7 +169,7 @@ def _use_rows(config: RunConfig, fit: RowsThatFit, log: LogLine) -> RunConfig:
     """Log the rows that fit, and put them in place of "auto", for training and for evaluation."""
     fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
     log(f"max_tokens_per_slot: {fill}")
-    return _set_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
+    return _set_eval_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
 
 
 def read_training_rows(config: RunConfig) -> RunConfig:
@@ -187,10 +187,10 @@ def read_training_rows(config: RunConfig) -> RunConfig:
             f'context.eval_max_tokens_per_slot is "{AUTO}", the rows that training has measured, and {file} does not '
             f"say them ({error}); give a number of rows"
         ) from error
-    return _set_rows(config, rows)
+    return _set_eval_rows(config, rows)
 
 
-def _set_rows(config: RunConfig, rows: int) -> RunConfig:
+def _set_eval_rows(config: RunConfig, rows: int) -> RunConfig:
     """Set so many rows where evaluation, of the held-out documents or of a set, takes "auto"."""
     if config.context.evaluation.max_tokens_per_slot == AUTO:
         config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot=rows))
