@@ -563,6 +563,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _end_from_outside)
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = (flags.folder or Path(name)).resolve()
+        refuse_another_soak(folder, flags)
         try:
             record |= soak_all(folder, flags, faults, (few, most), record)
         except SoakError as error:
@@ -572,6 +573,21 @@ def main() -> None:
         flags.out.with_suffix(".md").write_text(record_text(record))
     if failure:
         sys.exit(failure)
+
+
+def refuse_another_soak(folder: Path, flags: argparse.Namespace) -> None:
+    """Exit where a folder has a soak of other flags: its runs and its rows are not those of this one."""
+    file, names = folder / "flags.json", ("steps", "other_worlds", "world", "between", "faults", "seed")
+    flag_values = {name: getattr(flags, name) for name in names}
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(flag_values))
+        return
+    stored = json.loads(file.read_text())
+    if others := [
+        f"--{name} {stored.get(name)}, not {value}" for name, value in flag_values.items() if stored.get(name) != value
+    ]:
+        sys.exit(f"{folder} has a soak of {'; '.join(others)}: give the same flags, or another --folder")
 
 
 def soak_all(
@@ -595,7 +611,7 @@ def soak_all(
                     undisturbed.result()
                 write_run(disturbed.folder, texts, steps, kind)
                 started = time.monotonic()
-                if goes_on:
+                if goes_on and disturbed.done() < steps:
                     disturbed.rows.append(
                         {
                             "fault": "soak_ended",
