@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager, eager
+from torch.torch_version import TorchVersion
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -206,10 +207,14 @@ def layers_under_home(rank: int, home: str) -> tuple[float, int]:
 @pytest.mark.whole
 @pytest.mark.parametrize("home", HOMES)
 def test_layers_under_every_home(home: str) -> None:
-    """Layers share their graphs; under tensor parallelism these end at each sum."""
+    """Layers share their graphs; under tensor parallelism these end at each sum.
+
+    Compilers before torch 2.13 also end them where a module's attributes are replaced by views: 15 at most.
+    """
+    of_tensor_parallelism = 12 if TorchVersion(torch.__version__) >= (2, 13) else 15
     for error, graphs in run_ranks(layers_under_home, 2, home):
         assert error <= 1e-12
-        assert 0 < graphs <= (12 if "tp" in home else 4), graphs
+        assert 0 < graphs <= (of_tensor_parallelism if "tp" in home else 4), graphs
 
 
 def rounding_errors(device: str, dtype: torch.dtype) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import DefaultDeviceType, checkpoint, noop_context_fn
 
 from longspan.attention import attend
 from longspan.attention.saved_outputs import Recording
@@ -18,6 +18,7 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.activations.host_arena import HostArena
 from longspan.model.activations.host_offload import HostOffload, park_saved_tensors
+from longspan.model.activations.recompute import run_checkpointed
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -228,6 +229,20 @@ def _through_stages(rank: int) -> dict[str, tuple[float, float]]:
             assert result.grad_norm is not None
             errors[way] = abs(result.loss / stock.loss - 1), abs(result.grad_norm / norm - 1)
     return errors
+
+
+def test_a_gpu_initialized_inside_a_checkpoint_on_the_cpu_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler of a layer on the CPU asks the machine's GPU for its properties, which initializes it."""
+    monkeypatch.setattr(DefaultDeviceType, "_default_device_type", "cuda")  # what torch takes on a machine with a GPU
+    monkeypatch.setattr(torch.cuda, "_initialized", False)
+
+    def run(rows: Tensor) -> Tensor:
+        monkeypatch.setattr(torch.cuda, "_initialized", True)
+        return rows.sin()
+
+    rows = torch.ones(3, requires_grad=True)
+    run_checkpointed(run, rows, measure="full").sum().backward()
+    assert rows.grad is not None
 
 
 def test_micro_batches_in_flight_through_stages() -> None:

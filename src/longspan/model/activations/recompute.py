@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, cast
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import DefaultDeviceType, checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
 from longspan.attention.saved_outputs import Recording
@@ -211,6 +211,10 @@ def run_checkpointed(
     contexts = noop_context_fn
     if not measure.startswith("full"):
         contexts = Recording(park, keep_exchanged=measure == "exchanged").contexts
+    if (
+        args
+    ):  # else torch, for rows on a CPU, fails where a compiler initializes the machine's GPU inside the checkpoint
+        DefaultDeviceType.set_device_type(args[0].device.type)
     # Inside, the checkpoint's own hooks are innermost: those that park see the layer's inputs and nothing else.
     with park_saved_tensors(park) if park is not None else nullcontext():
         return checkpoint(run_within_layer(run), *args, use_reentrant=False, context_fn=contexts)

@@ -105,7 +105,7 @@ def _call_with_views(
 
     For a plain linear the product is computed directly, which takes the host less time than replacing attributes.
     """
-    replaced = dict[str, Tensor | None]()
+    replaced: dict[str, Tensor | None] = {}  # torch 2.11 cannot trace the call `dict[str, Tensor | None]()`
     for name, view in views.items():
         parameter = getattr(module, name)
         if (seen := view(parameter)) is not parameter:
