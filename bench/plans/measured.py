@@ -38,6 +38,7 @@ OLDER = {  # what has changed in the code since a record was made, by record or 
     ("attention-4xH200", "16,384"): "waited for the host, which has become lean (two-commits-4xH200)",
     ("attention-window-types-4xH200", "16,384"): "waited for the host, which has become lean",
     ("step-4xH200-64k", "16,384"): "0.655 s since messages have streams and a lean host (two-commits-4xH200)",
+    ("steps-compiled-2xH200", "of 6 layers"): "2.444 s since sums of gradients use freed memory (step-32k-2xH200)",
 }
 
 
@@ -62,8 +63,8 @@ class Measured:
         return self.settings.startswith("one layer")
 
     @property
-    def is_fitted_to(self) -> bool:
-        """Whether it is a whole training step, of which every second one was fitted to."""
+    def is_training_step(self) -> bool:
+        """Whether it is a whole training step: figures were fitted to every second one, but to none of LATER_STEPS."""
         return not self.is_layer and not self.settings.startswith("forward")
 
 
@@ -133,11 +134,13 @@ def _config(record: dict[str, Any]) -> tuple[str, Any, int]:
 STEPS = ("step-4xH200-64k", "step-4xH200-128k", "step-4xH200-files", "step-4xH200-tail", "step-4xH200-moe")
 STEPS += ("step-H200-norms", "step-train-4xH200", "hybrid-step-H200", "hybrid-step-2xH200", "hybrid-step-4xH200")
 STEPS += ("hybrid-step-packed-2xH200",)
+LATER_STEPS = ("step-32k-2xH200", "step-32k-a2a-2xH200", "step-32k-room-2xH200", "step-64k-2xH200")
+LATER_STEPS += ("longest-none-2xH200", "step-packed-2xH200")  # made after all figures of the machine were fitted
 
 
 def _steps() -> Iterator[Measured]:
     """Of `longspan bench step`."""
-    for name in STEPS:
+    for name in STEPS + LATER_STEPS:
         record = _read(name)
         for row in record["rows"]:
             if "predicted_seconds" in row:
@@ -156,10 +159,16 @@ def _bench_step(name: str, record: dict[str, Any], row: str, seconds: float) -> 
     lengths = (
         [int(row.split(", ")[-1].split()[0].replace(",", ""))] if sequences and "rows" in row else record["lengths"]
     )
-    recompute, layers, slots = record["recompute"], record["recompute_layers"], record["ranks"]
+    slots = record["ranks"]
+    recompute, layers, settings = _kept_in_layers(record)
     kind, cap, cp = record["cp_comm_type"], record["max_tokens_per_slot"], record["cp"] or slots
     words = [planner, f"recomputation {recompute}{f' of {layers} layers' if layers else ''}"]
-    words += ["FSDP2"] * (slots > 1) + ["hybrid, experts"] * ("hybrid" in name) + ["experts"] * ("moe" in name)
+    words += (
+        ["compiled"] * (settings.compiled == "layers")
+        + ["FSDP2"] * (slots > 1)
+        + ["hybrid, experts"] * ("hybrid" in name)
+        + ["experts"] * ("moe" in name)
+    )
     words += [row] * (name == "step-H200-norms")
     return Measured(
         record=name,
@@ -177,7 +186,7 @@ def _bench_step(name: str, record: dict[str, Any], row: str, seconds: float) -> 
             slots=slots,
             planner=planner,
             cp=cp,
-            settings=CostSettings(recomputation=_kind(recompute), recomputed_layers=layers, shards=slots),
+            settings=replace(settings, shards=slots),
             options=PlanOptions(
                 max_tokens_per_slot=cap or None,
                 cp_comm_type=kind,
@@ -186,6 +195,25 @@ def _bench_step(name: str, record: dict[str, Any], row: str, seconds: float) -> 
             ),
         ),
     )
+
+
+def _kept_in_layers(record: dict[str, Any]) -> tuple[str, int, CostSettings]:
+    """What layers recompute, how many of them (0: all), and the settings that price it.
+
+    A record with a plan of memory is of compiled layers, which all recompute nothing or "selective", on device or host.
+    """
+    recompute, layers = record["recompute"], record["recompute_layers"]
+    if not record.get("memory"):
+        return recompute, layers, CostSettings(recomputation=_kind(recompute), recomputed_layers=layers)
+    layers = sum(word != "none" for word in record["memory"]["measures"])
+    recompute: Recomputation = "selective" if layers else "none"
+    settings = CostSettings(
+        recomputation=recompute,
+        recomputed_layers=layers,
+        gathered_once=record["memory"]["gathered_once"],
+        compiled="layers",
+    )
+    return recompute, layers, settings
 
 
 def _kind(recompute: str) -> Recomputation:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from measured import RECORDS, Measured, measured_rows, record_command
+from measured import LATER_STEPS, RECORDS, Measured, measured_rows, record_command
 
 from longspan.plan import Machine
 
@@ -45,7 +45,7 @@ def predict_all(machine: Machine) -> list[Prediction]:
     steps, predictions = 0, list[Prediction]()
     for row in measured_rows():
         use = "" if row.older else "held out"
-        if use and row.is_fitted_to:
+        if use and row.is_training_step and row.record not in LATER_STEPS:
             use = "held out" if steps % 2 else "fitted"
             steps += 1
         predictions.append(Prediction(row, row.predict(machine), use))
@@ -75,9 +75,9 @@ def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str
     yield "| rows | number | within 5 % | 10 % | 20 % | mean error |"
     yield "| --- | --- | --- | --- | --- | --- |"
     sets = {
-        "whole training steps": [p for p in current if p.row.is_fitted_to],
-        "of these held out": [p for p in current if p.row.is_fitted_to and p.use == "held out"],
-        "evaluations": [p for p in current if not p.row.is_fitted_to and not p.row.is_layer],
+        "whole training steps": [p for p in current if p.row.is_training_step],
+        "of these held out": [p for p in current if p.row.is_training_step and p.use == "held out"],
+        "evaluations": [p for p in current if not p.row.is_training_step and not p.row.is_layer],
         "layers inside a host": [p for p in current if p.row.is_layer and p.row.record != "two-hosts"],
         "layers over two hosts": [p for p in current if p.row.record == "two-hosts"],
         "all": current,
