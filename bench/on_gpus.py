@@ -23,6 +23,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parents[1]
 STEP = "{python} -m longspan bench step --model.preset qwen3-8b --planners fixed --out {out}"
+SMALL = (  # on one GPU
+    "{python} -m longspan bench step --world 1 --model.preset qwen3-4b --planners fixed --warmup 1 --repeats 1 "
+    "--out {out}"
+)
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
@@ -88,13 +92,21 @@ RUNS = (
     GpuRun("step-packed", 180, f"{STEP} {PACKED} --profile --peers"),
     GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rows"),
     GpuRun("step-256k", 240, f"{STEP} --sequences 262144 {YARN} --warmup 1 --repeats 1"),
-    # the longest documents that `longspan plan --longest` names for two H200s (bench/records/what-fits.md)
-    GpuRun("longest-none", 80, f"{STEP} --sequences 24576 --train.memory none --warmup 1 --repeats 1"),
+    # the longest documents of `longspan plan --longest` (bench/records/what-fits.md), and 5 % longer ones, which fill
+    # more than train.memory_fraction
+    GpuRun("longest-none", 70, f"{STEP} --sequences 28672,30720 --train.memory none --warmup 1 --repeats 1"),
     GpuRun(
         "longest-selective",
-        220,
-        f"{STEP} --sequences 206848 {YARN} --train.memory none --train.activation_checkpointing selective "
+        300,
+        f"{STEP} --sequences 212992,223232 {YARN} --train.memory none --train.activation_checkpointing selective "
         "--warmup 1 --repeats 1",
+    ),
+    GpuRun("longest-one-none", 60, f"{SMALL} --sequences 20480,21504 --train.memory none", gpus=1),
+    GpuRun(
+        "longest-one-selective",
+        150,
+        f"{SMALL} --sequences 139264,146432 {YARN} --train.memory none --train.activation_checkpointing selective",
+        gpus=1,
     ),
     GpuRun(
         "first-steps-eager",
