@@ -27,6 +27,17 @@ SMALL = (  # on one GPU
     "{python} -m longspan bench step --world 1 --model.preset qwen3-4b --planners fixed --warmup 1 --repeats 1 "
     "--out {out}"
 )
+CHOICES = {"auto": "auto --train.memory_bytes 51539607552"} | {
+    name.replace(" ", "-"): f"none --train.activation_checkpointing {keys}"
+    for name, keys in {
+        "selective": "selective",
+        "selective of 6": "selective --train.recompute_layers 6",
+        "selective of 5": "selective --train.recompute_layers 5",
+        "selective of 5 on the host": "selective --train.recompute_layers 5 --train.offload_activations true",
+        "full": "full",
+        "full of 5": "full --train.recompute_layers 5",
+    }.items()
+}
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
@@ -107,6 +118,11 @@ RUNS = (
         150,
         f"{SMALL} --sequences 139264,146432 {YARN} --train.memory none --train.activation_checkpointing selective",
         gpus=1,
+    ),
+    # what `train.memory = "auto"` chooses within 48 GiB, and six settings by hand that fit there as well
+    *(
+        GpuRun(f"choice-{name}", 45, f"{STEP} --layers 12 --sequences 32768 --train.memory {keys}")
+        for name, keys in CHOICES.items()
     ),
     GpuRun(
         "first-steps-eager",
