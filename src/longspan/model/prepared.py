@@ -18,7 +18,12 @@ from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.activations.recompute import Recomputation
 from longspan.model.adapters import unwrap_model
-from longspan.model.compiled_layers import compile_layers, leave_norms, read_compiled_parts, start_compile_workers
+from longspan.model.compiled_layers import (
+    compile_layers,
+    read_compiled_parts,
+    start_compile_workers,
+    unfuse_norms_in_graphs,
+)
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
@@ -134,15 +139,16 @@ def prepare_language_model(
     peft_model, model = model, unwrap_model(model)
     compiled = read_compiled_parts(options.compiled, model, world.device, world.home.tp)
     if compiled != "none" and world.device.type == "cuda":
-        start_compile_workers(min(len(world.home.ranks), world.node_size * world.home.tp))
+        ranks_of_host = min(len(world.home.ranks), world.node_size * world.home.tp)  # node_size counts slots
+        start_compile_workers(ranks_of_host)
 
     def connect_layers(model: PreTrainedModel) -> None:
-        """Make the model's attention, mixers, experts and norms call longspan, once its kernels are there."""
+        """Make the model's attention, mixers, experts and norms call longspan; before that, check mixers' kernels."""
         check_kernels(model, options.mixer_kernels, placement.dtype_of(model), world.device)
         _choose_norms(model, options.fused_norms, world.device)
         if compiled == "layers":
-            leave_norms(model)
-        _connect_layers(model, options.mixer_kernels)
+            unfuse_norms_in_graphs(model)
+        _connect_operations(model, options.mixer_kernels)
 
     if options.float8 and isinstance(model, PreTrainedModel):  # ranks' devices may differ
         raise_first_error(world, refuse_float8(model, options.float8, placement, world))
@@ -157,10 +163,10 @@ def prepare_language_model(
     # Over stages always tried here: an error in the first pass would come on the last stage only, while others wait.
     tried = add_row_loss(model, probe=options.probe or world.home.pp > 1, required=options.probe)
     rules = _make_call_rules(model, placement, kernel, evidence)
-    weights = pop_deferred_weights(model)
+    weights = pop_deferred_weights(model)  # None: the model has its weights already
     offload = placement.recomputation.make_offload(world)
     if world.home.pp > 1:
-        prepared = _cut_and_place(model, placement, pipeline, offload, tried=tried)
+        prepared = _place_stages(model, placement, pipeline, offload, tried=tried)
         prepared.probed = options.probe
         models = [stage.model for stage in prepared.stages]
     else:
@@ -187,7 +193,7 @@ def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device
         split_long_norms(model)
 
 
-def _connect_layers(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
+def _connect_operations(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
     """Have the model's attention, mixers and experts call this package."""
     model.set_attn_implementation(_attention_by_configuration(model))
     number_layers(model)
@@ -232,7 +238,7 @@ def _attention_by_configuration(model: PreTrainedModel) -> str | dict[str, str]:
     return {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)} if names else IMPLEMENTATION
 
 
-def _cut_and_place(
+def _place_stages(
     model: PreTrainedModel,
     placement: Placement,
     pipeline: PipelineSettings,
@@ -240,7 +246,11 @@ def _cut_and_place(
     *,
     tried: bool,
 ) -> PipelineModel:
-    """Cut the model into this rank's stages and place each as a model of its own; the rest of the model is freed."""
+    """Cut the model into this rank's stages and place each as a model of its own; the rest of the model is freed.
+
+    The forward that takes `row_loss` (`tried` on the whole model) is set anew where the head is: a stage is a copy
+    without it.
+    """
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
     stages = cut_into_stages(model, placement.world, pipeline)
     for stage in stages:
@@ -251,7 +261,7 @@ def _cut_and_place(
 
 
 def _check_every_call(prepared: PreTrainedModel | PipelineModel, rules: CallRules, execution: Execution) -> None:
-    """Have every call of a prepared model checked, and refuse what its own class would do with its weights."""
+    """Have every call of a prepared model checked, and its class's methods refused that would misread its weights."""
     values: Any = prepared
     values.call_rules, values.execution = rules, execution
     guard_model(prepared, rules.architecture)
