@@ -71,7 +71,7 @@ class _DrawnWeights:
         return "the drawn depths"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield by name each parameter's drawn part (all of one without a block), and buffers as the depths had them."""
+        """Yield by name each parameter's drawn part (all without a block), and buffers as the depths had them."""
         yield from ((name, buffer) for name, buffer in self._buffers.items() if name in parts)
         for path, depth in self._depths.items():
             drawn = draw_copy(path, depth, device, seed=self._seed, initialise=self._initialise)

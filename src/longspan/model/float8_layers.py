@@ -92,7 +92,7 @@ def refuse_float8(model: PreTrainedModel, float8: str, placement: Placement, wor
 
 
 def _refusal_reasons(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
-    """Yield why a model cannot compute in float8 here: its device, its dtype, no wide linear, or widths that do not fit.
+    """Yield why a model cannot compute in float8 here: device, dtype, no wide linear, or widths that do not fit.
 
     Parameters of experts with three dims are stacked matrices, one for each expert.
     """

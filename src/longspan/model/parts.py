@@ -151,7 +151,7 @@ def _find_first_states(args: Sequence[Any], kwargs: Mapping[str, Any], returned:
     """Find the argument of a layer, after its input at position 0, that is the model's first hidden states again.
 
     `returned` are these first states, then what each part before the layer returned. None if there is no such argument,
-    if it was made of other states too, or if several arguments were made of earlier states, which stages cannot hand on.
+    if it was made of other states too, or if several arguments were made of earlier states: stages hand on neither.
     """
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     earlier = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]

@@ -80,7 +80,7 @@ class Placement:
             refuse_shared_layers(model, layers, shared_blocks(layers))
         refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)
         check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
-        self.recomputation.check(model, stages)
+        self.recomputation.check_measures(model, stages)
         check_tiles(model, self.mlp_tile_rows)
 
     def dtype_of(self, model: PreTrainedModel) -> torch.dtype:

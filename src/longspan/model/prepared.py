@@ -105,7 +105,7 @@ class PrepareOptions:
         Raises ModelError where both are given.
         """
         if self.measures is None:
-            return Recomputation.of(
+            return Recomputation.from_options(
                 self.activation_checkpointing,
                 layers=self.recompute_layers,
                 offload=self.offload_activations,

@@ -95,7 +95,7 @@ class HostArena:
         return HostRange(self._freed, piece, start, size, bytes)
 
     def close(self) -> None:
-        """Give the memory back: now, or, while ranges are in use, once they are free. A later `take` grows again."""
+        """Give the memory back: now, or, while ranges are in use, once they are free. A later `take` adds memory."""
         with self._lock:
             self._take_back_ranges()
             self._parts.clear()
@@ -221,15 +221,15 @@ def check_host_room(bytes: int, world: World, what: str = "this run keeps on the
 
     >>> check_host_room(plan.host.total, world)
 
-    Entered by all ranks, each with its own number, before it takes any of them. A host whose memory is not known, as
-    on macOS, is not judged.
+    All ranks call it, each with the bytes that it will take, before any rank takes memory. A host whose free memory is
+    not known, as on macOS, is not checked.
     """
-    places = world.control.gather_objects((gethostname(), bytes, free_host_bytes()), "check of the host's memory")
-    for host in dict.fromkeys(name for name, _, _ in places):
-        of_ranks = [size for name, size, _ in places if name == host]
-        rooms = [free for name, _, free in places if name == host and free is not None]
+    reports = world.control.gather_objects((gethostname(), bytes, free_host_bytes()), "check of the host's memory")
+    for host in dict.fromkeys(name for name, _, _ in reports):
+        of_ranks = [size for name, size, _ in reports if name == host]
+        free_bytes = [free for name, _, free in reports if name == host and free is not None]
         total = sum(of_ranks)
-        if rooms and total > (room := min(rooms)):
+        if free_bytes and total > (room := min(free_bytes)):  # ranks of one host read it at different moments
             raise on_all_ranks(
                 ModelError(
                     f"{what} {total:,} bytes ({total / _GIB:.2f} GiB) for {plural(len(of_ranks), 'rank')} of host "

@@ -140,7 +140,7 @@ def _value_reasons(model: nn.Module) -> Iterator[str]:
 def _parameter_reasons(model: nn.Module) -> Iterator[str]:
     """Yield why the parameters that require gradients are not those of an adapter to train.
 
-    Weights of depths of multi-token prediction may be trained with it, by the rules of `depth_reasons`.
+    Weights of depths of multi-token prediction may be trained with the adapter, by the rules of `depth_reasons`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:

@@ -177,7 +177,10 @@ def _random_draw_reasons(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield how results of rows in pieces differ from those of all rows at once; if outputs do, nothing further."""
+    """Yield how results of rows in pieces differ from those of all rows at once.
+
+    Gradients and experts are compared only if outputs are equal, since other outputs have other gradients.
+    """
     # Buffers that are not saved may only log what was run; if results depend on them, rows differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
     all_rows = _run_rows(model, torch.arange(_ROWS))
@@ -187,9 +190,8 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
     buffers_after = dict(model.named_buffers())
     if changed := [name for name, buffer in buffers.items() if not torch.equal(buffers_after[name], buffer)]:
         yield f"its forward pass in training changes {changed[0]} by the rows that it is given {evidence}"
-    if (
-        error := relative_error(torch.cat([piece_pass.rows for piece_pass in pieces]), all_rows.rows[order])
-    ) > _TOLERANCE:
+    error = relative_error(torch.cat([piece_pass.rows for piece_pass in pieces]), all_rows.rows[order])
+    if error > _TOLERANCE:
         yield (
             f"rows influence each other outside attention, first in {_first_difference(all_rows, pieces, order)}: "
             f"outputs differ by {error:.1e} {evidence}"

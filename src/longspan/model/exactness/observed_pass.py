@@ -90,9 +90,10 @@ def _document_rows(
     starts = np.cumsum([0, *lengths])
     numbers_of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
     numbers = np.concatenate([rank_part * COUNT + numbers_of_part for rank_part in range(parts)])
-    rows = tuple(lengths[d] for d in documents) * parts
+    slot_lengths = tuple(lengths[d] for d in documents) * parts
+    count = len(slot_lengths)
     groups = tuple(
-        Group((slot,), tuple(range(slot * len(rows), (slot + 1) * len(rows))), rows) for slot in range(world.home.slots)
+        Group((slot,), tuple(range(slot * count, (slot + 1) * count)), slot_lengths) for slot in range(world.home.slots)
     )
     shard = SeparateRows.of(bind(MicroBatch(groups), world).with_spans({}))
     return TrialRows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
@@ -125,9 +126,9 @@ class Precision(NamedTuple):
         """
         if not self.rounds_coarsely:
             return 1e-4
-        return (
-            0.01 if self.must_be_equal(same_shapes=same_shapes) else 0.1 if self.experts and not same_shapes else 0.05
-        )
+        if self.must_be_equal(same_shapes=same_shapes):
+            return 0.01
+        return 0.1 if self.experts and not same_shapes else 0.05
 
     def rounding(self, x: Tensor, *, same_shapes: bool) -> float:
         """Return by how much rounding may change a number, relative to it: some epsilons of the coarser type."""
@@ -254,10 +255,8 @@ class ObservedPass:
         """
         assert self.before is not None
         same_shapes = len(self.rows.numbers) == len(self.before.rows.numbers)
-        rounding, tolerance = (
-            self.precision.rounding(x, same_shapes=same_shapes),
-            self.precision.tolerance(same_shapes=same_shapes),
-        )
+        rounding = self.precision.rounding(x, same_shapes=same_shapes)
+        tolerance = self.precision.tolerance(same_shapes=same_shapes)
         a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
         added = b if entered is None else b - entered.flatten(1)
         excess = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)

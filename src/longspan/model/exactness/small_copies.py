@@ -73,6 +73,7 @@ def make_tiny_model(
 ) -> PreTrainedModel:
     """Make a model of a small configuration, on the CPU, with random weights that depend only on the seed.
 
+    `attention` is transformers' name of an implementation; with `images` the model is of the class that reads images.
     Norms, biases and sinks start at constants, which would hide their gradients: every parameter is moved at random, as
     are the biases of routers, which are buffers. State-space layers run in torch's operations.
     """
@@ -112,11 +113,10 @@ def reads_images_alone(config: PreTrainedConfig) -> bool:
 
 
 def _small_configuration(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
-    """Make a configuration of the same class with small values, and so many layers as show every kind."""
+    """Make a configuration of the same class with small values, and enough layers to show every kind."""
     base: Any = MODEL_MAPPING.get(type(config), None)  # pyright: ignore[reportArgumentType]
-    return type(config).from_dict(
-        small_image_values(_small_attributes(config, sizes, least_layers(config)), sizes, base)
-    )
+    values = _small_attributes(config, sizes, least_layers(config))
+    return type(config).from_dict(small_image_values(values, sizes, base))
 
 
 def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str, Any]:

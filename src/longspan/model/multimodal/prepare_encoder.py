@@ -119,7 +119,7 @@ def prepare_encoder(
     sharding = Sharding(
         parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
     )
-    recomputation = Recomputation.of(activation_checkpointing)
+    recomputation = Recomputation.from_options(activation_checkpointing)
     _check_arguments(module, world, sharding)
     units = _sharding_units(module, blocks, recomputation)
     parts = find_split_parts(module, units, world.home.tp, tp_plan)
