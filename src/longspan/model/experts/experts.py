@@ -29,7 +29,7 @@ _COLUMNS = 1024  # of a row, which one program of a kernel computes
 def apply_gate(experts: nn.Module, x: Tensor) -> Tensor:
     """Apply the model's gate to rows (S, 2 I) of gates and values: (S, I)."""
     module: Any = experts
-    return gate_in_one_pass(x) if _is_plain(module) and find_kernels(x) is not None else module._apply_gate(x)
+    return gate_in_one_pass(x) if _has_default_gate(module) and find_kernels(x) is not None else module._apply_gate(x)
 
 
 def gate_in_one_pass(x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def gate_in_one_pass(x: Tensor) -> Tensor:
     return _Gated.apply(x)  # pyright: ignore[reportReturnType]
 
 
-def _is_plain(experts: Any) -> bool:
+def _has_default_gate(experts: Any) -> bool:
     """Return whether the gate is transformers' default, SiLU(first half) · second half, which the kernel computes."""
     by_default = getattr(moe, "_default_apply_gate", None)
     gate = getattr(type(experts), "_apply_gate", None)
@@ -76,7 +76,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
-    """Launch a kernel of `row_kernels.py` with a program for each row and block of columns; none for no numbers."""
+    """Launch a kernel of `row_kernels.py`, one program for each row and block of columns; no launch if x is empty."""
     rows, width = len(x), x.shape[1] // 2
     if rows and width:
         blocks = rows, -(-width // _COLUMNS)
@@ -102,7 +102,10 @@ class Loads:
 
 
 def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
-    """Run experts over rows (S, D) sorted by local expert, `loads` rows for each: (S, D), not yet weighted."""
+    """Run experts over rows (S, D) that are sorted by local expert: (S, D), not yet weighted.
+
+    Each expert has a first linear, for gate and values together if it has a gate, and a second one, `down_proj`.
+    """
     module: Any = experts
     first_name = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = _layer_weights(module, first_name), _layer_weights(module, "down_proj")
@@ -126,7 +129,10 @@ def _multiply_by_experts(
     grouped: bool,
     transposed: bool,
 ) -> Tensor:
-    """Multiply rows by the matrices of their experts, in float8 with a `float8_weight`, and add the experts' biases."""
+    """Multiply rows by the matrices of their experts, in float8 with a `float8_weight`, and add the experts' biases.
+
+    Matrices are (e, outputs, inputs), or (e, inputs, outputs) if `transposed`; `grouped`: in one product.
+    """
     if float8_weight is None:
         return (_multiply_grouped_rows if grouped else _multiply_one_by_one)(x, weight, bias, loads, transposed)
     ends = loads.device.cumsum(0).to(torch.int32)

@@ -243,7 +243,7 @@ def _mix_tiles(
         """Mix the experts of one tile's rows."""
         return _mix_experts(experts, x, chosen, weights, channel)
 
-    around = partial(quantise_once, experts)
+    around = partial(quantise_once, experts)  # weights in float8 are made once for all tiles
     return run_in_tiles(mix_tile, (x, weights, chosen), tuple(experts.parameters()), count, around=around)
 
 
@@ -294,7 +294,7 @@ def _mix_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor,
 def _run_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
     """Send rows (S, D), sorted by expert, to the members with their experts; returns the outputs in the same order."""
     counts = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
-    sends = counts[channel.index].sum(1).tolist()  # counts (sender, member, its experts)
+    sends = counts[channel.index].sum(1).tolist()  # of counts (sender, receiver, receiver's experts)
     counts_here = counts[:, channel.index]  # (sender, local experts)
     receives = counts_here.sum(1).tolist()
     arrived = all_to_all_rows(x, sends, receives, channel)
@@ -305,11 +305,11 @@ def _run_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Chann
     return all_to_all_rows(spread_rows(outputs, visits.inverse()), receives, sends, channel)
 
 
-def _order_by_expert(here: np.ndarray) -> np.ndarray:
-    """Return the order that sorts rows by expert; they arrive by sender, and by expert within one sender.
+def _order_by_expert(counts: np.ndarray) -> np.ndarray:
+    """Return the order that sorts arriving rows by expert; rows arrive by sender, and by expert within one sender.
 
-    `here` (senders, local experts) are the numbers of rows.
+    `counts` (senders, local experts) are the numbers of rows.
     """
-    starts = (here.cumsum() - here.ravel()).reshape(here.shape)
-    runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), here.T.ravel(), strict=True)]
+    starts = (counts.cumsum() - counts.ravel()).reshape(counts.shape)  # where a sender's rows for an expert begin
+    runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), counts.T.ravel(), strict=True)]
     return np.concatenate([np.zeros(0, dtype=np.int64), *runs])

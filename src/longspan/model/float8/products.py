@@ -65,7 +65,8 @@ def _multiply_rows(
 ) -> Tensor:
     """Multiply rows (S, K) with one matrix, or each with the matrix of its expert: (S, N).
 
-    `unread` links the two nodes of the graph: it has the product's shape, and a single number as its memory.
+    The graph gets two nodes. `_Product` takes the output of `_Gradients` as an argument, which no product reads, so that
+    dy goes back to `_Gradients`, too. This output, `unread`, has the shape of dy, and a single number as its memory.
     """
     gradients = None
     if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
@@ -148,7 +149,7 @@ def _read_weight(ctx: Any) -> Tensor:
 def _multiply_scaled(
     x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None, experts: ExpertRows | None
 ) -> Tensor:
-    """Multiply rows x (S, K) with the rows of w (N, K), and add a bias; with experts, w is (e, N, K)."""
+    """Multiply rows x (S, K) with the rows of w (N, K), and add a bias; of experts, w is (e, N, K), without bias."""
     if experts is None:
         return multiply(x, w, dtype, bias)
     return multiply_experts(x, w, experts.ends, experts.counts, dtype)
@@ -161,8 +162,8 @@ def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tenso
     """
     if experts is None:
         return dy.t() @ x
-    outputs, inputs = (x, dy.contiguous()) if experts.transposed else (dy.contiguous(), x)
-    return _outer_products(outputs, inputs, experts.ends, experts.counts)
+    left, right = (x, dy.contiguous()) if experts.transposed else (dy.contiguous(), x)
+    return _outer_products(left, right, experts.ends, experts.counts)
 
 
 # ---- experts

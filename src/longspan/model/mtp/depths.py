@@ -134,7 +134,7 @@ def deeper_states(
 def take_copied_depths(model: nn.Module) -> nn.Module | None:
     """Replace peft's wrapper of the depths by the copy that it trains; returns the wrapper, or None without one.
 
-    A wrapper with copies of several adapters is left as it is.
+    A wrapper with copies of several adapters is left as it is: `find_adapter` refuses such a model.
     """
     wrapper: Any = model._modules.get(PREFIX)
     if wrapper is None or not is_copied(wrapper):

@@ -108,7 +108,7 @@ class _SpliceHook:
         root.register_forward_pre_hook(self._note_shard, with_kwargs=True)
         root.register_forward_hook(self._forget_shard, always_call=True)
         self._ahead = 0  # how many tokens ahead of its row the embedding is called now (multi-token prediction)
-        embedding.register_forward_pre_hook(self._drop_later_tokens, with_kwargs=True)
+        embedding.register_forward_pre_hook(self._take_ahead, with_kwargs=True)
         embedding.register_forward_hook(self._splice_rows)
 
     def _note_shard(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -120,10 +120,8 @@ class _SpliceHook:
         """Forget the shard after the call, also after an error."""
         self._shard = None
 
-    def _drop_later_tokens(
-        self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        """Note and drop the keyword AHEAD of calls for later tokens, which the embedding's forward does not know."""
+    def _take_ahead(self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Note and remove AHEAD, the keyword of calls for later tokens, which the embedding's forward does not know."""
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 
