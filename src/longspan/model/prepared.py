@@ -155,7 +155,7 @@ def prepare_language_model(
     kernel, stages = options.attention_kernel, pipeline.stages
     evidence = check_model(model, placement, connect_layers, stages=stages, kernel=kernel, probe=options.probe)
     assert isinstance(model, PreTrainedModel)  # others were refused
-    model.config.use_cache = False
+    model.config.use_cache = False  # keys and values of earlier calls
     execution = _make_execution(model, placement, evidence.calls, options)
     execution = replace(execution, float8=use_float8(model) if options.float8 else "")
     if placement.recomputation.exchanges_again and world.home.slots > 1:
@@ -173,7 +173,7 @@ def prepare_language_model(
         prepared, models = model, [model]
         placement.place_layers(model, model, offload, has_experts=bool(expert_modules(model)))
         if not options.probe:
-            FirstPass(prepared)
+            FirstPass(prepared)  # hooks of the model: its first call shows what the trial would have shown
     setattr(prepared, HOST_OFFLOAD, offload)
     if weights is not None:
         weights.fill_weights(models, world)

@@ -85,11 +85,11 @@ class HostArena:
                 self._parts.clear()
                 self._add_part(total)
             for piece in self._parts:
-                if (start := piece.take(size)) is not None:
+                if (start := piece.take_bytes(size)) is not None:
                     break
             else:
                 piece = self._add_part(size)
-                start = piece.take(size)
+                start = piece.take_bytes(size)
             assert start is not None
             self._used += size
         return HostRange(self._freed, piece, start, size, bytes)
@@ -127,7 +127,7 @@ class HostArena:
         """Return to their pieces the ranges that nothing holds any more; the lock must be held."""
         while self._freed:
             part, start, size = self._freed.popleft()
-            part.give_back(start, size)
+            part.give_back_bytes(start, size)
             self._used -= size
 
 
@@ -169,7 +169,7 @@ class _Part:
             weakref.finalize(self, _unpin_memory, self.memory.data_ptr(), copies, os.getpid()).atexit = False
         self._free = [(0, size)]  # start and end
 
-    def take(self, size: int) -> int | None:
+    def take_bytes(self, size: int) -> int | None:
         """Take `size` bytes from the first free range that has them; returns their start, or None without one."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
@@ -177,7 +177,7 @@ class _Part:
                 return start
         return None
 
-    def give_back(self, start: int, size: int) -> None:
+    def give_back_bytes(self, start: int, size: int) -> None:
         """Free a range; free ranges that touch become one."""
         insort(self._free, (start, start + size))
         merged: list[tuple[int, int]] = []

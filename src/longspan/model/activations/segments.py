@@ -154,7 +154,7 @@ class _Link:
 
     @torch.no_grad()
     def run_again(self, x: Tensor) -> Tensor:
-        """Run the layer without a graph; attention's outputs are kept, if its measure says so, for `recompute`."""
+        """Run the layer without a graph; `replay_attention` gives attention's outputs, if its measure keeps them."""
         self._recording = Recording(keep_exchanged=self._keeps_exchanged) if self._keeps_attention else None
         with ExitStack() as stack:
             stack.enter_context(_gather_parameters(self._layer))
@@ -170,8 +170,8 @@ class _Link:
         return self._forget_attention(), _RecomputeContext(self)
 
     @contextmanager
-    def recompute(self) -> Iterator[None]:
-        """Open a context in which attention gives what it gave when the segment ran again, if it was kept."""
+    def replay_attention(self) -> Iterator[None]:
+        """Open a context in which attention gives the outputs of the segment's second run, if these were kept."""
         recording, self._recording = self._recording, None
         with self._forget_attention() if recording is None else recording.recompute():
             yield
@@ -201,7 +201,7 @@ class _RecomputeContext(AbstractContextManager[None]):
         self._link = link
 
     def __enter__(self) -> None:
-        self._open_context = self._link.recompute()
+        self._open_context = self._link.replay_attention()
         self._open_context.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:

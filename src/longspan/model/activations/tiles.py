@@ -139,7 +139,7 @@ class _Tiles(torch.autograd.Function):
             douts = gradients[0].tensor_split(ctx.count, ROWS)
             tiles, tile_gradients = _split_rows(rows, ctx.count), _split_rows(row_gradients, ctx.count)
             for dout, tile, into in zip(douts, tiles, tile_gradients, strict=True):
-                _add_tile(ctx, tile, dout, trained, into, sums)
+                _add_tile_gradients(ctx, tile, dout, trained, into, sums)
         indices = iter(range(len(trained)))  # of sums: those of trained parameters only
         parameter_gradients = [
             _take_narrowed_sum(sums, next(indices), p) if p.requires_grad else None for p in ctx.parameters
@@ -147,7 +147,7 @@ class _Tiles(torch.autograd.Function):
         return None, None, None, None, None, *row_gradients, *parameter_gradients
 
 
-def _add_tile(
+def _add_tile_gradients(
     ctx: Any,
     tile: Sequence[Tensor],
     dout: Tensor,

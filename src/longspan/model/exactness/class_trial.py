@@ -77,7 +77,8 @@ def refuse_class(model: PreTrainedModel) -> None:
 def _innermost_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the innermost transformers model that holds the decoder layers."""
     layer = next(iter(decoder_layers(model)))
-    return [m for n, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(n)][-1]
+    models = [m for name, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(name)]
+    return models[-1]  # a module is listed before those inside it
 
 
 def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
@@ -135,9 +136,9 @@ class _Pass(NamedTuple):
 
 
 def _run_rows(model: PreTrainedModel, order: Tensor) -> _Pass:
-    """Run one pass, forward and back, of the rows of these numbers.
+    """Run rows forward and back in one pass; `order` (R,) has their numbers, in the order in which they run.
 
-    Each row has its own token and its own random gradient of its output; all have one position, whatever their order.
+    A row's number is its token id, and decides the random gradient of its output. All rows have the same position.
     """
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)

@@ -163,7 +163,11 @@ class ObservedPass:
     """
 
     def __init__(self, rows: TrialRows, precision: Precision, before: "ObservedPass | None" = None) -> None:
-        """Begin a pass: `_calls` has the number of each module's latest call, `_places` the compared rows by sizes."""
+        """Begin a pass.
+
+        `_calls` has the number of each module's latest call. `_places` has the indices of the compared rows in a tensor
+        and in that of the pass before, by how many rows the two have.
+        """
         self.rows: TrialRows = rows
         self.precision: Precision = precision
         self.before: ObservedPass | None = before

@@ -65,8 +65,8 @@ def _multiply_rows(
 ) -> Tensor:
     """Multiply rows (S, K) with one matrix, or each with the matrix of its expert: (S, N).
 
-    The graph gets two nodes. `_Product` takes the output of `_Gradients` as an argument, which no product reads, so that
-    dy goes back to `_Gradients`, too. This output, `unread`, has the shape of dy, and a single number as its memory.
+    The graph gets two nodes. `_Product` takes the output of `_Gradients` as an argument, so that dy goes back to
+    `_Gradients` too. Nothing reads this output (`unread`): it has the shape of dy, and one number as its memory.
     """
     gradients = None
     if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):

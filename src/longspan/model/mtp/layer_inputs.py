@@ -114,7 +114,7 @@ class LayerInputs:
         # The arguments of the layer, or, where inputs are made of tokens, of what is around the layers.
         self._noted: LayerCall = (), {}
 
-    def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the arguments of a call: a forward pre-hook of the copied layer, or of the module around all layers."""
         self._noted = args, kwargs
 
@@ -141,7 +141,7 @@ class LayerInputs:
         other_arguments = {
             name: value for name, value in arguments.items() if not (name == "input_ids" or _depends_on_rows(value))
         }
-        layerless_model.forward(input_ids=ids[None], **other_arguments)  # without hooks, `note` among them
+        layerless_model.forward(input_ids=ids[None], **other_arguments)  # without hooks, `note_call` among them
         layer: Any = layers[self._copied.index]
         return layer.note.call
 
@@ -151,7 +151,7 @@ def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerI
     """Note, in a pass of the model inside, the arguments that the layer which depths copy is called with."""
     inputs, (name, layers) = LayerInputs(model, copied), layer_list(model)
     noted = model.get_submodule(name.rpartition(".")[0]) if copied.of_tokens else layers[copied.index]
-    handle = noted.register_forward_pre_hook(inputs.note, with_kwargs=True, prepend=True)
+    handle = noted.register_forward_pre_hook(inputs.note_call, with_kwargs=True, prepend=True)
     try:
         yield inputs
     finally:

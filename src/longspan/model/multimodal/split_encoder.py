@@ -70,7 +70,7 @@ def _split_linears(part: SplitModule, world: World) -> None:
 
 
 def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:
-    """Sum over tp the gradients of parameters beside split linears (a norm of heads), which see the rank's heads alone."""
+    """Sum over tp the gradients of parameters beside split linears (a norm of heads), which see a rank's heads."""
     for child in module.modules():
         if id(child) not in split:
             for name, _ in child.named_parameters(recurse=False):
