@@ -238,17 +238,17 @@ class _LayerRun:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[1] == 1:
             return _own_forward(self.layer)(self.layer, *args, **kwargs)
-        # Graphs are made for a view or for no view. Rows from FSDP2 are a view; where 5.17 recomputes they are none.
+        # Always a view, for which graphs are made: rows from FSDP2 are one, rows that 5.17 recomputes from are not.
         hidden = hidden.view_as(hidden) if self._fits_graphs(hidden) else _Begun.apply(hidden, _new_leaf(hidden))
         if args:
             return self.run(self.layer, hidden, *args[1:], **kwargs)
         return self.run(self.layer, **kwargs | {"hidden_states": hidden})
 
     def _fits_graphs(self, hidden: Tensor) -> bool:
-        """Return whether rows need no gradient added to run the graphs of other layers.
+        """Return whether rows can enter graphs as they are; if not, they must be made to require a gradient.
 
-        So it is if rows require one already, and where no gradient is computed at all: the layer's weights are frozen,
-        or gradients are off.
+        Graphs are made for rows that do. Where the layer computes no gradient (its weights are frozen, or gradients are
+        off), it has other graphs in any case.
         """
         if hidden.requires_grad or not torch.is_grad_enabled():
             return True

@@ -79,7 +79,7 @@ def check_same_kernels(execution: Execution, world: World) -> None:
     with dout. Members of a group with different kernels would wait for messages of another size.
     """
     ranks = world.control.reduce_object({execution.kernels: [world.rank]}, _join_ranks, "kernels of attention")
-    if ranks is not None and len(ranks) > 1:
+    if ranks is not None and len(ranks) > 1:  # None only if every rank had given None
         words = "; ".join(
             f"{' and '.join(kernels)} on {_ranks_text(ranks_of_kernels)}" for kernels, ranks_of_kernels in ranks.items()
         )

@@ -141,18 +141,19 @@ def use_float8(model: PreTrainedModel) -> str:
     `refuse_float8` has found nothing against it.
     """
     linears, experts = float8_linears(model), expert_modules(model)
-    count = sum(linear.weight.numel() for linear in linears.values())
+    in_float8 = sum(linear.weight.numel() for linear in linears.values())
     for linear in linears.values():
         add_float8_weights(linear, ["weight"])
         linear.forward = MethodType(_run_linear, linear)  # a method, so that layers of a kind share compiled graphs
     for module in experts.values():
         matrices = {name: p.numel() for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
         add_float8_weights(module, matrices)
-        count += sum(matrices.values())
+        in_float8 += sum(matrices.values())
     layers = (*decoder_layers(model).values(), *model_depths(model))
     of_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     of_experts = f", experts of {len(experts)} layers" if experts else ""
-    return f"float8 by rows: {len(linears)} linears{of_experts}, {100 * count / of_layers:.1f} % of the layers' weights"
+    percent = 100 * in_float8 / of_layers
+    return f"float8 by rows: {len(linears)} linears{of_experts}, {percent:.1f} % of the layers' weights"
 
 
 def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ _PROJECTORS = ("projector", "merger", "connector")  # what a projector, or what 
 
 
 def is_in_projector(module: str) -> bool:
-    """Return whether a module of this qualified name in a tower's place is a projector's.
+    """Return whether a module inside or beside a tower belongs to a projector, by its qualified name.
 
     >>> is_in_projector("model.visual.merger.mlp.0"), is_in_projector("model.visual.blocks.0.mlp")
     (True, False)

@@ -230,7 +230,7 @@ def shallow_copy(
         else:
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: only buffers
     entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
-    if not first and isinstance(base.get_submodule(entry), Absent):
+    if not first and isinstance(base.get_submodule(entry), Absent):  # no part or layer of this stage's own
         _replace_first_part(base, entry, parts.outputs)
     for name, _ in list(model.named_children()):  # the head, and depths of multi-token prediction
         if name != text_name(model).partition(".")[0] and not (last or (tied and first and name != PREFIX)):

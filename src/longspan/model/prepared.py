@@ -146,7 +146,7 @@ def prepare_language_model(
         """Make the model's attention, mixers, experts and norms call longspan; before that, check mixers' kernels."""
         check_kernels(model, options.mixer_kernels, placement.dtype_of(model), world.device)
         _choose_norms(model, options.fused_norms, world.device)
-        if compiled == "layers":
+        if compiled == "layers":  # the compiler fuses the norms in its graphs itself
             unfuse_norms_in_graphs(model)
         _connect_operations(model, options.mixer_kernels)
 
@@ -155,7 +155,7 @@ def prepare_language_model(
     kernel, stages = options.attention_kernel, pipeline.stages
     evidence = check_model(model, placement, connect_layers, stages=stages, kernel=kernel, probe=options.probe)
     assert isinstance(model, PreTrainedModel)  # others were refused
-    model.config.use_cache = False  # keys and values of earlier calls
+    model.config.use_cache = False  # no call goes on from keys and values of an earlier one
     execution = _make_execution(model, placement, evidence.calls, options)
     execution = replace(execution, float8=use_float8(model) if options.float8 else "")
     if placement.recomputation.exchanges_again and world.home.slots > 1:
@@ -194,7 +194,11 @@ def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device
 
 
 def _connect_operations(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
-    """Have the model's attention, mixers and experts call this package."""
+    """Have the model's attention, mixers and experts call this package.
+
+    Each layer hands down its number and its arguments for them. Rotary frequencies and scales of queries that depend on
+    positions are computed by document.
+    """
     model.set_attn_implementation(_attention_by_configuration(model))
     number_layers(model)
     attend_causally(model)
@@ -229,9 +233,10 @@ def _make_call_rules(model: PreTrainedModel, placement: Placement, kernel: str |
 
 
 def _attention_by_configuration(model: PreTrainedModel) -> str | dict[str, str]:
-    """Return the name of our attention, for a wrapper by configuration: the whole model's ("") and its text model's.
+    """Return what `set_attn_implementation` takes: the name of our attention, or of a wrapper a table of names.
 
-    A wrapper's towers are left out, as they see images whole.
+    The table has our name for the whole model's configuration ("") and its text model's. Towers are left out: they see
+    images whole.
     """
     config, text = model.config, model.config.get_text_config()
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]

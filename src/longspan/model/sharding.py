@@ -103,15 +103,12 @@ def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> 
 
     A mesh of one axis has no replicas.
     """
-    return all(
-        group.mesh_info.mesh.ndim == 1
-        and all(
-            policy.reduce_dtype in (None, x.sharded_param.dtype)
-            for x in group.fsdp_params
-            if x.sharded_param.requires_grad
-        )
-        for group in reduction_groups([module])
-    )
+    for group in reduction_groups([module]):
+        trained = [parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+        casts = any(policy.reduce_dtype not in (None, parameter.dtype) for parameter in trained)
+        if casts or group.mesh_info.mesh.ndim != 1:
+            return False
+    return True
 
 
 class SumsInComputeMemory(DefaultReduceScatter):

@@ -217,7 +217,7 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
     modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [module._get_fsdp_state() for module in modules]
     training_states = [state._training_state for state in states]
-    freed = [module for module, state in zip(modules, states, strict=True) if _is_sharded(state)]
+    sharded_before = [module for module, state in zip(modules, states, strict=True) if _is_sharded(state)]
     for module, state in zip(modules, states, strict=True):
         module.unshard()
         state._training_state = TrainingState.PRE_BACKWARD
@@ -226,7 +226,7 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
     finally:
         for state, training_state in zip(states, training_states, strict=True):
             state._training_state = training_state
-        for module in freed:
+        for module in sharded_before:
             module.reshard()
 
 

@@ -62,7 +62,7 @@ def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
 def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
     """Return why videos' groups of frames do not enter such a model as rows and positions only; empty if they do.
 
-    It is asked of models whose images do.
+    Only models whose images enter so can be asked.
     """
     return _try_images_once(config, "videos", lambda model: [make_video_document(model)])
 
@@ -109,12 +109,14 @@ def _run_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
     return _make_pass(named, documents, partial(_part_logits, parts))
 
 
-def _make_pass(named: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]) -> _Pass:
+def _make_pass(
+    parameters: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]
+) -> _Pass:
     """Run documents; return logits, and gradients of the sum of all logits, each times a random weight, by name."""
     logits = [run(document) for document in documents]
     draw = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
-    return _Pass([x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), named.items()))
+    return _Pass([x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items()))
 
 
 def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:

@@ -85,7 +85,7 @@ def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
         with preserve_modes(model), names, _Draws(names, draws):
             model.train(training)
             for name, module in model.named_modules():
-                if _is_adapter_dropout(name):
+                if _is_adapter_dropout(name):  # not counted: each rank drops inputs of its own rows
                     module.eval()
             run_on_meta(model, probe)
     except Exception as error:  # whatever its forward raises there
@@ -121,7 +121,7 @@ def _cause_text(error: Exception) -> str:
 def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
     """Return the rates by which layers are left out at random in training, by the keys of a configuration.
 
-    Ranks that leave out different ones would wait for each other for ever.
+    Ranks that leave out different layers would wait for each other for ever.
     """
     keys = model.config.get_text_config().to_dict()
     return {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}

@@ -224,8 +224,9 @@ class ObservedPass:
             self._compare_tensor(Key(name, call, out=True, leaf=leaf), x, added_to)
 
     def _compare_tensor(self, key: Key, x: Tensor, added_to: Tensor | None) -> None:
-        """Keep a tensor, and its error relative to the pass before; a layer adds to `added_to`.
+        """Keep a tensor, and its error relative to the pass before.
 
+        `added_to` is the input to which a layer has added this output; None for tensors that are compared as a whole.
         The first pass keeps a copy, since modules may write into their tensors before the next pass reads it.
         """
         x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
@@ -305,7 +306,8 @@ def _flatten_rows(rows: TrialRows, value: Any) -> Tensor | None:
         return None
     if rows.row_numbers(value.shape[0]) is not None:
         return value
-    return value[0] if value.ndim > 2 and value.shape[0] == 1 and rows.row_numbers(value.shape[1]) is not None else None
+    is_batch_of_one = value.ndim > 2 and value.shape[0] == 1
+    return value[0] if is_batch_of_one and rows.row_numbers(value.shape[1]) is not None else None
 
 
 def _find_places(numbers: Integers, chosen: Integers) -> Integers:

@@ -186,12 +186,12 @@ class _Values:
 
     def __init__(self, model: Any, world: World, parts: int) -> None:
         """Draw the ids, the same on every rank; `parts` as for `make_trial_rows`, with COUNT numbers each."""
-        self.device, self.dtype, self.numbers = world.device, model.dtype, (2, COUNT * parts)
+        self.device, self.dtype, self.shape = world.device, model.dtype, (2, COUNT * parts)
         self.width, vocabulary = (getattr(model.config.get_text_config(), n) for n in ("hidden_size", "vocab_size"))
         depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
         draw = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(vocabulary, self.numbers, generator=draw).to(world.device)
-        self.later = torch.randint(vocabulary, (*self.numbers, depths), generator=draw).to(world.device)
+        self.ids = torch.randint(vocabulary, self.shape, generator=draw).to(world.device)
+        self.later = torch.randint(vocabulary, (*self.shape, depths), generator=draw).to(world.device)
 
     def run_pass(self, stage: nn.Module, observed: ObservedPass) -> None:
         """Run the rows of a pass through a model, or a stage of one, and note the last hidden states and logits."""
@@ -224,7 +224,7 @@ class _Values:
         """Make this rank's hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
         draw, inputs = torch.Generator().manual_seed(4), list[Tensor]()
         for _ in range(1 + stage.with_embedding):
-            values = torch.randn(*self.numbers, self.width, generator=draw).to(self.device, self.dtype)
+            values = torch.randn(*self.shape, self.width, generator=draw).to(self.device, self.dtype)
             inputs.append(rows.choose_values(values).unflatten(0, (rows.parts, -1))[rows.part])
         return torch.cat(inputs)[None]
 

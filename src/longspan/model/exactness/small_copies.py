@@ -42,9 +42,10 @@ def shrink_configuration(
     """Shrink a configuration to one of the same class and of every kind of layer, at widths of tens.
 
     It has two to six layers, one of each kind at least, and keeps rope types, windows, sinks, soft caps, experts and
-    switches; windows and chunks are shorter, and scalings begin earlier, than the documents of a proof are long.
-    Dropout is left out. `true_heads`: heads as large as those of `config`, of queries, keys and values, in every layer.
-    `images`: for the class from images and text to text, if `config` belongs to another class too.
+    switches. Windows and chunks are shorter than the documents on which a copy is tried, and scalings of positions
+    begin within these. Dropout is left out. `true_heads`: heads of queries, keys and values are as large as those of
+    `config`, in every layer. `images`: for the class from images and text to text, if `config` belongs to another class
+    too.
 
     >>> shrink_configuration(Qwen3Config()).hidden_size
     48

@@ -147,7 +147,7 @@ class _Rules:
         """Return the small value of one attribute, by its type and what its name says that it is.
 
         Lists of sizes by layer are scaled entry by entry. Token ids beyond the small vocabulary become 2, so that a
-        token is still set. Dropout is off, as a proof compares passes. Flags, words, 0 and other floats stay.
+        token is still set. Dropout is off, as trials compare passes. Flags, words, 0 and other floats stay.
         """
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
@@ -276,15 +276,15 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Scale rotary frequencies as the configuration does, but from a length that documents of a proof exceed.
+    """Scale rotary frequencies as the configuration does, but from a length that documents of trials exceed.
 
     A head has `pairs` of rotated numbers. Lists with a factor for each pair are cut to the small number of pairs by
     even steps. Sections of M-RoPE divide the pairs among time, height and width: the first keeps its share, the others
     are equal, and what is left over goes to the first. Mappings by layer type are made small one by one.
     """
     out: dict[str, Any] = {}
-    partial = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
-    pairs = int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * partial) // 2
+    rotated_share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
+    pairs = int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * rotated_share) // 2
     for name, value in rope.items():
         if isinstance(value, Mapping):
             out[name] = _small_rope(value, small, sizes)

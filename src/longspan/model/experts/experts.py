@@ -108,15 +108,16 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     """
     module: Any = experts
     first_name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = _layer_weights(module, first_name), _layer_weights(module, "down_proj")
-    float8 = find_float8_weight(module, first_name), find_float8_weight(module, "down_proj")
-    grouped = expert_kernel(x, up[0], down[0], float8=float8[0] is not None) == "grouped_mm"
+    up, up_bias = _layer_weights(module, first_name)
+    down, down_bias = _layer_weights(module, "down_proj")
+    float8_up, float8_down = find_float8_weight(module, first_name), find_float8_weight(module, "down_proj")
+    grouped = expert_kernel(x, up, down, float8=float8_up is not None) == "grouped_mm"
     if not grouped:  # both layers need the counts: read them from the device once
         loads = Loads(loads.device, loads.host_counts())
     linear = partial(_multiply_by_experts, loads=loads, grouped=grouped, transposed=module.is_transposed)
-    inner = linear(x, *up, float8[0])  # (S, 2 I), or (S, I) without a gate
+    inner = linear(x, up, up_bias, float8_up)  # (S, 2 I), or (S, I) without a gate
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
-    return linear(inner, *down, float8[1])
+    return linear(inner, down, down_bias, float8_down)
 
 
 def _multiply_by_experts(

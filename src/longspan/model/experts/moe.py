@@ -131,9 +131,10 @@ def _turn_off_router_losses(
 def router_statistics(
     model: nn.Module, world: World, tokens: int, coefficients: RouterCoefficients | None
 ) -> RouterStatistics | None:
-    """Make the statistics of a model's routers for a step of so many tokens; None for a model without routers.
+    """Make the statistics of a model's routers for a step of so many tokens.
 
-    Raises ModelError for coefficients of losses in a model for which transformers defines no such losses.
+    None for a model without routers, or for which transformers defines no losses of routers: coefficients of such
+    losses then raise ModelError.
     """
     routers: tuple[int, ...] = getattr(model, "routers", None) or router_sizes(model)  # of all pipeline stages
     config, coefficients = getattr(model, "config", None), coefficients or RouterCoefficients()
@@ -299,9 +300,9 @@ def _run_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Chann
     receives = counts_here.sum(1).tolist()
     arrived = all_to_all_rows(x, sends, receives, channel)
     visits = Visits.of(torch.from_numpy(_order_by_expert(counts_here)).to(x.device), 1)
-    local = counts_here.sum(0)
-    sizes = Loads(torch.from_numpy(local).to(x.device), local.tolist())
-    outputs = run_experts(experts, spread_rows(arrived, visits), sizes)
+    rows_of_experts = counts_here.sum(0)
+    local_loads = Loads(torch.from_numpy(rows_of_experts).to(x.device), rows_of_experts.tolist())
+    outputs = run_experts(experts, spread_rows(arrived, visits), local_loads)
     return all_to_all_rows(spread_rows(outputs, visits.inverse()), receives, sends, channel)
 
 

@@ -170,11 +170,19 @@ def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tenso
 
 
 def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    """Multiply rows x (S, K) with the rows of their expert's matrix, of w (e, N, K): (S, N)."""
+    """Multiply rows x (S, K) with the rows of their expert's matrix, of w (e, N, K): (S, N).
+
+    `counts` None: in one grouped product; else one product for each expert (see `ExpertRows`).
+    """
     if counts is not None:
         pieces = zip(x.values.split(list(counts)), x.scales.split(list(counts)), w.values, w.scales, strict=True)
         # cuBLAS has no product whose scales do not begin at a multiple of 16 bytes, as those of a piece may not.
-        return torch.cat([multiply(Scaled(rows, a.clone()), Scaled(matrix, b), dtype) for rows, a, matrix, b in pieces])
+        return torch.cat(
+            [
+                multiply(Scaled(rows, row_scales.clone()), Scaled(matrix, matrix_scales), dtype)
+                for rows, row_scales, matrix, matrix_scales in pieces
+            ]
+        )
     values = w.values.transpose(-2, -1)
     sums = {"out_dtype": torch.bfloat16, "use_fast_accum": scaled_products.FAST_SUMS}
     return torch._scaled_grouped_mm(x.values, values, x.scales, w.scales, offs=ends, **sums).to(dtype)

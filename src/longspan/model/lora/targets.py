@@ -33,9 +33,10 @@ def choose_targets(model: PreTrainedModel, requested: Sequence[str], parts: Sequ
     peft refuses or takes for experts.
     """
     linears = _part_linears(model, parts)
-    names = (
-        _check_target_names(model, requested, linears, parts) if requested else _default_names(model, linears, parts)
-    )
+    if requested:
+        names = _check_target_names(model, requested, linears, parts)
+    else:
+        names = _default_names(model, linears, parts)
     return AdapterTargets(names, _exclusion_pattern(model, names, linears, parts))
 
 
@@ -144,7 +145,7 @@ def _exclusion_pattern(
     Such modules are in other parts, or are in towers and no linears to adapt. `linears` are those of the chosen parts.
     """
     towers = "|".join(map(re.escape, _tower_names(model)))
-    if not towers:
+    if not towers:  # all modules are the language model's
         return None
     if tuple(parts) == (LANGUAGE_MODEL,):  # all towers, whatever is in them
         return f"({towers})(\\..*)?"

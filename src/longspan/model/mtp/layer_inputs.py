@@ -148,7 +148,10 @@ class LayerInputs:
 
 @contextmanager
 def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerInputs]:
-    """Note, in a pass of the model inside, the arguments that the layer which depths copy is called with."""
+    """Note the arguments with which a pass of the model, in the `with` block, calls the layer that depths copy.
+
+    If the layer's inputs are made of tokens, the arguments of the module around the layers are noted instead.
+    """
     inputs, (name, layers) = LayerInputs(model, copied), layer_list(model)
     noted = model.get_submodule(name.rpartition(".")[0]) if copied.of_tokens else layers[copied.index]
     handle = noted.register_forward_pre_hook(inputs.note_call, with_kwargs=True, prepend=True)

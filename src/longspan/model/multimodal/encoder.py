@@ -62,11 +62,11 @@ def span_modalities(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
 
 
 def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
-    """Hook a prepared language model: its embedding takes rows of items from shards, first layers add theirs."""
-    for root, inside, first in _embedding_parts(model):
-        _SpliceHook(root, inside.get_input_embeddings(), tuple(encoders))
-        if first:
-            _hook_layers(inside, max((encoder.deep_layers for encoder in encoders), default=0))
+    """Hook a prepared language model: rows of items enter at its embedding, those of DeepStack at its first layers."""
+    for root, embedding_model, has_first_layers in _embedding_parts(model):
+        _SpliceHook(root, embedding_model.get_input_embeddings(), tuple(encoders))
+        if has_first_layers:
+            _hook_layers(embedding_model, max((encoder.deep_layers for encoder in encoders), default=0))
 
 
 def _embedding_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
@@ -76,8 +76,9 @@ def _embedding_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[n
     A rank without these stages yields nothing.
     """
     if isinstance(model, PipelineModel):
-        embed = ((stage, stage.first) for stage in model.stages if stage.first or (stage.last and model.depths))
-        yield from ((stage, stage.model, first) for stage, first in embed)
+        for stage in model.stages:
+            if stage.first or (stage.last and model.depths):
+                yield stage, stage.model, stage.first
     else:
         yield model, model, True
 

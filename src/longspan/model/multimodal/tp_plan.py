@@ -69,7 +69,8 @@ class SplitModule:
     def local_attributes(self) -> dict[str, int]:
         """Return the numbers of heads, and widths of all heads, that the module holds as attributes, by name.
 
-        A rank has 1 / tp of each. Widths are known by their value: as many as queries, or as keys, have features.
+        A rank has 1 / tp of each. An attribute is a width if it has a width's name, and the value that all queries or
+        all keys have. A module without numbers of heads is no attention, and one that holds several has no one width.
         """
         attributes = {n: value for n, value in vars(self.module).items() if type(value) is int}
         counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
@@ -90,10 +91,10 @@ class SplitModule:
         for name, style in self.styles.items():
             linear = base_module(self.module.get_submodule(name))
             if style == QKV and isinstance(linear, nn.Linear):
-                heads, keys = self._read_count(HEADS), self._read_count(KEY_HEADS)
-                head_size = linear.out_features // (heads + 2 * keys) if heads and keys else 0
-                if head_size * (heads + 2 * keys) == linear.out_features:
-                    return heads * head_size, keys * head_size, keys * head_size
+                heads, key_heads = self._read_count(HEADS), self._read_count(KEY_HEADS)
+                head_size = linear.out_features // (heads + 2 * key_heads) if heads and key_heads else 0
+                if head_size * (heads + 2 * key_heads) == linear.out_features:
+                    return heads * head_size, key_heads * head_size, key_heads * head_size
                 third = linear.out_features // 3
                 return third, third, third
             if style != ROWWISE and isinstance(linear, nn.Linear):
