@@ -77,7 +77,7 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
                     "transformers' interface of experts, through which they run in tiles; use 0"
                 )
         for inner, mlp in find_mlps(layer).items():
-            if len(tensors := _required_arguments(mlp)) > 1:
+            if len(tensors := _list_required_arguments(mlp)) > 1:
                 raise ModelError(
                     f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
                     f"{', '.join(tensors)}: only an MLP of one tensor of rows runs in tiles; use 0"
@@ -91,8 +91,8 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
         )
 
 
-def _required_arguments(module: nn.Module) -> list[str]:
-    """Return the names of the positional arguments that a module's forward requires, rows among them."""
+def _list_required_arguments(module: nn.Module) -> list[str]:
+    """List the names of the positional arguments that a module's forward requires, rows among them."""
     parameters = inspect.signature(module.forward).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
