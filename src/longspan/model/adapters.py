@@ -83,8 +83,8 @@ def find_adapter(model: nn.Module) -> Adapter | None:
             "one is trained; keep one: peft_model.delete_adapter(name)"
         )
     ((name, config),) = configs.items()
-    drops = (m.p for path, m in model.named_modules() if isinstance(m, nn.Dropout) and ".lora_dropout." in f".{path}.")
-    return Adapter(name, config, max(drops, default=0.0))
+    rates = (m.p for path, m in model.named_modules() if isinstance(m, nn.Dropout) and ".lora_dropout." in f".{path}.")
+    return Adapter(name, config, max(rates, default=0.0))
 
 
 def model_adapter(model: nn.Module) -> Adapter | None:
@@ -113,7 +113,7 @@ def plain_name(name: str) -> str:
 def adapter_entries(model: nn.Module, entries: Mapping[str, Value]) -> dict[str, Value]:
     """Select the values of an adapter's weights from values by weight name; all of them without an adapter.
 
-    An encoder that is trained with the adapter counts as part of it.
+    Whatever else is trained counts as part of the adapter: an encoder that is trained beside it.
     """
     if model_adapter(model) is None:
         return dict(entries)

@@ -1,6 +1,6 @@
 """`add_mtp`: give a causal language model depths of multi-token prediction before it is prepared.
 
-An adapter comes after depths, whose linears it adapts as the others.
+An adapter is added after depths: it then adapts their linears as it adapts those of other layers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,10 @@ def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
 
 
 def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
-    """Give depths the weights in a folder of safetensors files. Raises ModelError for missing ones and other shapes."""
+    """Give depths the weights in a folder of safetensors files, under the names that `save_model` or publishers give.
+
+    Raises ModelError for weights that are missing or have other shapes.
+    """
     layers = model.config.get_text_config().num_hidden_layers
     rename = partial(translate_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
     source = FolderWeights(folder, weight_files(folder), model, rename=rename, view=order_columns)
@@ -68,7 +71,7 @@ class _DrawnWeights:
         return "the drawn depths"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield the part of each of these parameters, by name; buffers are as they are."""
+        """Yield by name each parameter's drawn part (all without a block), and buffers as the depths had them."""
         yield from ((name, buffer) for name, buffer in self._buffers.items() if name in parts)
         for path, depth in self._depths.items():
             drawn = draw_copy(path, depth, device, seed=self._seed, initialise=self._initialise)
@@ -94,7 +97,7 @@ class _JoinedWeights:
 
 @torch.no_grad()
 def _fill_depths(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
-    """Fill the depths now, or, of a model whose parameters have no memory yet, when `prepare` fills it."""
+    """Fill the depths now, or, if the model's parameters have no memory yet, when `prepare` fills the model."""
     if (weights := vars(model).get("weights_to_come")) is not None:
         weights.source = _JoinedWeights(weights.source, source)
         return
@@ -115,13 +118,13 @@ def add_mtp(
     >>> result = run_step(model, plan, documents, world, optimizer, mtp=MtpLoss(weight=0.3))
     >>> result.loss, result.mtp_losses
 
-    A depth has a decoder layer like the model's last one, or the last that runs without those before it (of a model
-    whose layers are attention, a mixer or an MLP each, those that its configuration names, `mtp_layers_block_type`),
-    with random weights as transformers initialises them, a function of the configuration and `seed` only; or those of a
-    folder: `weights`, one that `save_model` wrote (`mtp.layers.0.…`) or that is published with them
-    (`model.layers.61.…` after the 61 layers of DeepSeek-V3).
-    They are parameters of the model, under `mtp.`; embedding and head are the model's own. Without `mtp=` the model
-    trains and answers as before.
+    A depth has a copy of the model's last decoder layer, or of the last layer that runs without those before it. Where
+    a layer is only attention, a mixer or an MLP, a depth has one layer of each type that the configuration names
+    (`mtp_layers_block_type`). Weights are random, as transformers initialises them, a function of the configuration and
+    `seed` only; or they are read from the folder `weights`, which `save_model` wrote (`mtp.layers.0.…`) or which is
+    published with depths (`model.layers.61.…` after the 61 layers of DeepSeek-V3).
+    The depths' weights are parameters of the model, under `mtp.`; embedding and head are the model's own. Without
+    `mtp=` the model trains and answers as before.
 
     Raises ModelError for a model that cannot have them, and for a folder that lacks their weights.
     """
@@ -134,15 +137,17 @@ def add_mtp(
     try:
         if weights is None:
             _make_buffers(model, mtp, copied)
-        draw_depths(model, mtp, seed) if weights is None else read_depths(model, mtp, Path(weights))
+            draw_depths(model, mtp, seed)
+        else:
+            read_depths(model, mtp, Path(weights))
     except ModelError:
-        del model.mtp  # as it was
+        del model.mtp  # the model is again as it was
         raise
     return model
 
 
 def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
-    """Raise ModelError for a model that cannot be given depths, or for a number that is none."""
+    """Raise ModelError for a model that cannot be given depths, and unless `depths` is a positive integer."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"add_mtp takes a transformers model (PreTrainedModel), got {name}")
@@ -172,7 +177,10 @@ def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
 
 
 def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Module]:
-    """Find the layers that a depth copies: the last of each type that the configuration names, or that of `copied`."""
+    """Find the layers that a depth copies: the last of each type that the configuration names.
+
+    If no type is named, a depth copies one layer: that of `copied`.
+    """
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
     types = depth_types(model.config.get_text_config(), [*of_type])
@@ -186,21 +194,21 @@ def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.
 
 
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
-    """Make a depth with copies of these layers and of the model's last norm, whose weights are overwritten.
+    """Make a depth with copies of these layers and of the model's last norm; their weights are filled later.
 
-    Where each layer ends with a norm, the model has none after its layers, and a depth has none at its end. The norms
-    of its inputs are then copies of the last norm in the layer.
+    A depth has a norm for each of its two inputs and one at its end. If the model has no norm after its layers, since
+    each layer ends with one, a depth has none at its end, and the norms of its inputs are copies of the layer's last.
     """
     last_norm, size = final_norm(model), model.config.get_text_config().hidden_size
-    weight, norm = next(layers[-1].parameters()), last_norm or _find_last_norm(model, layers[-1], size)
-    eh_proj = nn.Linear(2 * size, size, bias=False, device=weight.device, dtype=model.dtype)
+    device, norm = next(layers[-1].parameters()).device, last_norm or _find_last_norm(model, layers[-1], size)
+    eh_proj = nn.Linear(2 * size, size, bias=False, device=device, dtype=model.dtype)
     norms = _copy_module(norm), _copy_module(norm), nn.Identity() if last_norm is None else _copy_module(norm)
     copies = [_copy_module(layer) for layer in layers]
     return MtpDepth(copies[0] if len(copies) == 1 else MtpBlocks(copies), norms, eh_proj)
 
 
 def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.Module:
-    """Find the last norm of whole rows inside a layer."""
+    """Find the last norm inside a layer that has `size` weights: one of whole rows, not of heads."""
     norms = [
         module
         for module in layer.modules()
@@ -215,9 +223,9 @@ def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.M
 
 
 def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -> None:
-    """Give depths the buffers of a newly made model: those copied from Gemma 4's layers are trained scales.
+    """Reset the depths' buffers to those of a newly made model: of Gemma 4's layers trained scales were copied.
 
-    Depths that are read get theirs from the folder.
+    Depths that are read from a folder get their buffers from it.
     """
     if not any(True for _ in persistent_buffers(mtp)):
         return
@@ -229,7 +237,7 @@ def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -
 
 
 def _copy_module(module: nn.Module) -> Any:
-    """Copy a module so that both share configurations: these name the attention function that its layers call.
+    """Copy a module but not its configurations: `prepare` sets the attention function in these, for the copy as well.
 
     Raises ModelError for a forward that was set on an instance, which would go on running the original.
     """

@@ -84,7 +84,7 @@ class CompiledParts:
 
 
 def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> CompiledParts:
-    """Compile the decoder layers of placed models, a rank's stages, in place; nothing is compiled before it is called.
+    """Compile decoder layers in place, of the models (stages) that were placed on this rank, each at its first call.
 
     >>> str(compile_layers([model], "layers"))
     '36 layers around attention'
@@ -135,7 +135,10 @@ def _refusal_of_layer(layer: nn.Module) -> str:
 
 
 def _compile_modules(layer: nn.Module) -> None:
-    """Compile the norms and MLPs inside a layer; norms that run by a kernel of our own are left as they are."""
+    """Compile the norms and MLPs inside a layer.
+
+    Norms that run by a kernel of our own are left as they are. Of what runs in tiles, the forward of one is compiled.
+    """
     for inner in layer.modules():
         if _compile_tiles(inner):
             continue
@@ -145,18 +148,20 @@ def _compile_modules(layer: nn.Module) -> None:
 
 def _compile_tiles(module: nn.Module) -> bool:
     """Compile the forward of one tile if the module runs in tiles; returns whether it does."""
-    if is_tiled := isinstance(tiled := vars(module).get("forward"), TiledForward):
-        tiled.compile_run(BACKEND)
-    return is_tiled
+    forward = vars(module).get("forward")
+    if not isinstance(forward, TiledForward):
+        return False
+    forward.compile_run(BACKEND)
+    return True
 
 
 def _compile_layer(layer: nn.Module) -> None:
-    """Compile the layer's own forward, around attention and whatever else runs outside of graphs."""
+    """Compile the layer's own forward, except attention and whatever else runs outside of graphs."""
     _set_up_compiler()
     use_class_norms(_modules_in_graphs(layer))
-    # A forward that is an object would be another graph in each layer.
-    replaced = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
-    for module in (*find_mixers(layer).values(), *replaced):
+    # A graph is tied to the object that it calls, so that each layer would need graphs of its own.
+    with_objects = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
+    for module in (*find_mixers(layer).values(), *with_objects):
         _compile_tiles(module)
         run_outside_graphs(module)
     remove_argument_hooks(layer)  # `_LayerRun` does what they do
@@ -181,9 +186,10 @@ def _set_up_compiler() -> None:
 
 
 def start_compile_workers(ranks_of_host: int) -> None:
-    """Start the processes that compile kernels, which import torch while weights are filled.
+    """Start the processes that compile kernels early, so that they import torch while weights are filled.
 
-    All ranks of a host together have as many as its cores. Another call starts no others, from another thread neither.
+    The ranks of a host, `ranks_of_host`, divide its cores, one for each process. Later calls start no others, from any
+    thread.
     """
     from torch._inductor import async_compile
     from torch._inductor import config as inductor
@@ -194,8 +200,8 @@ def start_compile_workers(ranks_of_host: int) -> None:
         async_compile.maybe_warm_pool()
 
 
-def leave_norms(model: PreTrainedModel) -> None:
-    """Let norms in layers, but not in mixers, run by their class's own code: those that will be inside graphs."""
+def unfuse_norms_in_graphs(model: PreTrainedModel) -> None:
+    """Let the norms that graphs will contain, those of layers outside mixers, run by their class's own code again."""
     for layer in _all_layers([model]):
         use_class_norms(_modules_in_graphs(layer))
 
@@ -217,7 +223,10 @@ def _checkpoints_in_forward(layer: nn.Module) -> bool:
 
 
 class _LayerRun:
-    """A layer's compiled forward (`run`), which takes the arguments of its class's forward."""
+    """A layer's compiled forward (`run`), which takes the arguments of its class's forward.
+
+    Of a layer that `has_experts` it notes the arguments, as the hook did that `_compile_layer` has removed.
+    """
 
     def __init__(self, layer: nn.Module, run: Callable[..., Any], *, has_experts: bool) -> None:
         self.layer, self.run, self.has_experts = layer, run, has_experts
@@ -229,14 +238,18 @@ class _LayerRun:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[1] == 1:
             return _own_forward(self.layer)(self.layer, *args, **kwargs)
-        # Always a view: FSDP2 hands rows on as one, transformers 5.17 recomputes without, and graphs fit one of these.
-        hidden = hidden.view_as(hidden) if self._has_gradient(hidden) else _Begun.apply(hidden, _new_leaf(hidden))
+        # Always a view, for which graphs are made: rows from FSDP2 are one, rows that 5.17 recomputes from are not.
+        hidden = hidden.view_as(hidden) if self._fits_graphs(hidden) else _Begun.apply(hidden, _new_leaf(hidden))
         if args:
             return self.run(self.layer, hidden, *args[1:], **kwargs)
         return self.run(self.layer, **kwargs | {"hidden_states": hidden})
 
-    def _has_gradient(self, hidden: Tensor) -> bool:
-        """Return whether rows require a gradient, or nothing in the layer does: no weight, or gradients are off."""
+    def _fits_graphs(self, hidden: Tensor) -> bool:
+        """Return whether rows can enter graphs as they are; if not, they must be made to require a gradient.
+
+        Graphs are made for rows that do. Where the layer computes no gradient (its weights are frozen, or gradients are
+        off), it has other graphs in any case.
+        """
         if hidden.requires_grad or not torch.is_grad_enabled():
             return True
         return not any(parameter.requires_grad for parameter in self.layer.parameters())
@@ -264,7 +277,7 @@ def _new_leaf(like: Tensor) -> Tensor:
 
 
 def _run_within_checkpoint(layer_run: _LayerRun, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer, under its checkpoint where it has one, as its class's forward would."""
+    """Run a layer as its class's forward would: in training under its checkpoint, if it has one."""
     layer: Any = layer_run.layer
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(partial(layer_run, **kwargs), *args)

@@ -40,7 +40,7 @@ class Execution:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Return the kernels that run, in words: one for all layers, or one for each kind of layer with its own."""
+        """Return the kernels that run, in words: one text for all layers, or one for each kernel, with its layers."""
         by_words: dict[str, list[AttendCall]] = {}
         for call in self.calls:
             by_words.setdefault(self._kernel_words(call), []).append(call)
@@ -57,17 +57,13 @@ class Execution:
         return ""
 
     def _kernel_words(self, call: AttendCall) -> str:
-        """Name the kernel of a layer, and the other one that groups of one document may take.
-
-        Chunks divide a document as several documents would, so that a layer with chunks has no such other kernel.
-        """
-        of_packed, of_single = (
-            choose_kernel(replace(call, one_document=one_document and call.mask.chunk is None), self.kernel).name
-            for one_document in (False, True)
-        )
-        return (
-            of_packed if of_packed == of_single else f"{of_single} where each group has one document, else {of_packed}"
-        )
+        """Name the kernel of a layer, or both if groups of one document take another than groups of several."""
+        of_packed = choose_kernel(replace(call, one_document=False), self.kernel).name
+        is_undivided = call.mask.chunk is None  # chunks divide a document as several documents would
+        of_single = choose_kernel(replace(call, one_document=is_undivided), self.kernel).name
+        if of_packed == of_single:
+            return of_packed
+        return f"{of_single} where each group has one document, else {of_packed}"
 
 
 def model_execution(model: nn.Module) -> Execution:
@@ -77,13 +73,13 @@ def model_execution(model: nn.Module) -> Execution:
 
 
 def check_same_kernels(execution: Execution, world: World) -> None:
-    """Raise ModelError on all ranks, which call it together, where some would compute with another kernel of attention.
+    """Raise ModelError on all ranks, which call it together, if not all compute with the same kernels of attention.
 
-    Where heads are exchanged, backward of a selective layer sends the output or its products with dout, as its kernel
-    needs, and members of a group would wait for messages of another size.
+    Where heads are exchanged, the kernel decides what backward of a selective layer sends: the output, or its products
+    with dout. Members of a group with different kernels would wait for messages of another size.
     """
     ranks = world.control.reduce_object({execution.kernels: [world.rank]}, _join_ranks, "kernels of attention")
-    if ranks is not None and len(ranks) > 1:
+    if ranks is not None and len(ranks) > 1:  # None only if every rank had given None
         words = "; ".join(
             f"{' and '.join(kernels)} on {_ranks_text(ranks_of_kernels)}" for kernels, ranks_of_kernels in ranks.items()
         )
@@ -111,7 +107,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _layers_text(calls: Sequence[AttendCall]) -> str:
-    """Describe the layers that make these calls by how far their rows see, as "layers with full attention"."""
+    """Describe the layers that make these calls by how far their rows see: "layers with full attention"."""
     return "layers with " + " and ".join(dict.fromkeys(_limits_text(call) for call in calls))
 
 

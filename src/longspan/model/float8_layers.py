@@ -5,7 +5,7 @@ Head, embedding, norms, routers, adapters, encoders, the gates and decays of hea
 64 numbers stay as they are. Names, weights and checkpoints stay too: a linear's `forward` is set, nothing else.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import MethodType
 
 import torch
@@ -42,18 +42,21 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     >>> list(float8_linears(model))[:2]  # doctest: +SKIP
     ['model.layers.0.self_attn.q_proj', 'model.layers.0.self_attn.k_proj']
     """
-    prefixes = tuple(f"{name}." for name in (*decoder_layers(model), PREFIX if model_depths(model) else "") if name)
+    blocks = [*decoder_layers(model), *([PREFIX] if model_depths(model) else [])]
+    prefixes = tuple(f"{name}." for name in blocks)
     router_prefixes = tuple(f"{name}." for name in router_modules(model))
     linears = dict[str, nn.Linear]()
     for name, module in model.named_modules():
         is_left_out = f"{name}.".startswith(router_prefixes) or belongs_to_adapter(f"{name}.")
-        if isinstance(module, nn.Linear) and name.startswith(prefixes) and not is_left_out and _is_plain(name, module):
+        if not isinstance(module, nn.Linear) or not name.startswith(prefixes) or is_left_out:
+            continue
+        if _can_use_float8(name, module):
             linears[name] = module
     return linears
 
 
-def _is_plain(name: str, module: nn.Linear) -> bool:
-    """Return whether a module is a wide linear of torch's, no gate, that nobody has patched.
+def _can_use_float8(name: str, module: nn.Linear) -> bool:
+    """Return whether a linear is torch's own, wide enough, no gate, and has no forward set on the instance.
 
     A gate is known by its name, without the `base_layer` that peft puts behind the name of an adapted linear.
     """
@@ -77,19 +80,22 @@ def device_lack(device: torch.device) -> str:
 def refuse_float8(model: PreTrainedModel, float8: str, placement: Placement, world: World) -> ModelError | None:
     """Make the error of a model that cannot have float8 under this world's home, or on this rank's device; else None.
 
-    Ranks find the same of the model, but their devices may differ: they have to agree on the error.
+    The error is not raised here, since ranks' devices may differ: the caller raises the first one on all ranks.
     """
     if float8 not in ("", "rows"):
         return ModelError(f'float8 is {float8!r}; use "rows" (one scale a row), or "" for none')
     if not float8:
         return None
-    if reasons := [*_reasons(model, world.device, placement.dtype_of(model), world.home.tp)]:
+    if reasons := [*_refusal_reasons(model, world.device, placement.dtype_of(model), world.home.tp)]:
         return ModelError(f'float8 is "rows" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out')
     return None
 
 
-def _reasons(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
-    """Yield why a model cannot compute in float8 here: the device, the dtype, or layers of widths that do not fit."""
+def _refusal_reasons(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
+    """Yield why a model cannot compute in float8 here: device, dtype, no wide linear, or widths that do not fit.
+
+    Parameters of experts with three dims are stacked matrices, one for each expert.
+    """
     if lack := device_lack(device):
         yield lack
     if lack := dtype_lack(dtype):
@@ -97,7 +103,8 @@ def _reasons(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, t
     linears, experts = float8_linears(model), expert_modules(model)
     if not linears and not experts:
         yield f"no linear of its decoder layers has {_LEAST_WIDTH} inputs and outputs or more"
-    widths = {name: _local_widths(linear, style, tp) for (name, linear), style in _with_styles(model, linears, tp)}
+    style_of = _linear_styles(model, linears, tp)
+    widths = {name: _local_widths(linear, style_of[name], tp) for name, linear in linears.items()}
     for name, module in experts.items():
         widths |= {f"{name}.{key}": tuple(p.shape[1:]) for key, p in module.named_parameters() if p.ndim == 3}
     uneven = {name: pair for name, pair in widths.items() if any(width % MULTIPLE for width in pair)}
@@ -116,39 +123,44 @@ def dtype_lack(dtype: torch.dtype) -> str:
     return f"its other arithmetic must be in bfloat16, and is in {name} (compute_dtype=torch.bfloat16)"
 
 
-def _with_styles(
-    model: PreTrainedModel, linears: Mapping[str, nn.Linear], tp: int
-) -> Iterator[tuple[tuple[str, nn.Linear], str]]:
-    """Yield the linears with their tensor-parallel styles; "" of those that stay whole, or are cut in a mixer."""
-    by_name = {entry.name: entry.style for entry in list_styles(model)} if tp > 1 else {}
-    return (((name, linear), by_name.get(name.removesuffix(".base_layer"), "")) for name, linear in linears.items())
+def _linear_styles(model: PreTrainedModel, linears: Iterable[str], tp: int) -> dict[str, str]:
+    """Return each linear's tensor-parallel style by its name; "" if it stays whole, or is cut as part of a mixer."""
+    style_of = {entry.name: entry.style for entry in list_styles(model)} if tp > 1 else {}
+    return {name: style_of.get(name.removesuffix(".base_layer"), "") for name in linears}
 
 
 def _local_widths(linear: nn.Linear, style: str, tp: int) -> tuple[int, int]:
-    """Return a rank's numbers of outputs and inputs of a linear, of which its style splits one over tp, or none."""
+    """Return how many outputs and inputs of a linear a rank has; its style splits one of the two over tp, or none."""
     out, into = linear.out_features, linear.in_features
     return out // tp if style in _OUT_SPLIT else out, into // tp if style in _IN_SPLIT else into
 
 
 def use_float8(model: PreTrainedModel) -> str:
-    """Let the linears and experts of a model that was not refused compute in float8; returns what does, in words."""
+    """Let the linears and experts of a model compute in float8, and return in words which do.
+
+    `refuse_float8` has found nothing against it.
+    """
     linears, experts = float8_linears(model), expert_modules(model)
-    count = sum(linear.weight.numel() for linear in linears.values())
+    in_float8 = sum(linear.weight.numel() for linear in linears.values())
     for linear in linears.values():
         add_float8_weights(linear, ["weight"])
         linear.forward = MethodType(_run_linear, linear)  # a method, so that layers of a kind share compiled graphs
     for module in experts.values():
         matrices = {name: p.numel() for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
         add_float8_weights(module, matrices)
-        count += sum(matrices.values())
+        in_float8 += sum(matrices.values())
     layers = (*decoder_layers(model).values(), *model_depths(model))
     of_layers = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     of_experts = f", experts of {len(experts)} layers" if experts else ""
-    return f"float8 by rows: {len(linears)} linears{of_experts}, {100 * count / of_layers:.1f} % of the layers' weights"
+    percent = 100 * in_float8 / of_layers
+    return f"float8 by rows: {len(linears)} linears{of_experts}, {percent:.1f} % of the layers' weights"
 
 
 def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
-    """Compute a linear's outputs from rows (…, K), with its weight as a tensor-parallel rank sees it."""
+    """Compute a linear's outputs from rows (…, K) in float8; its weight is this tensor-parallel rank's part.
+
+    Widths are checked here as well, since the parts of linears in mixers are not known before the split.
+    """
     weight = linear.weight
     if any(width % MULTIPLE for width in weight.shape):
         raise ModelError(

@@ -53,8 +53,8 @@ class Absent(nn.Module):
 
 
 def shallow_module(module: Any) -> Any:
-    """Make a module with the same children: what is put in a child's place is not put into the original."""
-    twin = copy.copy(module)
+    """Copy a module but not its children: a child that is replaced in the copy stays in the original."""
+    twin = copy.copy(module)  # with torch's tables of parameters, buffers, children and hooks shared
     for name, value in vars(module).items():
         if name.startswith("_") and isinstance(value, dict):
             twin.__dict__[name] = copy.copy(value)
@@ -63,9 +63,10 @@ def shallow_module(module: Any) -> Any:
 
 
 def base_name(model: PreTrainedModel) -> str:
-    """Return where the base model is: the attribute that transformers names, or the only model inside; "" without one.
+    """Return where the base model is: the attribute that transformers names, or else the one model inside; "" if none.
 
-    Llama4ForCausalLM keeps its base model at `model` and names "language_model".
+    The model inside must be the only one and have no head. Llama4ForCausalLM needs this: it keeps its base model at
+    `model`, and transformers names "language_model".
     """
     if model.base_model is not model:
         return model.base_model_prefix
@@ -100,7 +101,7 @@ def text_name(model: PreTrainedModel) -> str:
     embedding, inner = model.get_input_embeddings(), ""
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel) and any(child is embedding for child in module.modules()):
-            inner = name  # models inside this one come later
+            inner = name  # the last is the innermost: a module is listed before those inside it
     return inner
 
 
@@ -130,7 +131,7 @@ _PROJECTORS = ("projector", "merger", "connector")  # what a projector, or what 
 
 
 def is_in_projector(module: str) -> bool:
-    """Return whether a module of this qualified name in a tower's place is a projector's.
+    """Return whether a module inside or beside a tower belongs to a projector, by its qualified name.
 
     >>> is_in_projector("model.visual.merger.mlp.0"), is_in_projector("model.visual.blocks.0.mlp")
     (True, False)
@@ -165,8 +166,8 @@ def final_norm(model: PreTrainedModel) -> nn.Module | None:
 
     It is the module's `norm`, or its last child whose class is named as one; None if no norm is on this rank.
     """
-    around = model.get_submodule(layer_list(model)[0].rpartition(".")[0])
-    for module in (decoder_model(model), around):
+    parent_of_layers = model.get_submodule(layer_list(model)[0].rpartition(".")[0])
+    for module in (decoder_model(model), parent_of_layers):
         if isinstance(norm := getattr(module, "norm", None), nn.Module):
             return norm
         if norms := [child for child in module.children() if type(child).__name__.lower().endswith("norm")]:

@@ -57,8 +57,8 @@ def load_model(
     part from the folder's safetensors files, or draws it, on the world's device, so that no rank ever holds the whole.
     None: sharded if the folder's files are safetensors, which can be read in parts, and for random weights.
 
-    With `images`, and if a configuration stands for no causal language model, it is the model from images and text
-    to text (AutoModelForImageTextToText): give it to `prepare(model, world, encoder=Layout(…))`.
+    With `images`, and for a configuration that no causal language model has, a model from images and text to text is
+    loaded (AutoModelForImageTextToText): give it to `prepare(model, world, encoder=Layout(…))`.
 
     With a `path`, `config` is used in place of the folder's config.json. Random weights are a function of the
     configuration and `seed` only: the same on every rank, whatever the world (and, with `sharded`, of the kind of
@@ -69,11 +69,11 @@ def load_model(
     kind = torch_dtype(dtype)
     if path is not None:
         folder = Path(path)
-        changed = read_configuration(Path(config)) if isinstance(config, str | Path) else config
+        other_config = read_configuration(Path(config)) if isinstance(config, str | Path) else config
         sharded = weight_files(folder)[0].suffix == ".safetensors" if sharded is None else sharded
-        with_images = images_class(changed or read_configuration(folder), images)
+        with_images = images_class(other_config or read_configuration(folder), images)
         read = _prepare_to_read if sharded else _read_model
-        model = read(folder, changed, kind, with_images)
+        model = read(folder, other_config, kind, with_images)
         return _check_embedding_rows(model, path, vocab_size)
     if config is None:
         config = _find_preset(preset, vocab_size)
@@ -96,7 +96,7 @@ def _check_embedding_rows(model: PreTrainedModel, path: str | Path, vocab_size: 
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return a dtype by its name. Raises ModelError for one that parameters do not have."""
+    """Return a dtype of parameters, by its name or as it is. Raises ModelError for any other dtype."""
     for name, kind in _DTYPES.items():
         if dtype in (name, kind):
             return kind
@@ -115,7 +115,7 @@ def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_im
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with _name_configuration(config):
+        with _name_configuration_in_errors(config):
             model = automatic.from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
     for parameter in model.parameters():  # drawn in float32, so that every dtype holds the same numbers, rounded
         parameter.data = parameter.data.to(dtype)
@@ -125,14 +125,14 @@ def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_im
 
 def _prepare_to_draw(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
     """Make a model without memory for its parameters, which `prepare` will draw; `with_images` as for `_draw_model`."""
-    with _name_configuration(config):
+    with _name_configuration_in_errors(config):
         model = empty_model(config, dtype, with_images)
     fill_when_prepared(model, RandomWeights(model, seed))
     return model
 
 
 @contextmanager
-def _name_configuration(config: PreTrainedConfig) -> Iterator[None]:
+def _name_configuration_in_errors(config: PreTrainedConfig) -> Iterator[None]:
     """Turn what a model's class raises when it is made into a ModelError that names the configuration."""
     try:
         yield
@@ -148,7 +148,7 @@ def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtyp
 
     Raises ModelError if it cannot be loaded, or if weights are missing.
     """
-    weight_files(folder)
+    weight_files(folder)  # raises a ModelError of its own for what is missing
     automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
     config = config or read_configuration(folder)
     try:

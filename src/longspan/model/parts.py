@@ -35,7 +35,7 @@ _USUAL = f"an embedding, a list of layers and a norm after them ({', '.join(_FIN
 
 
 def usual_parts(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of the embedding, the list of layers and the norm after them in the base model, if there."""
+    """Return the names of the base model's embedding, list of layers and norm after them, of each that it has."""
     base = decoder_model(model)
     embedding = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
     layers = [name for name, module in base.named_children() if isinstance(module, nn.ModuleList)]
@@ -47,7 +47,7 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
     """Find the parts that the model's own pipeline plan names, or else the usual three if they are there.
 
     Parts are modules of the base model in the order in which they run: some before the layers, one list of layers, some
-    after it. Raises ModelError for a model without such parts, or that keeps parameters elsewhere in its base model.
+    after it. Raises ModelError for a model without such parts, or with encoders or parameters beside them.
     """
     base, name = decoder_model(model), type(model).__name__
     plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None)
@@ -76,14 +76,14 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
 
 
 def count_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
-    """Return the parts with the number of values that the base model's forward takes from a layer.
+    """Find by trial how many values the base model's forward takes from a layer, and return the parts with this number.
 
-    Parts with which no number runs are returned as they are.
+    If the forward runs with none of 0 (a tensor), 1 and 2, the parts are returned as they are.
     """
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
             _, out, (x, *_) = _trace_calls(model, candidate := replace(parts, outputs=outputs))
-            if out.shape == x.shape:
+            if out.shape == x.shape:  # a forward that indexes a tensor as if it were a tuple returns other shapes
                 return candidate
     return parts
 
@@ -105,8 +105,9 @@ class PartCall(NamedTuple):
 def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], bool]:
     """Run a base model's own forward on two rows of hidden states, with a stand-in for each part that hands them on.
 
-    `more` are keyword arguments of the forward. Returns the calls of its parts, and whether what the last one returned
-    came out bit by bit, and nothing earlier in it; on the meta device, whether it came out in its shape.
+    `more` are keyword arguments of the forward. Returns the calls of its parts, and whether the forward's output is
+    exactly what the last part returned, and was not made of what earlier parts returned. On the meta device, where
+    tensors have no values, only shapes are compared.
     """
     calls, out, returned = _trace_calls(model, parts, **more)
     x = returned[0]
@@ -115,9 +116,10 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
 
 
 def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
-    """Trace calls of parts; returns them, the last hidden states, and the hidden states given and returned by each.
+    """Run two rows through the base model's own forward, with stand-ins for all parts, which return what they get.
 
-    All parts are stand-ins, which return what they get; two rows go through the model's own forward.
+    Returns the calls of parts, the forward's output, and a list of hidden states: the first input, then what each call
+    returned.
     """
     bare = decoder_model(shallow_copy(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
@@ -126,15 +128,15 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
     returned, calls = [x], list[PartCall]()
 
     def note_call(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        """Note a part's call, and which hidden states it read: a forward hook.
+        """Note a part's call, and whether it read hidden states other than the newest: a forward hook.
 
-        Its hidden states are returned as a leaf of autograd, so that later calls can be traced back to them.
+        What the part returns becomes a leaf of autograd, so that `_depends_on` can trace later calls back to it.
         """
         reads_earlier = _depends_on([args, kwargs], returned[:-1])
         first_again = _find_first_states(args, kwargs, returned)
         calls.append(PartCall(part, reads_earlier, first_again, frozenset(kwargs)))
-        first = out[0] if isinstance(out, tuple) else out
-        returned.append(first.detach().requires_grad_())
+        hidden = out[0] if isinstance(out, tuple) else out
+        returned.append(hidden.detach().requires_grad_())
         return (returned[-1], *out[1:]) if isinstance(out, tuple) else returned[-1]
 
     for name, module in bare.named_modules():
@@ -146,10 +148,10 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
 
 
 def _find_first_states(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
-    """Find the argument of a layer, after the first, that is the first hidden states of all; None without one.
+    """Find the argument of a layer, after its input at position 0, that is the model's first hidden states again.
 
-    `returned` are the hidden states that went through the layers before. The argument at position 0 is the layer's
-    input itself. More than one argument made of earlier states is something that stages cannot hand on.
+    `returned` are these first states, then what each part before the layer returned. None if there is no such argument,
+    if it was made of other states too, or if several arguments were made of earlier states: stages hand on neither.
     """
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     earlier = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
@@ -182,40 +184,40 @@ class _Entry(Absent):
         """Return the hidden states that the base model was called with; without any, the module's first input."""
         return super().forward(x if self.rows is None else self.rows)
 
-    def take(self, base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def take_rows(self, base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take the hidden states that the base model is called with: a forward pre-hook of it."""
         self.rows = kwargs.get("inputs_embeds")
 
-    def forget(self, base: nn.Module, args: object, out: object) -> None:
-        """Forget them: a forward hook of the base model."""
+    def forget_rows(self, base: nn.Module, args: object, out: object) -> None:
+        """Forget the hidden states of this call: a forward hook of the base model."""
         self.rows = None
 
 
 def _replace_first_part(base: nn.Module, part: str, outputs: int) -> None:
-    """Put an entry for hidden states in place of the first part of a stage's base model, which another stage has.
+    """Put an `_Entry` in place of `part`, the first part of a later stage's base model that hidden states go through.
 
     A part with a dot in its name is a layer, which returns `outputs` values; any other part returns a tensor.
     """
-    around, _, name = part.rpartition(".")
-    entry = _Entry(base.get_submodule(part), outputs if around else 0)
-    base.get_submodule(around)._modules[name] = entry
-    base.register_forward_pre_hook(entry.take, with_kwargs=True)
-    base.register_forward_hook(entry.forget, always_call=True)
+    parent, _, name = part.rpartition(".")
+    entry = _Entry(base.get_submodule(part), outputs if parent else 0)
+    base.get_submodule(parent)._modules[name] = entry
+    base.register_forward_pre_hook(entry.take_rows, with_kwargs=True)
+    base.register_forward_hook(entry.forget_rows, always_call=True)
 
 
 def shallow_copy(
     model: PreTrainedModel, parts: ModelParts, layers: range, *, first: bool, last: bool
 ) -> PreTrainedModel:
-    """Copy the model with stand-ins for what this stage does not hold; modules without parameters are copied.
+    """Copy the model for one stage, with stand-ins for what other stages hold; `layers` are the indices of its layers.
 
-    The first stage has the parts before the layers, the last one those after them and the head, with the embedding
-    where the model reads it at its end; a tied head is on the first stage too. Where the base model is a wrapper, its
-    modules down to the text model are copied on the way. On a later stage the first part that is not the embedding, or
-    the first layer, becomes one that hands on what arrives.
+    The first stage has the parts before the layers; the last stage has the parts after them, the head, and the parts
+    before the layers again if the model needs its embedding at the end. A tied head is on the first stage too. A
+    later stage has an `_Entry` in place of the first part that is not the embedding (a layer, if there is no such
+    part): it hands on the hidden states that arrive. The given model is not changed.
     """
     tied, embeds = is_tied(model), embeds_at_the_end(model)
     stage = base = shallow_module(model)
-    for name in filter(None, text_name(model).split(".")):  # a wrapper's text model is inside its base model
+    for name in filter(None, text_name(model).split(".")):  # copies also a wrapper's modules around its text model
         base._modules[name] = shallow_module(base._modules[name])
         base = base._modules[name]
     parts_here = dict.fromkeys(parts.before, first or (embeds and last)) | dict.fromkeys(parts.after, last)
@@ -228,16 +230,16 @@ def shallow_copy(
         else:
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: only buffers
     entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
-    if not first and isinstance(base.get_submodule(entry), Absent):
+    if not first and isinstance(base.get_submodule(entry), Absent):  # no part or layer of this stage's own
         _replace_first_part(base, entry, parts.outputs)
-    for name, _ in list(model.named_children()):
+    for name, _ in list(model.named_children()):  # the head, and depths of multi-token prediction
         if name != text_name(model).partition(".")[0] and not (last or (tied and first and name != PREFIX)):
             stage._modules[name] = Absent()
     return stage
 
 
 def _stage_layer_list(layers: nn.Module, indices: range, outputs: int) -> nn.ModuleList:
-    """Make the list of layers with stand-ins for those of other stages."""
+    """Copy the list of layers, with stand-ins for all but the layers at these indices."""
     stage_layers: nn.ModuleList = shallow_module(layers)
     for i, (name, layer) in enumerate(layers._modules.items()):
         if i not in indices:

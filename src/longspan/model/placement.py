@@ -25,11 +25,12 @@ from longspan.model.weights.fill import is_empty
 
 
 def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
-    """List modules of different layers that have the same parameters, all of them shared: a list for each set of these.
+    """List the modules of different layers that hold the same parameters: one list for each shared block.
 
-    They are the outermost modules that are called. A single module that several layers hold is left out.
+    A block is the outermost module all of whose parameters are used by the same layers. It is listed if each of these
+    layers has a module object of its own for it; one object that several layers hold is left out.
     """
-    users: dict[int, set[str]] = {}
+    users: dict[int, set[str]] = {}  # names of the layers that have a parameter, by its id
     for name, layer in layers.items():
         for parameter in layer.parameters():
             users.setdefault(id(parameter), set()).add(name)
@@ -41,7 +42,7 @@ def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
 
 
 def _shared_modules(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
-    """Return the outermost modules inside this one whose parameters are all of the same several layers.
+    """Return the outermost modules inside this one all of whose parameters are used by the same layers, two or more.
 
     Lists and dictionaries of modules are never called themselves, so their children are returned.
     """
@@ -71,23 +72,23 @@ class Placement:
     sequence_parallel: bool
     mlp_tile_rows: int = 0
 
-    def check(self, model: PreTrainedModel, stages: int) -> None:
-        """Raise ModelError where a whole model that goes into so many stages cannot be placed so."""
+    def check_placement(self, model: PreTrainedModel, stages: int) -> None:
+        """Raise ModelError if a model, still whole, cannot be placed so after it is cut into this number of stages."""
         self.sharding.check_compute_dtype(model.dtype)
         if self.sharding.parameters or self.sequence_parallel:
             layers = decoder_layers(model)
             refuse_shared_layers(model, layers, shared_blocks(layers))
         refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)
         check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
-        self.recomputation.check(model, stages)
+        self.recomputation.check_measures(model, stages)
         check_tiles(model, self.mlp_tile_rows)
 
     def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
-        """Return what the model computes in."""
+        """Return the dtype that the model computes in."""
         return self.sharding.compute_dtype or model.dtype
 
     def reduce_dtype_of(self, model: PreTrainedModel) -> torch.dtype:
-        """Return what gradients are summed over the slots in."""
+        """Return the dtype in which gradients are summed over the slots."""
         return self.sharding.precision(model).reduce_dtype or self.dtype_of(model)
 
     def place_layers(
@@ -96,7 +97,9 @@ class Placement:
         """Bring the layers that are here under the home; all ranks call it together.
 
         `root` is what will be called: the model, or a stage around it. `offload` is one for all stages of a rank.
-        `has_experts` is of the whole model: a stage may have none.
+        `has_experts` is of the whole model: a stage without experts still makes their mesh with the other ranks.
+        Layers are split first, since tiles and recomputation then run on a rank's parts; FSDP2 comes last, blocks
+        before the layers around them, as a layer is given what no block inside it has taken.
         """
         world, splits_rows, has_copies = self.world, self.sequence_parallel, not self.sharding.parameters
         if world.home.tp > 1:

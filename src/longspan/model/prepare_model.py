@@ -86,15 +86,16 @@ def prepare(
     All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
     every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
     `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
-    but attention, whose output is kept; `recompute_layers` does so only for the first so many of a stage's layers (0:
-    each); `offload_activations` keeps in the host's memory what recomputation starts from. `measures` replaces these
+    but attention, whose output is kept; `recompute_layers` is how many of a stage's layers, the first ones, do so (0:
+    all); `offload_activations` keeps in the host's memory what recomputation starts from. `measures` replaces these
     three: a word of `longspan.plan.MEASURES` for each decoder layer of the whole model and then for each depth of
     multi-token prediction, measures=("none", "selective+host", …), or one word for all.
-    `host_bytes` is how much of the host's memory a rank uses for this, checked and taken here (0: measured in step 1).
-    `mlp_tile_rows` runs MLPs and experts over tiles of at most so many rows (0: whole), in backward too, so that what
-    they make in between is of one tile at a time; each parameter still gets one gradient, summed in float32.
-    `segment_layers` n keeps one input for n neighbouring layers that recompute, that of the first (0: of each); the
-    others' inputs, and attention's output by their measure, are made again when the segment runs backward.
+    `host_bytes` is how much of the host's memory a rank uses for this: `prepare` checks that it is there and allocates
+    it (0: the first step measures how much it needs).
+    `mlp_tile_rows` is the most rows that MLPs and experts compute at once, forward and backward (0: all rows), so that
+    only the intermediate values of one tile are in memory; each parameter still gets one gradient, summed in float32.
+    `segment_layers` n: of n neighbouring layers that recompute, only the input of the first is kept (0: that of each).
+    The others' inputs, and attention's outputs by their measure, are computed again when backward reaches the segment.
     `compute_dtype` (such as bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type.
     `attention_kernel` names a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
     `mixer_kernels` names kernels of state-space layers that are used only on request: "mamba_ssm", "causal_conv1d", or
@@ -118,8 +119,9 @@ def prepare(
     multiple of tp: plan with `row_multiple=home.tp`.
 
     With `encoder`, a model from images and text to text becomes a MultimodalModel: its tower and projector run under
-    that home, a Layout over the same ranks whose world is left with this one, or its open World, and the rest under the
-    world's. Settings of the encoder are those of the language model, or those of an `EncoderHome`.
+    that home, and the rest under the world's. `encoder` is a Layout over the same ranks, for which a World is opened
+    that closes with `world`, or a World that is open. Settings of the encoder are those of the language model, or those
+    of an `EncoderHome`.
 
     A PeftModel with a LoRA adapter: the transformers model inside it is prepared and returned; only its adapter is
     trained and saved, and `longspan.without_adapter(model)` leaves it out for a while.
@@ -153,7 +155,7 @@ def prepare(
 def _check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None:
     """Raise ModelError, with every reason, for an adapter that is not shown to be exact in an encoder under this tp.
 
-    Every rank has the same adapter, which `prepare_encoder` checks with all other weights.
+    Ranks need not agree on the error: `prepare_encoder` checks that the adapter is the same on all.
     """
     if not peft_modules(encoder):
         return
@@ -168,7 +170,7 @@ def _check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> Non
 
 
 def _encoder_reasons(encoder: nn.Module, adapter: Adapter, tp: int) -> Iterator[str]:
-    """Yield why an adapter in an encoder would not be exact under this tp."""
+    """Yield why an adapter in an encoder cannot be trained or saved, or would not be exact under this tp."""
     modules = peft_modules(encoder)
     if copied := [name for name, module in modules.items() if is_copied(module)]:
         yield (

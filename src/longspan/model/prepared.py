@@ -18,7 +18,12 @@ from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.activations.recompute import Recomputation
 from longspan.model.adapters import unwrap_model
-from longspan.model.compiled_layers import compile_layers, leave_norms, read_compiled_parts, start_compile_workers
+from longspan.model.compiled_layers import (
+    compile_layers,
+    read_compiled_parts,
+    start_compile_workers,
+    unfuse_norms_in_graphs,
+)
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
@@ -100,7 +105,7 @@ class PrepareOptions:
         Raises ModelError where both are given.
         """
         if self.measures is None:
-            return Recomputation.of(
+            return Recomputation.from_options(
                 self.activation_checkpointing,
                 layers=self.recompute_layers,
                 offload=self.offload_activations,
@@ -134,22 +139,23 @@ def prepare_language_model(
     peft_model, model = model, unwrap_model(model)
     compiled = read_compiled_parts(options.compiled, model, world.device, world.home.tp)
     if compiled != "none" and world.device.type == "cuda":
-        start_compile_workers(min(len(world.home.ranks), world.node_size * world.home.tp))
+        ranks_of_host = min(len(world.home.ranks), world.node_size * world.home.tp)  # node_size counts slots
+        start_compile_workers(ranks_of_host)
 
     def connect_layers(model: PreTrainedModel) -> None:
-        """Make the model's attention, mixers, experts and norms call longspan, once its kernels are there."""
+        """Make the model's attention, mixers, experts and norms call longspan; before that, check mixers' kernels."""
         check_kernels(model, options.mixer_kernels, placement.dtype_of(model), world.device)
         _choose_norms(model, options.fused_norms, world.device)
-        if compiled == "layers":
-            leave_norms(model)
-        _connect_layers(model, options.mixer_kernels)
+        if compiled == "layers":  # the compiler fuses the norms in its graphs itself
+            unfuse_norms_in_graphs(model)
+        _connect_operations(model, options.mixer_kernels)
 
     if options.float8 and isinstance(model, PreTrainedModel):  # ranks' devices may differ
         raise_first_error(world, refuse_float8(model, options.float8, placement, world))
     kernel, stages = options.attention_kernel, pipeline.stages
     evidence = check_model(model, placement, connect_layers, stages=stages, kernel=kernel, probe=options.probe)
     assert isinstance(model, PreTrainedModel)  # others were refused
-    model.config.use_cache = False
+    model.config.use_cache = False  # no call goes on from keys and values of an earlier one
     execution = _make_execution(model, placement, evidence.calls, options)
     execution = replace(execution, float8=use_float8(model) if options.float8 else "")
     if placement.recomputation.exchanges_again and world.home.slots > 1:
@@ -157,17 +163,17 @@ def prepare_language_model(
     # Over stages always tried here: an error in the first pass would come on the last stage only, while others wait.
     tried = add_row_loss(model, probe=options.probe or world.home.pp > 1, required=options.probe)
     rules = _make_call_rules(model, placement, kernel, evidence)
-    weights = pop_deferred_weights(model)
+    weights = pop_deferred_weights(model)  # None: the model has its weights already
     offload = placement.recomputation.make_offload(world)
     if world.home.pp > 1:
-        prepared = _cut_and_place(model, placement, pipeline, offload, tried=tried)
+        prepared = _place_stages(model, placement, pipeline, offload, tried=tried)
         prepared.probed = options.probe
         models = [stage.model for stage in prepared.stages]
     else:
         prepared, models = model, [model]
         placement.place_layers(model, model, offload, has_experts=bool(expert_modules(model)))
         if not options.probe:
-            FirstPass(prepared)
+            FirstPass(prepared)  # hooks of the model: its first call shows what the trial would have shown
     setattr(prepared, HOST_OFFLOAD, offload)
     if weights is not None:
         weights.fill_weights(models, world)
@@ -187,8 +193,12 @@ def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device
         split_long_norms(model)
 
 
-def _connect_layers(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
-    """Have the model's attention, mixers and experts call this package."""
+def _connect_operations(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
+    """Have the model's attention, mixers and experts call this package.
+
+    Each layer hands down its number and its arguments for them. Rotary frequencies and scales of queries that depend on
+    positions are computed by document.
+    """
     model.set_attn_implementation(_attention_by_configuration(model))
     number_layers(model)
     attend_causally(model)
@@ -223,16 +233,17 @@ def _make_call_rules(model: PreTrainedModel, placement: Placement, kernel: str |
 
 
 def _attention_by_configuration(model: PreTrainedModel) -> str | dict[str, str]:
-    """Return the name of our attention, for a wrapper by configuration: the whole model's ("") and its text model's.
+    """Return what `set_attn_implementation` takes: the name of our attention, or of a wrapper a table of names.
 
-    A wrapper's towers are left out, as they see images whole.
+    The table has our name for the whole model's configuration ("") and its text model's. Towers are left out: they see
+    images whole.
     """
     config, text = model.config, model.config.get_text_config()
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
     return {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)} if names else IMPLEMENTATION
 
 
-def _cut_and_place(
+def _place_stages(
     model: PreTrainedModel,
     placement: Placement,
     pipeline: PipelineSettings,
@@ -240,7 +251,11 @@ def _cut_and_place(
     *,
     tried: bool,
 ) -> PipelineModel:
-    """Cut the model into this rank's stages and place each as a model of its own; the rest of the model is freed."""
+    """Cut the model into this rank's stages and place each as a model of its own; the rest of the model is freed.
+
+    The forward that takes `row_loss` (`tried` on the whole model) is set anew where the head is: a stage is a copy
+    without it.
+    """
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
     stages = cut_into_stages(model, placement.world, pipeline)
     for stage in stages:
@@ -251,7 +266,7 @@ def _cut_and_place(
 
 
 def _check_every_call(prepared: PreTrainedModel | PipelineModel, rules: CallRules, execution: Execution) -> None:
-    """Have every call of a prepared model checked, and refuse what its own class would do with its weights."""
+    """Have every call of a prepared model checked, and its class's methods refused that would misread its weights."""
     values: Any = prepared
     values.call_rules, values.execution = rules, execution
     guard_model(prepared, rules.architecture)

@@ -55,7 +55,7 @@ class Preset:
 def _qwen3_values(
     hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
 ) -> dict[str, Any]:
-    """Return the values of a configuration as in those of https://huggingface.co/Qwen."""
+    """Return the values of a Qwen3 configuration as published at https://huggingface.co/Qwen."""
     return {
         "vocab_size": 151936,
         "hidden_size": hidden,

@@ -55,7 +55,10 @@ class Sharding:
             )
 
     def precision(self, model: nn.Module) -> MixedPrecisionPolicy:
-        """Return how FSDP2 computes and sums: gradients in float32 where parameters or arithmetic are in half."""
+        """Return how FSDP2 computes and sums: gradients in float32 if parameters or arithmetic are in half precision.
+
+        Copies, which FSDP2 does not see, are summed by `_sum_over_slots`.
+        """
         dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
         low = self.parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)
@@ -82,9 +85,9 @@ def shard_over_slots(
     tensor that the root is called with is cast to the compute dtype, and with `cast_block_inputs` those of blocks.
     """
     policy, frees = sharding.precision(root), sharding.reshard_after_forward
-    of_blocks = replace(policy, cast_forward_inputs=cast_block_inputs)
+    block_policy = replace(policy, cast_forward_inputs=cast_block_inputs)
     for block in blocks:
-        fully_shard(block, mesh=world.meshes.fsdp, reshard_after_forward=frees, mp_policy=of_blocks)
+        fully_shard(block, mesh=world.meshes.fsdp, reshard_after_forward=frees, mp_policy=block_policy)
     fully_shard(root, mesh=world.meshes.fsdp, mp_policy=policy)
     for module in fsdp_modules(root):
         # gloo has no premultiplied sum, which a divide factor would need
@@ -96,16 +99,16 @@ def shard_over_slots(
 
 
 def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
-    """Return whether what FSDP2 sums over slots is kept as the gradient: neither cast, nor summed over replicas."""
-    return all(
-        group.mesh_info.mesh.ndim == 1
-        and all(
-            policy.reduce_dtype in (None, x.sharded_param.dtype)
-            for x in group.fsdp_params
-            if x.sharded_param.requires_grad
-        )
-        for group in reduction_groups([module])
-    )
+    """Return whether what FSDP2 sums over slots is kept as the gradient: neither cast, nor summed over replicas.
+
+    A mesh of one axis has no replicas.
+    """
+    for group in reduction_groups([module]):
+        trained = [parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+        casts = any(policy.reduce_dtype not in (None, parameter.dtype) for parameter in trained)
+        if casts or group.mesh_info.mesh.ndim != 1:
+            return False
+    return True
 
 
 class SumsInComputeMemory(DefaultReduceScatter):
@@ -124,7 +127,7 @@ class SumsInComputeMemory(DefaultReduceScatter):
         self._computing: torch.cuda.Stream | None = None  # between a message and its sum
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an empty tensor: for a message, or on another stream than the last message's for its sum."""
+        """Return an empty tensor: for a message, on the computing stream, or then for its sum, on FSDP2's stream."""
         current, computing = torch.cuda.current_stream(device), self._computing
         if computing is None or current == computing:  # the same again: an error came between the two
             self._computing = current
@@ -159,9 +162,9 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 def keep_parameters_whole(model: nn.Module) -> Iterator[None]:
     """Keep parameters whole inside, and gradients whole and not summed: no slot waits for another.
 
-    All ranks enter together. What backward passes inside leave is summed over the slots by the next backward pass
-    after it, which all slots must run. Every rank then holds all parameters and, unsummed, all gradients. Nothing
-    happens where parameters are not sharded.
+    All ranks enter together. Inside, every rank holds all parameters and, unsummed, all gradients; the next backward
+    pass after the `with` block, which all slots must run, sums these over the slots. Nothing happens where parameters
+    are not sharded.
     """
     modules = fsdp_modules(model)
     for module in modules:
@@ -178,7 +181,7 @@ def keep_parameters_whole(model: nn.Module) -> Iterator[None]:
 def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
     """Let FSDP2 forget, after an error inside, gradients that backward passes left unsummed, and free what it gathered.
 
-    It would add them to those of the next backward pass: zero_grad() does not clear them.
+    FSDP2 would add such gradients to those of the next backward pass: zero_grad() does not clear them.
     """
     try:
         yield
@@ -194,7 +197,7 @@ def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
 
 
 def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
-    """Have a module keep parameters and gradients whole and unsummed after backward, or free and sum them again."""
+    """Have a module keep parameters and gradients whole and unsummed after backward (`keep`), or free and sum them."""
     module.set_requires_gradient_sync(not keep, recurse=False)
     module.set_reshard_after_backward(not keep, recurse=False)
     module.set_reshard_after_forward(reshard_after_forward, recurse=False)
@@ -204,8 +207,8 @@ def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: boo
 def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Sum gradients over the slots of each replica only, until the yielded function is called: from then on over all.
 
-    Call it before the last backward pass: what the others leave, a shard of the gradients, is in that one's sum. After
-    an error inside nothing is left. It changes nothing where parameters have no replicas (`dp_replicate` 1).
+    Call the function before the last backward pass: its sum then has the shards of gradients that earlier passes left
+    unsummed over replicas. After an error these are dropped. Nothing changes without replicas (`dp_replicate` 1).
     """
     modules = fsdp_modules(model)
 
@@ -227,7 +230,7 @@ def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
     """Yield FSDP2's groups of parameters whose gradients are one message: in torch 2.11 one at most for each module."""
-    for state in dict.fromkeys(module._get_fsdp_state() for module in modules):  # modules may have one together
+    for state in dict.fromkeys(module._get_fsdp_state() for module in modules):  # modules of one block share a state
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         yield from (group for group in groups if group is not None)
 
@@ -244,7 +247,7 @@ def widen_gradients(model: nn.Module) -> None:
 
 
 def unshard(model: nn.Module) -> None:
-    """Gather what FSDP2 has freed, and have the modules hold their gathered parameters; nothing where all do.
+    """Gather the parameters that FSDP2 has freed, so that the modules hold them whole; those that do are left alone.
 
     For passes that FSDP2 does not see. All ranks call it together.
     """

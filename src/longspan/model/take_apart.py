@@ -75,11 +75,12 @@ def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "
     """
     check_vision(model)
     base, towers = base_model(model), other_towers(model)
-    of_images = {f"{n}.{p}": x for n, m in base.named_children() if m in towers for p, x in m.named_parameters()}
+    children = {name: module for name, module in base.named_children() if module in towers}
+    of_images = {f"{child}.{p}": x for child, module in children.items() for p, x in module.named_parameters()}
     of_images = {name: x for name, x in of_images.items() if not belongs_to_adapter(name)}
-    between = dict(base.named_parameters(recurse=False))  # rows put between those of images; trained as a projector is
-    projector = {name for name in of_images if is_in_projector(name.rpartition(".")[0])} | {*between}
-    of_images |= between
+    separators = dict(base.named_parameters(recurse=False))  # rows between those of images: trained with the projector
+    projector = {name for name in of_images if is_in_projector(name.rpartition(".")[0])} | {*separators}
+    of_images |= separators
     if trained == "projector" and not projector:
         raise ModelError(
             f"{type(model).__name__} has no module called projector, merger or connector; train all or none of it"
@@ -90,7 +91,7 @@ def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "
 
 @contextmanager
 def take_apart_or_undo(model: nn.Module) -> Iterator[VisionParts]:
-    """Take the model apart inside; after an error it is whole again."""
+    """Take the model apart for the `with` block; after an error in the block the model is put together again."""
     check_vision(model)
     assert isinstance(model, PreTrainedModel)
     base = base_model(model)

@@ -47,7 +47,7 @@ class TiledForward:
 
 
 def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:
-    """Find the MLPs of a decoder layer by name: of dense layers, and of the experts that every row visits."""
+    """Find the outermost MLPs of a decoder layer by name: of dense layers, and of experts that every row visits."""
     mlps: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in mlps)
@@ -77,7 +77,7 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
                     "transformers' interface of experts, through which they run in tiles; use 0"
                 )
         for inner, mlp in find_mlps(layer).items():
-            if len(tensors := _find_arguments(mlp)) > 1:
+            if len(tensors := _list_required_arguments(mlp)) > 1:
                 raise ModelError(
                     f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
                     f"{', '.join(tensors)}: only an MLP of one tensor of rows runs in tiles; use 0"
@@ -91,17 +91,17 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
         )
 
 
-def _find_arguments(module: nn.Module) -> list[str]:
-    """Find the names of the arguments that a module's forward requires, rows among them."""
+def _list_required_arguments(module: nn.Module) -> list[str]:
+    """List the names of the positional arguments that a module's forward requires, rows among them."""
     parameters = inspect.signature(module.forward).parameters.values()
-    usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in usual and p.default is inspect.Parameter.empty]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
 
 
 def tile_layers(model: PreTrainedModel, tile_rows: int) -> None:
     """Let the MLPs and experts of the decoder layers that are here run over tiles of at most so many rows; 0: whole.
 
-    After they are split over tensor-parallel ranks: a tile makes its own exchanges.
+    Call this after layers are split over tensor-parallel ranks, since each tile makes the exchanges of a split layer.
     """
     if not tile_rows:
         return

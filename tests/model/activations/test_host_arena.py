@@ -83,7 +83,7 @@ def _held(model: nn.Module, plan: Any, documents: Any, world: World) -> tuple[in
 
 def test_a_step_takes_the_bytes_of_its_layers_and_the_world_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
     documents, passed = texts((32, 32)), list[int]()
-    monkeypatch.setattr(HostOffload, "pass_layer", lambda _: passed.append(1))
+    monkeypatch.setattr(HostOffload, "count_empty_layer", lambda _: passed.append(1))
     with World(Layout(ranks=1), backend="gloo") as world:
         plan = plan_fixed((32, 32), world.home, cp=1, max_tokens_per_slot=64)
         a_layer = 64 * 32 * 4  # rows, hidden size, float32

@@ -235,8 +235,8 @@ def test_noise_that_the_probe_does_not_see_is_still_refused(monkeypatch: pytest.
 
 MUTATIONS = {
     "rows are not compared": (
-        "all_rows.rows[order])\n    ) > _TOLERANCE:",
-        "all_rows.rows[order])\n    ) > 1e9:",
+        "all_rows.rows[order])\n    if error > _TOLERANCE:",
+        "all_rows.rows[order])\n    if error > 1e9:",
         "capacity",
     ),
     "gradients are not added up": ("gradient)) > _TOLERANCE:", "gradient)) > 1e9:", "a loss in the gradient"),

@@ -85,17 +85,17 @@ class HostArena:
                 self._parts.clear()
                 self._add_part(total)
             for piece in self._parts:
-                if (start := piece.take(size)) is not None:
+                if (start := piece.take_bytes(size)) is not None:
                     break
             else:
                 piece = self._add_part(size)
-                start = piece.take(size)
+                start = piece.take_bytes(size)
             assert start is not None
             self._used += size
         return HostRange(self._freed, piece, start, size, bytes)
 
     def close(self) -> None:
-        """Give the memory back: now, or, while ranges are in use, once they are free. A later `take` grows again."""
+        """Give the memory back: now, or, while ranges are in use, once they are free. A later `take` adds memory."""
         with self._lock:
             self._take_back_ranges()
             self._parts.clear()
@@ -127,7 +127,7 @@ class HostArena:
         """Return to their pieces the ranges that nothing holds any more; the lock must be held."""
         while self._freed:
             part, start, size = self._freed.popleft()
-            part.give_back(start, size)
+            part.give_back_bytes(start, size)
             self._used -= size
 
 
@@ -169,7 +169,7 @@ class _Part:
             weakref.finalize(self, _unpin_memory, self.memory.data_ptr(), copies, os.getpid()).atexit = False
         self._free = [(0, size)]  # start and end
 
-    def take(self, size: int) -> int | None:
+    def take_bytes(self, size: int) -> int | None:
         """Take `size` bytes from the first free range that has them; returns their start, or None without one."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
@@ -177,7 +177,7 @@ class _Part:
                 return start
         return None
 
-    def give_back(self, start: int, size: int) -> None:
+    def give_back_bytes(self, start: int, size: int) -> None:
         """Free a range; free ranges that touch become one."""
         insort(self._free, (start, start + size))
         merged: list[tuple[int, int]] = []
@@ -221,15 +221,15 @@ def check_host_room(bytes: int, world: World, what: str = "this run keeps on the
 
     >>> check_host_room(plan.host.total, world)
 
-    Entered by all ranks, each with its own number, before it takes any of them. A host whose memory is not known, as
-    on macOS, is not judged.
+    All ranks call it, each with the bytes that it will take, before any rank takes memory. A host whose free memory is
+    not known, as on macOS, is not checked.
     """
-    places = world.control.gather_objects((gethostname(), bytes, free_host_bytes()), "check of the host's memory")
-    for host in dict.fromkeys(name for name, _, _ in places):
-        of_ranks = [size for name, size, _ in places if name == host]
-        rooms = [free for name, _, free in places if name == host and free is not None]
+    reports = world.control.gather_objects((gethostname(), bytes, free_host_bytes()), "check of the host's memory")
+    for host in dict.fromkeys(name for name, _, _ in reports):
+        of_ranks = [size for name, size, _ in reports if name == host]
+        free_bytes = [free for name, _, free in reports if name == host and free is not None]
         total = sum(of_ranks)
-        if rooms and total > (room := min(rooms)):
+        if free_bytes and total > (room := min(free_bytes)):  # ranks of one host read it at different moments
             raise on_all_ranks(
                 ModelError(
                     f"{what} {total:,} bytes ({total / _GIB:.2f} GiB) for {plural(len(of_ranks), 'rank')} of host "

@@ -50,7 +50,7 @@ class HostOffload:
         self.keep_on_device(layer)
         return layer
 
-    def pass_layer(self) -> None:
+    def count_empty_layer(self) -> None:
         """Count a layer that parks nothing, so that tensors of the layers before its neighbour leave the device."""
         self.keep_on_device(None)
 
@@ -63,7 +63,7 @@ class HostOffload:
         while len(self._on_device) > ON_DEVICE:
             reference = self._on_device.popleft()
             if reference is not None and (earlier := reference()) is not None:
-                earlier.leave_device()
+                earlier.free_device_tensors()
 
 
 class ParkedLayer:
@@ -98,32 +98,36 @@ class ParkedLayer:
             with torch.cuda.stream(copies):
                 on_host.copy_(x, non_blocking=True)
             self._note_copies(copies)
+            # The copy may be under way: x stays until the layer's tensors are freed. On a CPU it is done.
             self._on_device[index], self._versions[index] = x, x._version
         return partial(self.fetch_tensor, index)
 
     def fetch_tensor(self, index: int) -> Tensor:
-        """Return a tensor as it was when parked; the layer before, which backward needs next, begins to come back."""
+        """Return a tensor as it was when parked.
+
+        The copies of the layer before, which backward needs next, are begun too.
+        """
         self._offload.keep_on_device(self)
         if index not in self._on_device:
-            self.bring_back()
+            self.bring_tensors_back()
         layer_before = None if self._layer_before is None else self._layer_before()
         if layer_before is not None and not layer_before._on_device:
             self._offload.keep_on_device(layer_before)
-            layer_before.bring_back()
+            layer_before.bring_tensors_back()
         if self._copied is not None:
             torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)
         x = self._on_device.pop(index)
         self._check_version(index, x)
         return x
 
-    def bring_back(self) -> None:
+    def bring_tensors_back(self) -> None:
         """Begin to copy the layer's tensors to the device, unless they are there."""
         copies, device = self._offload.arena.copies, self._offload.arena.device
         absent = [index for index in range(len(self._on_host)) if index not in self._on_device]
         for index in absent:
             self._versions.pop(index, None)
             self._on_device[index] = torch.empty_like(self._on_host[index][1], device=device)
-        if copies is not None:  # after what used the memory before
+        if copies is not None:  # what used the memory of the new tensors before may still run
             copies.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(copies) if copies is not None else nullcontext():
             for index in absent:
@@ -136,7 +140,7 @@ class ParkedLayer:
         self._copied = torch.cuda.Event()
         self._copied.record(copies)
 
-    def leave_device(self) -> None:
+    def free_device_tensors(self) -> None:
         """Free the layer's tensors on the device, after the copies that are under way."""
         if self._copied is not None and self._on_device:
             torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)

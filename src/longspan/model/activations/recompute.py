@@ -54,10 +54,10 @@ class Recomputation:
     segment_layers: int = 0
 
     @classmethod
-    def of(
+    def from_options(
         cls, checkpointing: bool | str, *, layers: int = 0, offload: bool = False, host_bytes: int = 0
     ) -> "Recomputation":
-        """Make it from the options: `activation_checkpointing` True is "full", False "none".
+        """Make a Recomputation from the options of `prepare`: `activation_checkpointing` True is "full", False "none".
 
         Raises ModelError for another word, and for options that only checkpointed layers can have.
         """
@@ -76,7 +76,7 @@ class Recomputation:
 
     @classmethod
     def parse_measures(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
-        """Make it from one word for all layers, or a word for each. Raises ModelError for an unknown word."""
+        """Make a Recomputation from one word for all layers, or a word for each; ModelError for an unknown word."""
         words = (measures,) if isinstance(measures, str) else tuple(measures)
         if wrong := [word for word in words if word not in MEASURES]:
             raise ModelError(f"measures has {wrong[0]!r}; use {', '.join(MEASURES)}")
@@ -91,14 +91,14 @@ class Recomputation:
 
     @property
     def exchanges_again(self) -> bool:
-        """Whether backward of any layer repeats only the all-to-all before attention, which "exchanged" would spare."""
+        """Whether any layer is "selective": its backward repeats the all-to-all before attention, but not attention."""
         return any(word.startswith("selective") for word in self.measures or (self.measure,))
 
-    def check(self, model: PreTrainedModel, stages: int) -> None:
-        """Raise ModelError where a whole model, to be cut into so many stages, cannot have these measures.
+    def check_measures(self, model: PreTrainedModel, stages: int) -> None:
+        """Raise ModelError where a whole model, to be cut into this number of stages, cannot have these measures.
 
-        Refused are more `layers` than the largest stage has, another number of words than layers, and layers that
-        cannot be recomputed. The result is the same on every rank, before anything is changed.
+        Refused are more `layers` than the largest stage has, another number of words than layers and depths, and layers
+        that cannot be recomputed. The result is the same on every rank, before anything is changed.
         """
         self._check_segments()
         layers, depths = len(layer_list(model)[1]), len(model_depths(model))
@@ -152,7 +152,8 @@ class Recomputation:
         A layer that keeps nothing on the host, behind one that does, only tells the offload that it runs, so that
         tensors of earlier layers leave the device.
         """
-        first, segments = True, Segments(self.segment_layers) if self.segment_layers > 1 else None
+        first = True  # no layer so far keeps tensors on the host
+        segments = Segments(self.segment_layers) if self.segment_layers > 1 else None
         for _, layer, measure in self._layer_measures(model):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             if measure != "none":
@@ -167,7 +168,7 @@ class Recomputation:
             if measure.endswith("+host"):
                 first = False
             elif offload is not None and not first:
-                module.register_forward_pre_hook(partial(_pass_layer, offload))
+                module.register_forward_pre_hook(partial(_count_empty_layer, offload))
 
     def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
         """Return (name, layer, measure) of the layers that are here; layers of multi-token prediction come last.
@@ -189,13 +190,13 @@ class Recomputation:
         return [(name, layer, self.measure if i < count else "none") for i, (_, name, layer) in enumerate(local_layers)]
 
 
-def _pass_layer(offload: HostOffload, *_: Any) -> None:
+def _count_empty_layer(offload: HostOffload, *_: Any) -> None:
     """Tell the offload that a layer runs which parks nothing: a forward pre-hook."""
-    offload.pass_layer()
+    offload.count_empty_layer()
 
 
 def _run_in_segment(segments: Segments, layer: nn.Module, run: Callable[..., Any], *args: Any, **how: Any) -> Any:
-    """Run a layer as a part of a segment: what transformers calls as its checkpointing function."""
+    """Run a layer as a part of a segment, in place of transformers' checkpointing function (`how`: see `run_layer`)."""
     return segments.run_layer(layer, run_within_layer(run), args, **how)
 
 

@@ -48,9 +48,10 @@ class Segments:
         offload: HostOffload | None = None,
         first: bool = False,
     ) -> Any:
-        """Call a layer under a checkpoint; only a segment's first layer keeps its input, on the host by its measure.
+        """Call a layer under a checkpoint; only a segment's first layer keeps its input.
 
         A layer joins the segment of the call before if its input is what that call returned, and the segment has room.
+        The input that is kept waits on the host if its layer's `measure` ends with "+host".
         """
         x, last_link = args[0], self._last_link and self._last_link()
         follows = last_link is not None and last_link.place + 1 < self.size and last_link.has_returned(x)
@@ -58,11 +59,11 @@ class Segments:
         keep: Callable[[Tensor], Callable[[], Tensor]] = _keep_in_place
         if link.before is not None:
             keep = link.forget_input
-            if offload is not None:
-                offload.pass_layer()
+            if offload is not None:  # tensors of earlier layers leave the device as layers go by
+                offload.count_empty_layer()
         elif offload is not None and measure.endswith("+host"):
             keep = offload.open_layer(first=first)
-        with torch.autograd.graph.saved_tensors_hooks(link.keep_input(keep, x), lambda fetch: fetch()):
+        with torch.autograd.graph.saved_tensors_hooks(link.make_input_hook(keep, x), lambda fetch: fetch()):
             out = checkpoint(run, *args, use_reentrant=False, context_fn=link.contexts)
         link.note_output(out[0] if isinstance(out, tuple) else out)
         self._last_link = weakref.ref(link)
@@ -115,18 +116,19 @@ class _Link:
         """Keep nothing of the input; to fetch it, the layers before run again."""
         return self.fetch_input
 
-    def keep_input(self, keep: Callable[[Tensor], Callable[[], Tensor]], x: Tensor) -> Callable[[Tensor], Any]:
-        """Return the hook for tensors that the checkpoint saves: it keeps the input x by `keep`, others as they are.
+    def make_input_hook(self, keep: Callable[[Tensor], Callable[[], Tensor]], x: Tensor) -> Callable[[Tensor], Any]:
+        """Make the hook for tensors that the checkpoint saves: it keeps the input x by `keep`, others as they are.
 
-        The input is recognised by its memory, as the checkpoint may save a view.
+        The input is recognised by its memory, as the checkpoint may save a view. The autocast and the random states of
+        now are noted, for `run_again`.
         """
         self._autocast = autocast_of(x)
         self._states = random_states(x.device) if draws_at_random(self._layer) else None
-        place = x.data_ptr(), x.shape, x.dtype
+        identity = x.data_ptr(), x.shape, x.dtype
 
         def pack(saved: Tensor) -> Callable[[], Tensor]:
             """Keep the layer's input by `keep`, and other saved tensors as they are."""
-            if (saved.data_ptr(), saved.shape, saved.dtype) != place:
+            if (saved.data_ptr(), saved.shape, saved.dtype) != identity:
                 return _keep_in_place(saved)
             fetch = keep(saved)
             if self.before is None:
@@ -138,21 +140,21 @@ class _Link:
     def fetch_input(self) -> Tensor:
         """Return the input of this call; the layers before run again for it, unless a later layer's fetch did that."""
         if self._input is None:
-            links: list[_Link] = [self]
+            links: list[_Link] = [self]  # from the segment's first layer to this one
             while links[0].before is not None:
                 links.insert(0, links[0].before)
             fetch = links[0]._fetch_first
             assert fetch is not None
             x = fetch()
-            for link, behind in pairwise(links):
-                x = behind._input = link.run_again(x)
+            for link, next_link in pairwise(links):
+                x = next_link._input = link.run_again(x)
         x, self._input = self._input, None
         assert x is not None
         return x
 
     @torch.no_grad()
     def run_again(self, x: Tensor) -> Tensor:
-        """Run the layer without a graph; attention's outputs are kept, if its measure says so, for `recompute`."""
+        """Run the layer without a graph; `replay_attention` gives attention's outputs, if its measure keeps them."""
         self._recording = Recording(keep_exchanged=self._keeps_exchanged) if self._keeps_attention else None
         with ExitStack() as stack:
             stack.enter_context(_gather_parameters(self._layer))
@@ -168,8 +170,8 @@ class _Link:
         return self._forget_attention(), _RecomputeContext(self)
 
     @contextmanager
-    def recompute(self) -> Iterator[None]:
-        """Open a context in which attention gives what it gave when the segment ran again, if it was kept."""
+    def replay_attention(self) -> Iterator[None]:
+        """Open a context in which attention gives the outputs of the segment's second run, if these were kept."""
         recording, self._recording = self._recording, None
         with self._forget_attention() if recording is None else recording.recompute():
             yield
@@ -199,7 +201,7 @@ class _RecomputeContext(AbstractContextManager[None]):
         self._link = link
 
     def __enter__(self) -> None:
-        self._open_context = self._link.recompute()
+        self._open_context = self._link.replay_attention()
         self._open_context.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -215,7 +217,7 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
     modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
     states: list[Any] = [module._get_fsdp_state() for module in modules]
     training_states = [state._training_state for state in states]
-    freed = [module for module, state in zip(modules, states, strict=True) if _is_sharded(state)]
+    sharded_before = [module for module, state in zip(modules, states, strict=True) if _is_sharded(state)]
     for module, state in zip(modules, states, strict=True):
         module.unshard()
         state._training_state = TrainingState.PRE_BACKWARD
@@ -224,7 +226,7 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
     finally:
         for state, training_state in zip(states, training_states, strict=True):
             state._training_state = training_state
-        for module in freed:
+        for module in sharded_before:
             module.reshard()
 
 

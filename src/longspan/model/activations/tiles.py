@@ -45,26 +45,26 @@ def run_in_tiles(
 ) -> Tensor:
     """Run a function of rows (…, R, W), of one tensor or several, in `count` tiles: (…, R, V), as `run(*rows)`.
 
-    It maps each row by itself, and depends on nothing else that needs a gradient but `parameters`. With `draws` it
-    draws at random, and gets the same numbers again in backward. `around` makes the context in which all tiles of a
-    pass run, forward or backward.
+    The function maps each row by itself; besides rows only `parameters` get gradients from it. With `draws` it draws at
+    random, and gets the same numbers again in backward. `around` makes the context in which all tiles of a forward or
+    backward pass run.
 
     >>> out = run_in_tiles(mlp, (x,), tuple(mlp.parameters()), count=4)  # doctest: +SKIP
     """
     inputs = [x for x in (*rows, *parameters) if x.requires_grad]
     if not (torch.is_grad_enabled() and inputs):
         with around():
-            return _join_tiles(run, rows, count)
+            return _run_tiles(run, rows, count)
     nodes: list[Any] = []
     # if only parameters need gradients, an empty tensor that needs one makes `_Keep` a node of the graph
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
-    rows_behind = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
+    same_rows = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
     contexts = autocast_of(rows[0]), around
-    return _Tiles.apply(run, nodes, count, len(rows), contexts, *rows_behind, *parameters)  # pyright: ignore
+    return _Tiles.apply(run, nodes, count, len(rows), contexts, *same_rows, *parameters)  # pyright: ignore
 
 
-def _join_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
-    """Run the tiles and write each into the whole result (…, R, V), which the first tile gives width and dtype."""
+def _run_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
+    """Run the tiles, and write their outputs into the result (…, R, V), whose V and dtype the first tile tells."""
     out: Tensor | None = None
     start = 0
     for tile in _split_rows(rows, count):
@@ -112,19 +112,19 @@ class _Tiles(torch.autograd.Function):
         run: Callable[..., Tensor],
         nodes: list[Any],
         count: int,
-        of_rows: int,
+        row_tensors: int,
         contexts: tuple[Around, Around],
         *tensors: Tensor,
     ) -> Tensor:
-        """Run the tiles without a graph; `tensors` are `of_rows` tensors of rows and then the parameters.
+        """Run the tiles without a graph; `tensors` are `row_tensors` tensors of rows, then the parameters.
 
         `nodes` has the context of `_Keep`, which saved the rows; `contexts` are autocast, for backward, and `around`.
         """
         ctx.run, ctx.node, ctx.count = run, nodes[0], count
         ctx.autocast, ctx.around = contexts
-        ctx.parameters = tensors[of_rows:]
+        ctx.parameters = tensors[row_tensors:]
         with ctx.around():
-            return _join_tiles(run, tensors[:of_rows], count)
+            return _run_tiles(run, tensors[:row_tensors], count)
 
     @staticmethod
     @once_differentiable
@@ -137,18 +137,17 @@ class _Tiles(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(trained)
         with restore_states(ctx.node.random_states, rows[0].device), ctx.autocast(), ctx.around():
             douts = gradients[0].tensor_split(ctx.count, ROWS)
-            for dout, tile, into in zip(
-                douts, *(_split_rows(x, ctx.count) for x in (rows, row_gradients)), strict=True
-            ):
-                _add_tile(ctx, tile, dout, trained, into, sums)
-        trained_numbers = iter(range(len(trained)))
+            tiles, tile_gradients = _split_rows(rows, ctx.count), _split_rows(row_gradients, ctx.count)
+            for dout, tile, into in zip(douts, tiles, tile_gradients, strict=True):
+                _add_tile_gradients(ctx, tile, dout, trained, into, sums)
+        indices = iter(range(len(trained)))  # of sums: those of trained parameters only
         parameter_gradients = [
-            _take_narrowed_sum(sums, next(trained_numbers), p) if p.requires_grad else None for p in ctx.parameters
+            _take_narrowed_sum(sums, next(indices), p) if p.requires_grad else None for p in ctx.parameters
         ]
         return None, None, None, None, None, *row_gradients, *parameter_gradients
 
 
-def _add_tile(
+def _add_tile_gradients(
     ctx: Any,
     tile: Sequence[Tensor],
     dout: Tensor,
@@ -161,14 +160,14 @@ def _add_tile(
     `into` has None for rows that need no gradient.
     """
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_(place is not None) for x, place in zip(tile, into, strict=True)]
-        targets = [*(x for x in leaves if x.requires_grad), *trained]
-        gradients = torch.autograd.grad(ctx.run(*leaves), targets, dout, allow_unused=True)
-    places = [place for place in into if place is not None]
-    for place, gradient in zip(places, gradients, strict=False):
+        leaves = [x.detach().requires_grad_(part is not None) for x, part in zip(tile, into, strict=True)]
+        inputs = [*(x for x in leaves if x.requires_grad), *trained]
+        gradients = torch.autograd.grad(ctx.run(*leaves), inputs, dout, allow_unused=True)
+    row_gradients = [part for part in into if part is not None]
+    for row_gradient, gradient in zip(row_gradients, gradients, strict=False):
         if gradient is not None:
-            place.copy_(gradient)
-    for i, gradient in enumerate(gradients[len(places) :]):
+            row_gradient.copy_(gradient)
+    for i, gradient in enumerate(gradients[len(row_gradients) :]):
         if gradient is not None:
             sums[i] = _add_gradient(sums[i], gradient)
 
@@ -187,7 +186,7 @@ def _take_narrowed_sum(sums: list[Tensor | None], index: int, parameter: Tensor)
 
 
 def autocast_of(x: Tensor) -> Around:
-    """Return the function that makes the autocast context of now again: backward passes run without one."""
+    """Return a function that makes the autocast context of now again, since backward passes run without autocast."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return nullcontext

@@ -140,7 +140,7 @@ def _value_reasons(model: nn.Module) -> Iterator[str]:
 def _parameter_reasons(model: nn.Module) -> Iterator[str]:
     """Yield why the parameters that require gradients are not those of an adapter to train.
 
-    Weights of depths of multi-token prediction may be trained with it, by the rules of `depth_reasons`.
+    Weights of depths of multi-token prediction may be trained with the adapter, by the rules of `depth_reasons`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
@@ -149,9 +149,9 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
             "is_trainable=True"
         )
     yield from depth_reasons(model)
-    of_base = {name for name in trained if not belongs_to_adapter(name)}
-    if of_model := sorted(of_base.difference(select_depth_weights(of_base))):
-        yield f"{len(of_model)} parameters of the base model require gradients ({', '.join(of_model[:2])}); freeze them"
+    weights = {name for name in trained if not belongs_to_adapter(name)}
+    if of_base := sorted(weights.difference(select_depth_weights(weights))):
+        yield f"{len(of_base)} parameters of the base model require gradients ({', '.join(of_base[:2])}); freeze them"
     if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
         yield (
             f"what is trained is of {' and '.join(sorted(dtypes))}, of which FSDP2 sums the gradients in one type; "

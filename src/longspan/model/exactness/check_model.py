@@ -91,7 +91,7 @@ def _check_before_change(model: nn.Module, placement: Placement, stages: int) ->
     adapter = find_adapter(model)
     if adapter is not None:
         check_adapter(model, adapter, placement.world)
-    placement.check(model, stages)
+    placement.check_placement(model, stages)
     if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
         check_equal_adapters(model, placement.world)
     return adapter

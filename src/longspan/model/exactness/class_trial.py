@@ -77,7 +77,8 @@ def refuse_class(model: PreTrainedModel) -> None:
 def _innermost_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the innermost transformers model that holds the decoder layers."""
     layer = next(iter(decoder_layers(model)))
-    return [m for n, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(n)][-1]
+    models = [m for name, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(name)]
+    return models[-1]  # a module is listed before those inside it
 
 
 def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
@@ -135,9 +136,9 @@ class _Pass(NamedTuple):
 
 
 def _run_rows(model: PreTrainedModel, order: Tensor) -> _Pass:
-    """Run one pass, forward and back, of the rows of these numbers.
+    """Run rows forward and back in one pass; `order` (R,) has their numbers, in the order in which they run.
 
-    Each row has its own token and its own random gradient of its output; all have one position, whatever their order.
+    A row's number is its token id, and decides the random gradient of its output. All rows have the same position.
     """
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
@@ -177,7 +178,10 @@ def _random_draw_reasons(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield how results of rows in pieces differ from those of all rows at once; if outputs do, nothing further."""
+    """Yield how results of rows in pieces differ from those of all rows at once.
+
+    Gradients and experts are compared only if outputs are equal, since other outputs have other gradients.
+    """
     # Buffers that are not saved may only log what was run; if results depend on them, rows differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
     all_rows = _run_rows(model, torch.arange(_ROWS))
@@ -187,9 +191,8 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
     buffers_after = dict(model.named_buffers())
     if changed := [name for name, buffer in buffers.items() if not torch.equal(buffers_after[name], buffer)]:
         yield f"its forward pass in training changes {changed[0]} by the rows that it is given {evidence}"
-    if (
-        error := relative_error(torch.cat([piece_pass.rows for piece_pass in pieces]), all_rows.rows[order])
-    ) > _TOLERANCE:
+    error = relative_error(torch.cat([piece_pass.rows for piece_pass in pieces]), all_rows.rows[order])
+    if error > _TOLERANCE:
         yield (
             f"rows influence each other outside attention, first in {_first_difference(all_rows, pieces, order)}: "
             f"outputs differ by {error:.1e} {evidence}"

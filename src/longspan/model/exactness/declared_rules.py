@@ -47,7 +47,8 @@ def refuse_unsupported(model: nn.Module) -> None:
 def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
     """Yield why a model of this architecture is no causal language model.
 
-    The class's name tells its head; wrappers of several modalities are called ForConditionalGeneration.
+    The class's name tells its head; wrappers of several modalities are called ForConditionalGeneration. The text model
+    of a wrapper must be a module inside its base model.
     """
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -83,8 +84,8 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
     replaced |= {name: module for name, module in model.named_modules() if length_kinds(module)}
     # Depths whose layers take arguments made of tokens run the module around the layers once more, for their tokens.
     if model_depths(model) and find_copied_layer(model).of_tokens:
-        around = layer_list(model)[0].rpartition(".")[0]
-        replaced[around] = model.get_submodule(around)
+        parent_of_layers = layer_list(model)[0].rpartition(".")[0]
+        replaced[parent_of_layers] = model.get_submodule(parent_of_layers)
     if names := find_set_forwards(replaced.items()):
         yield (
             f"{items_text(names)} has a forward set on the instance (module.forward = …, or accelerate's hooks), which "

@@ -26,8 +26,11 @@ def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
     if (noted := _note_layers(model)) is None:
         return CopiedLayer(last_layer)
     _refuse_streams(model, noted[last_layer])
-    index, outputs = _last_independent_layer(model, last_layer, noted[last_layer].outputs), noted[last_layer].outputs
-    return CopiedLayer(index, index != last_layer or depends_on_parameters(noted[index].note.call), outputs)
+    outputs = noted[last_layer].outputs
+    index = _last_independent_layer(model, last_layer, outputs)
+    # The arguments of a layer other than the last are made anew, by the module around the layers, as if of tokens.
+    of_tokens = index != last_layer or depends_on_parameters(noted[index].note.call)
+    return CopiedLayer(index, of_tokens, outputs)
 
 
 def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:

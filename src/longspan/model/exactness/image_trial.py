@@ -62,7 +62,7 @@ def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
 def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
     """Return why videos' groups of frames do not enter such a model as rows and positions only; empty if they do.
 
-    It is asked of models whose images do.
+    Only models whose images enter so can be asked.
     """
     return _try_images_once(config, "videos", lambda model: [make_video_document(model)])
 
@@ -109,12 +109,14 @@ def _run_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
     return _make_pass(named, documents, partial(_part_logits, parts))
 
 
-def _make_pass(named: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]) -> _Pass:
-    """Run documents, and return their logits and the gradients of a sum of all logits, each with a random weight."""
+def _make_pass(
+    parameters: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]
+) -> _Pass:
+    """Run documents; return logits, and gradients of the sum of all logits, each times a random weight, by name."""
     logits = [run(document) for document in documents]
     draw = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
-    return _Pass([x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), named.items()))
+    return _Pass([x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items()))
 
 
 def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
@@ -123,7 +125,7 @@ def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
     Encoded rows are as wide as the embedding, or, for DeepStack, several times: the further parts go to layers.
     """
     model, ids = parts.language_model, torch.from_numpy(document.ids)[None]
-    places = torch.from_numpy(document.at_images.nonzero()[0])
+    placeholders = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [parts.encoder([image]) for image in document.images]
     embedding: Any = model.get_input_embeddings()
     width = embedding.weight.shape[1]
@@ -133,18 +135,18 @@ def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
         positions = torch.from_numpy(document.positions)[:, None]
     parameters = signature(model.forward).parameters
     # In place of a shard's spans, the stock mask gets kinds of tokens: rows of an image or a prefix see each other.
-    kind = document.kinds(model, images=model.config.model_type in SEEN_BY_IMAGES)
-    kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in parameters), kind)
+    token_kinds = document.kinds(model, images=model.config.model_type in SEEN_BY_IMAGES)
+    kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in parameters), token_kinds)
     with ExitStack() as hooks:
         if rows:
-            _add_rows_to_layers(model, places, rows, hooks)
+            _add_rows_to_layers(model, placeholders, rows, hooks)
         return model(input_ids=ids, position_ids=positions, use_cache=False, **kinds).logits[0]
 
 
 def _add_rows_to_layers(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
-    """Have the embedding take the images' rows (R, D), and the first layers add the parts that are for them.
+    """Put the images' rows in place of the embedding's, and have the first layers add the further parts (DeepStack).
 
-    `places` (R,) are the positions of the placeholders; `hooks` removes the hooks.
+    `rows` are the parts, (R, D) each; `places` (R,) are the positions of the placeholders; `hooks` removes the hooks.
     """
     embedding_rows, *rows_of_layers = rows
     embedding = model.get_input_embeddings()
@@ -175,7 +177,7 @@ def _difference_reasons(whole: _Pass, parts: _Pass) -> Iterator[str]:
     largest = max(float(g.abs().max()) for g in whole.gradients.values() if g is not None)
     for name, exact in whole.gradients.items():
         gradient = parts.gradients.get(name)
-        exact, gradient = (torch.zeros(1) if g is None else g for g in (exact, gradient))
+        exact, gradient = (torch.zeros(1) if g is None else g for g in (exact, gradient))  # None counts as zeros
         if (error := relative_error(gradient, exact, least=_FLOOR * largest)) > _TOLERANCE:
             yield f"the gradient of {name} is another where rows of images are made apart: by {error:.1e} {evidence}"
             return

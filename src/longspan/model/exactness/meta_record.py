@@ -45,10 +45,12 @@ class MetaRecord:
 def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, probe: bool = True) -> MetaRecord:
     """Record a model's calls of attention and its random draws, by a pass on the meta device in each mode.
 
-    One that draws nothing in training draws nothing in evaluation, whose pass is then needed for `probe` alone.
-    Its attention must go to longspan already. With `probe`, raises ModelError, naming the modules, if a decoder layer
-    does not reach attention, or calls it for something that cannot be done exactly, or if the model does not run on the
-    meta device. Layers that a model leaves out at random are no such error; its training is refused.
+    The model's attention must go to longspan already. A model that draws nothing in training is taken to draw nothing
+    in evaluation: without `probe`, its pass in evaluation is then left out.
+
+    With `probe`, raises ModelError, naming the modules, if a decoder layer does not reach attention, or calls it for
+    something that cannot be done exactly, or if the model does not run on the meta device. A model that leaves out
+    layers at random raises nothing here; its training is refused.
 
     `class_draws` are those that a small copy showed, used if the passes show none. An adapter's own dropout is not
     counted: each rank drops inputs of its own rows.
@@ -83,7 +85,7 @@ def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
         with preserve_modes(model), names, _Draws(names, draws):
             model.train(training)
             for name, module in model.named_modules():
-                if _is_adapter_dropout(name):
+                if _is_adapter_dropout(name):  # not counted: each rank drops inputs of its own rows
                     module.eval()
             run_on_meta(model, probe)
     except Exception as error:  # whatever its forward raises there
@@ -119,7 +121,7 @@ def _cause_text(error: Exception) -> str:
 def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
     """Return the rates by which layers are left out at random in training, by the keys of a configuration.
 
-    Ranks that leave out different ones would wait for each other for ever.
+    Ranks that leave out different layers would wait for each other for ever.
     """
     keys = model.config.get_text_config().to_dict()
     return {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
@@ -188,8 +190,8 @@ def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     parameters = operator._schema.arguments
     values = {parameter.name: parameter.default_value for parameter in parameters}
     values |= dict(zip(values, args, strict=False)) | dict(kwargs)
-    off = [*(values.get(name, 1.0) for name in _RATES), *(values.get(name, True) for name in _MODES)]
-    return not any(isinstance(value, int | float) and value == 0 for value in off)
+    switches = [*(values.get(name, 1.0) for name in _RATES), *(values.get(name, True) for name in _MODES)]
+    return not any(isinstance(value, int | float) and value == 0 for value in switches)
 
 
 def _dropout_reasons(model: nn.Module) -> Iterator[str]:
@@ -213,19 +215,17 @@ def check_kernel(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[AttendCall, ...]:
-    """Check that the kernel of this name, or with None any, can do the recorded calls, and return the different ones.
+    """Check that the kernel `name` (None: any kernel) can do the recorded calls; return these calls, each once.
 
     Tensors will be of `dtype` on `device`; calls are returned with the dropout of their layer. Raises AttentionError
     for an unknown kernel, and for one that cannot do a layer's call.
     """
     if name is not None:
-        find_kernel(name)
+        find_kernel(name)  # raises for an unknown name, also if no calls were recorded
     calls: dict[AttendCall, None] = {}
     for recorded_call in recorded:
-        sizes, mask = (
-            (recorded_call.head_size, recorded_call.value_size),
-            Mask(window=recorded_call.window, chunk=recorded_call.chunk),
-        )
+        sizes = recorded_call.head_size, recorded_call.value_size
+        mask = Mask(window=recorded_call.window, chunk=recorded_call.chunk)
         # One head of each: how many there are does not matter to a kernel.
         call = AttendCall(1, 1, *sizes, dtype, device, mask, softcap=recorded_call.softcap)
         try:

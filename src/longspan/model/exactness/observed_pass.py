@@ -90,9 +90,10 @@ def _document_rows(
     starts = np.cumsum([0, *lengths])
     numbers_of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
     numbers = np.concatenate([rank_part * COUNT + numbers_of_part for rank_part in range(parts)])
-    rows = tuple(lengths[d] for d in documents) * parts
+    slot_lengths = tuple(lengths[d] for d in documents) * parts
+    count = len(slot_lengths)
     groups = tuple(
-        Group((slot,), tuple(range(slot * len(rows), (slot + 1) * len(rows))), rows) for slot in range(world.home.slots)
+        Group((slot,), tuple(range(slot * count, (slot + 1) * count)), slot_lengths) for slot in range(world.home.slots)
     )
     shard = SeparateRows.of(bind(MicroBatch(groups), world).with_spans({}))
     return TrialRows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
@@ -125,9 +126,9 @@ class Precision(NamedTuple):
         """
         if not self.rounds_coarsely:
             return 1e-4
-        return (
-            0.01 if self.must_be_equal(same_shapes=same_shapes) else 0.1 if self.experts and not same_shapes else 0.05
-        )
+        if self.must_be_equal(same_shapes=same_shapes):
+            return 0.01
+        return 0.1 if self.experts and not same_shapes else 0.05
 
     def rounding(self, x: Tensor, *, same_shapes: bool) -> float:
         """Return by how much rounding may change a number, relative to it: some epsilons of the coarser type."""
@@ -162,7 +163,11 @@ class ObservedPass:
     """
 
     def __init__(self, rows: TrialRows, precision: Precision, before: "ObservedPass | None" = None) -> None:
-        """Begin a pass: `_calls` has the number of each module's latest call, `_places` the compared rows by sizes."""
+        """Begin a pass.
+
+        `_calls` has the number of each module's latest call. `_places` has the indices of the compared rows in a tensor
+        and in that of the pass before, by how many rows the two have.
+        """
         self.rows: TrialRows = rows
         self.precision: Precision = precision
         self.before: ObservedPass | None = before
@@ -219,8 +224,9 @@ class ObservedPass:
             self._compare_tensor(Key(name, call, out=True, leaf=leaf), x, added_to)
 
     def _compare_tensor(self, key: Key, x: Tensor, added_to: Tensor | None) -> None:
-        """Keep a tensor, and its error relative to the pass before; a layer adds to `added_to`.
+        """Keep a tensor, and its error relative to the pass before.
 
+        `added_to` is the input to which a layer has added this output; None for tensors that are compared as a whole.
         The first pass keeps a copy, since modules may write into their tensors before the next pass reads it.
         """
         x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
@@ -254,10 +260,8 @@ class ObservedPass:
         """
         assert self.before is not None
         same_shapes = len(self.rows.numbers) == len(self.before.rows.numbers)
-        rounding, tolerance = (
-            self.precision.rounding(x, same_shapes=same_shapes),
-            self.precision.tolerance(same_shapes=same_shapes),
-        )
+        rounding = self.precision.rounding(x, same_shapes=same_shapes)
+        tolerance = self.precision.tolerance(same_shapes=same_shapes)
         a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
         added = b if entered is None else b - entered.flatten(1)
         excess = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
@@ -302,7 +306,8 @@ def _flatten_rows(rows: TrialRows, value: Any) -> Tensor | None:
         return None
     if rows.row_numbers(value.shape[0]) is not None:
         return value
-    return value[0] if value.ndim > 2 and value.shape[0] == 1 and rows.row_numbers(value.shape[1]) is not None else None
+    is_batch_of_one = value.ndim > 2 and value.shape[0] == 1
+    return value[0] if is_batch_of_one and rows.row_numbers(value.shape[1]) is not None else None
 
 
 def _find_places(numbers: Integers, chosen: Integers) -> Integers:

@@ -45,7 +45,7 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
     if not is_prepared(model) or backward in _trial_modes(model):
         return
     trial = _Trial(model, world)
-    with _preserve_modes(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
+    with _clean_up_after_trial(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
         if not (backward and model.training):  # a model in training keeps the modules that its user froze as they are
             model.train(backward)
         differences = trial.find_differences(every_module=False)
@@ -64,13 +64,14 @@ def try_rows_at_first_call(model: nn.Module) -> None:
 def _try_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Try the rows before a call: a forward pre-hook.
 
-    Ranks that make the call together find the same, so none has to hear of another's result, as in `try_rows`.
+    Ranks that make the call together find the same, so that they need not agree on it as in `try_rows`. A call of the
+    trial itself, by its shard of separate rows, is not tried, nor one without a shard, which is refused later.
     """
     shard = kwargs.get("shard")
     if model.training in _trial_modes(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
         return
     trial = _Trial(model, world_of(shard.world_key))
-    with _preserve_modes(model):
+    with _clean_up_after_trial(model):
         if differences := trial.find_differences(every_module=False):
             raise trial.refusal_error(differences)
     _trial_modes(model).add(model.training)
@@ -82,8 +83,8 @@ def _trial_modes(model: nn.Module) -> set[bool]:
 
 
 @contextmanager
-def _preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Restore modes of modules, and free what FSDP2 gathers; nothing is compiled inside."""
+def _clean_up_after_trial(model: nn.Module) -> Iterator[None]:
+    """After the passes inside, restore modes of modules and free what FSDP2 gathered; nothing is compiled inside."""
     with preserve_modes(model), torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
         try:
             yield
@@ -172,7 +173,7 @@ class _Trial:
             for module in model.modules():
                 module.training = module.training and not isinstance(module, nn.modules.dropout._DropoutNd)
             with observed.observe_calls(dict(model.named_modules()) if every_module else {}, decoder_layers(model)):
-                self.values.run(stage, observed)
+                self.values.run_pass(stage, observed)
         return observed
 
 
@@ -185,15 +186,15 @@ class _Values:
 
     def __init__(self, model: Any, world: World, parts: int) -> None:
         """Draw the ids, the same on every rank; `parts` as for `make_trial_rows`, with COUNT numbers each."""
-        self.device, self.dtype, self.numbers = world.device, model.dtype, (2, COUNT * parts)
+        self.device, self.dtype, self.shape = world.device, model.dtype, (2, COUNT * parts)
         self.width, vocabulary = (getattr(model.config.get_text_config(), n) for n in ("hidden_size", "vocab_size"))
         depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
         draw = torch.Generator().manual_seed(3)
-        self.ids = torch.randint(vocabulary, self.numbers, generator=draw).to(world.device)
-        self.later = torch.randint(vocabulary, (*self.numbers, depths), generator=draw).to(world.device)
+        self.ids = torch.randint(vocabulary, self.shape, generator=draw).to(world.device)
+        self.later = torch.randint(vocabulary, (*self.shape, depths), generator=draw).to(world.device)
 
-    def run(self, stage: nn.Module, observed: ObservedPass) -> None:
-        """Run one pass through a model, or a stage of one."""
+    def run_pass(self, stage: nn.Module, observed: ObservedPass) -> None:
+        """Run the rows of a pass through a model, or a stage of one, and note the last hidden states and logits."""
         rows = observed.rows
         ids, positions = rows.choose_values(self.ids)[None], rows.shard.position_ids[None]
         later = {"future_ids": rows.choose_values(self.later).t().contiguous()} if self.later.shape[2] else {}
@@ -223,7 +224,7 @@ class _Values:
         """Make this rank's hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
         draw, inputs = torch.Generator().manual_seed(4), list[Tensor]()
         for _ in range(1 + stage.with_embedding):
-            values = torch.randn(*self.numbers, self.width, generator=draw).to(self.device, self.dtype)
+            values = torch.randn(*self.shape, self.width, generator=draw).to(self.device, self.dtype)
             inputs.append(rows.choose_values(values).unflatten(0, (rows.parts, -1))[rows.part])
         return torch.cat(inputs)[None]
 

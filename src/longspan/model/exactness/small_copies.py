@@ -42,9 +42,10 @@ def shrink_configuration(
     """Shrink a configuration to one of the same class and of every kind of layer, at widths of tens.
 
     It has two to six layers, one of each kind at least, and keeps rope types, windows, sinks, soft caps, experts and
-    switches; windows and chunks are shorter, and scalings begin earlier, than the documents of a proof are long.
-    Dropout is left out. `true_heads`: heads as large as those of `config`, of queries, keys and values, in every layer.
-    `images`: for the class from images and text to text, if `config` belongs to another class too.
+    switches. Windows and chunks are shorter than the documents on which a copy is tried, and scalings of positions
+    begin within these. Dropout is left out. `true_heads`: heads of queries, keys and values are as large as those of
+    `config`, in every layer. `images`: for the class from images and text to text, if `config` belongs to another class
+    too.
 
     >>> shrink_configuration(Qwen3Config()).hidden_size
     48
@@ -73,6 +74,7 @@ def make_tiny_model(
 ) -> PreTrainedModel:
     """Make a model of a small configuration, on the CPU, with random weights that depend only on the seed.
 
+    `attention` is transformers' name of an implementation; with `images` the model is of the class that reads images.
     Norms, biases and sinks start at constants, which would hide their gradients: every parameter is moved at random, as
     are the biases of routers, which are buffers. State-space layers run in torch's operations.
     """
@@ -112,11 +114,10 @@ def reads_images_alone(config: PreTrainedConfig) -> bool:
 
 
 def _small_configuration(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
-    """Make a configuration of the same class with small values, and so many layers as show every kind."""
+    """Make a configuration of the same class with small values, and enough layers to show every kind."""
     base: Any = MODEL_MAPPING.get(type(config), None)  # pyright: ignore[reportArgumentType]
-    return type(config).from_dict(
-        small_image_values(_small_attributes(config, sizes, least_layers(config)), sizes, base)
-    )
+    values = _small_attributes(config, sizes, least_layers(config))
+    return type(config).from_dict(small_image_values(values, sizes, base))
 
 
 def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str, Any]:

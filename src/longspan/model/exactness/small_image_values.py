@@ -51,7 +51,7 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
     if hasattr(base, "get_rope_index"):
         result |= {name: _set_sections(result[name], sizes) for name in _TEXTS if isinstance(result.get(name), dict)}
     if isinstance(layers := values.get("vision_feature_layer"), list | tuple):
-        result["vision_feature_layer"] = [-1, -2][: len(layers)]
+        result["vision_feature_layer"] = [-1, -2][: len(layers)]  # a small tower has them, counted from its end
     return result | dict(zip(_placeholder_names(values), range(sizes.vocabulary - 1, 2, -1), strict=False))
 
 
@@ -86,8 +86,8 @@ def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     has_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
     if not isinstance(rope, dict) or has_kinds or "mrope_section" in rope:
         return text
-    partial = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
-    pairs = int((text.get("head_dim") or sizes.head_size) * partial) // 2
+    rotated_share = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+    pairs = int((text.get("head_dim") or sizes.head_size) * rotated_share) // 2
     return text | {"rope_parameters": rope | {"mrope_section": [pairs - pairs // 4 * 2, pairs // 4, pairs // 4]}}
 
 

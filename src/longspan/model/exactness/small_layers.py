@@ -30,14 +30,15 @@ class LayerChoice:
     def layer_value(self, name: str, value: Any) -> Any:
         """Return the value of one attribute for the chosen layers; values that do not depend on layers stay.
 
-        Layers 0, 3 and 7 of 8, say, become 0, 1 and 2. A count of layers becomes 3; a list of indices, the places of
-        those that are chosen; a number of first or last layers, how many of these are chosen; the index at which
-        experts end, the last place; a table by layer, and a list with one entry a layer, the entries of the chosen.
+        Layers 0, 3 and 7 of 8, say, become layers 0, 1 and 2: the count of layers becomes 3. A list of layer indices
+        becomes that of the new indices of the chosen layers in it. A number of first or last layers becomes how many of
+        these layers are chosen. The index at which experts end becomes the last index. A table by layer, or a list with
+        one entry for each layer, keeps the entries of the chosen layers.
         """
         if name in LAYER_COUNTS and value == self.count:
             return len(self.layers)
         if name in _INDICES and _is_list(value):
-            return [place for place, layer in enumerate(self.layers) if layer in value]
+            return [index for index, layer in enumerate(self.layers) if layer in value]
         if name in _FIRST and isinstance(value, int):
             return sum(layer < value for layer in self.layers)
         if name in _LAST and isinstance(value, int):
@@ -45,7 +46,7 @@ class LayerChoice:
         if name == "moe_layer_end_index" and isinstance(value, int):
             return len(self.layers) - 1
         if name == "per_layer_config" and isinstance(value, Mapping):
-            return {place: value[key] for place, layer in enumerate(self.layers) for key in value if int(key) == layer}
+            return {index: value[key] for index, layer in enumerate(self.layers) for key in value if int(key) == layer}
         if _is_list(value) and len(value) == self.count and self.count > 1:
             return [value[layer] for layer in self.layers]
         return value

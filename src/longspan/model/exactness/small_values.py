@@ -126,9 +126,9 @@ class _Rules:
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
         """Read the sizes that others follow from: hidden size, heads, head size and experts.
 
-        The small hidden size is heads · head size. If these differ in the model, so they do in the small copy, whose
-        hidden size is then three quarters of it (`sizes.narrow`); not under latent attention, where a head's size says
-        nothing of the hidden size. With `sizes.true_heads` heads keep the model's size.
+        The small hidden size is heads · head size. If the model's hidden size is not its heads · head size, that of the
+        small copy is three quarters of this product (`sizes.narrow`), except under latent attention, where a head's
+        size says nothing of the hidden size. With `sizes.true_heads` heads keep the model's size.
         """
         self.values = values
         self.hidden = _first_count(values, _HIDDEN)
@@ -147,7 +147,7 @@ class _Rules:
         """Return the small value of one attribute, by its type and what its name says that it is.
 
         Lists of sizes by layer are scaled entry by entry. Token ids beyond the small vocabulary become 2, so that a
-        token is still set. Dropout is off, as a proof compares passes. Flags, words, 0 and other floats stay.
+        token is still set. Dropout is off, as trials compare passes. Flags, words, 0 and other floats stay.
         """
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
@@ -155,7 +155,8 @@ class _Rules:
         if name == "pad_token_id":
             return self.sizes.pad
         if _TOKEN.search(name):
-            return value if isinstance(value, int) and value < self.sizes.vocabulary else 2 if value else value
+            fits = isinstance(value, int) and value < self.sizes.vocabulary
+            return value if fits or not value else 2  # None or an empty list: no such token
         if value is None:
             return self._fill_missing(name)
         if isinstance(value, float) and _DROPOUT.search(name):
@@ -199,7 +200,8 @@ class _Rules:
         if name in _HEAD_SIZES:
             if value == self.values.get("qk_rope_head_dim"):
                 return value if self.sizes.true_heads else _FIXED["qk_rope_head_dim"]
-            return self.sizes.head_size * (value // self.head_size if self.head_size else 1) or self.sizes.head_size
+            multiple = value // self.head_size if self.head_size else 1
+            return self.sizes.head_size * max(1, multiple)
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
@@ -251,7 +253,7 @@ class _Rules:
         return self.sizes.heads if value == queries or not self.sizes.grouped else self.sizes.heads // 2
 
     def _position_limit(self) -> int:
-        """Return the length beyond which `dynamic` and its kind scale; others must have positions for every row."""
+        """Return the small number of positions: few if rope scales beyond it (`dynamic`), else enough for every row."""
         return SCALED_FROM if "dynamic" in rope_types(self.values.get("rope_parameters")) else POSITIONS
 
 
@@ -274,15 +276,15 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Scale rotary frequencies as the configuration does, but from a length that documents of a proof exceed.
+    """Scale rotary frequencies as the configuration does, but from a length that documents of trials exceed.
 
     A head has `pairs` of rotated numbers. Lists with a factor for each pair are cut to the small number of pairs by
     even steps. Sections of M-RoPE divide the pairs among time, height and width: the first keeps its share, the others
     are equal, and what is left over goes to the first. Mappings by layer type are made small one by one.
     """
     out: dict[str, Any] = {}
-    partial = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
-    pairs = int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * partial) // 2
+    rotated_share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
+    pairs = int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * rotated_share) // 2
     for name, value in rope.items():
         if isinstance(value, Mapping):
             out[name] = _small_rope(value, small, sizes)
@@ -302,7 +304,7 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes)
 def alternative_sizes(sizes: Sizes) -> list[Sizes]:
     """Return sizes to try in turn until a class accepts them: these, then others that some classes ask for.
 
-    They are a hidden size of all heads together, as many key heads as queries, and a padding id that is set.
+    Some classes need a hidden size of all heads together, as many key heads as queries, or a padding id.
     """
     equal, wide = replace(sizes, grouped=False), replace(sizes, narrow=False)
     padded = [replace(sizes, pad=0), replace(sizes, pad=1)]

@@ -30,37 +30,35 @@ _SHAPES, _MERGES, _FINER = "spatial_shapes", "image_merge_sizes", "high_res_pixe
 
 
 def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
-    """Draw an image as a model takes it, which the arguments of its class's image function tell.
+    """Draw an image in the form that a model takes, told by the arguments of its class's image function.
 
-    `side` counts merged patches, or halves of a tile's side, or tiles. In models with grids `merge` patches a side make
-    a merged one.
+    `side` is the image's height and width: in merged patches (of `merge` patches a side, in models with grids), in
+    halves of a tile's side, or in tiles.
     """
     parameters, vision = image_parameters(base), base.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-    patch, image_side = (
-        _first_side(getattr(vision, "patch_size", None)),
-        _first_side(getattr(vision, "image_size", None)),
-    )
+    patch = _first_side(getattr(vision, "patch_size", None))
+    image_side = _first_side(getattr(vision, "image_size", None))
     if GRIDS in parameters:
         return _draw_patches(base, merge, side, channels * patch**2, draw)
     if _SHAPES in parameters:
         return _draw_packed_tiles(base, side, channels * patch**2, draw)
     if getattr(base.config, "image_grid_pinpoints", None):
         return _cut_image(base, side, (channels, image_side, image_side), draw)
-    if _is_merged(base):
+    if _merges_without_grid(base):
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
         return ImageInput(_draw_pixels((1, channels, height, width), draw), size=(height, width))
     return _draw_tiles(base, side, (channels, image_side, image_side), draw)
 
 
 def probe_image(base: Any, merge: int, rows: int) -> ImageInput:
-    """Draw an image that gives so many rows (a square) if they follow from its size, otherwise of one or two tiles."""
-    of_any_size = GRIDS in image_parameters(base) or _is_merged(base)
+    """Draw a square image of this number of rows, if rows follow from its size; otherwise one of one or two tiles."""
+    of_any_size = GRIDS in image_parameters(base) or _merges_without_grid(base)
     side = math.isqrt(rows) if of_any_size else 2
     return sample_image(base, merge, (side, side), np.random.default_rng(0))
 
 
-def _is_merged(base: Any) -> bool:
+def _merges_without_grid(base: Any) -> bool:
     """Return whether images of any size have rows of merged patches, without a grid (Mistral 3)."""
     return SIZES in image_parameters(base) and bool(getattr(base.config, "spatial_merge_size", None))
 
@@ -68,7 +66,8 @@ def _is_merged(base: Any) -> bool:
 def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
     """Draw patches (n, C · t · p²), or (n, C, p, p), and their grid of frames, rows and columns.
 
-    Models that take it also get how many patches a side make a row: 1 or 2, by the image, so that trials have both.
+    `width` is C · p². Models that take `image_merge_sizes`, how many patches a side make a row, get 1 or 2 by the
+    image's side, so that trials have both.
     """
     fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
     if _MERGES in image_parameters(base):
@@ -95,25 +94,26 @@ def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Genera
 
 
 def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Draw the tiles of an image of some size, or, in models that ask for it, of one among others in its document.
+    """Draw the tiles into which a model cuts an image whose sides are `side` halves of a tile's.
 
-    Its sides are so many halves of a tile's; the model's own function counts the tiles. In models whose images say how
-    many there are in their document, one with a long first side says three, and then has one tile.
+    The model's own function counts the tiles. Some models also take how many images there are in an image's document:
+    an image with a first side of 3 says that there are three, and then has one tile.
     """
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
     count: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
     tiles = count(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
     if IN_DOCUMENT not in image_parameters(base):
         return ImageInput(_draw_pixels((tiles, *tile), draw), size=size)
-    among = 1 if side[0] < 3 else 3
-    pixels = _draw_pixels((tiles if among == 1 else 1, *tile), draw)
-    return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([among])})
+    images = 1 if side[0] < 3 else 3
+    pixels = _draw_pixels((tiles if images == 1 else 1, *tile), draw)
+    return ImageInput(pixels, size=size, fields={IN_DOCUMENT: torch.tensor([images])})
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
     """Draw tiles of one size, at most as many as the shorter side; some models see them at a finer size too.
 
-    Where masks cover pixels, the last tile is padded by a patch at its right if the second side is odd.
+    `tile` is (C, height, width). Where masks cover pixels, the last tile is padded by a patch at its right if the
+    image's second side is odd, so that trials have tiles with and without padding.
     """
     parameters, vision, tiles = image_parameters(base), base.config.vision_config, min(side)
     pixels, fields = _draw_pixels((tiles, *tile), draw), dict[str, Tensor]()
@@ -130,7 +130,7 @@ def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rand
 
 
 def _first_side(value: Any) -> int:
-    """Return a side that may be given for both dims."""
+    """Return a side that a configuration gives once, or for height and width; 0 for None."""
     return int(value[0] if isinstance(value, list | tuple) else value or 0)
 
 
@@ -145,11 +145,11 @@ TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, 2 at video
 
 @dataclass(frozen=True)
 class TrialDocument:
-    """One document: its ids (T,), its images, the rows that each of them makes, its positions where not plain.
+    """One document: its ids (T,), its images, how many `rows` each makes, its positions (None: 0, 1, 2 and so on).
 
-    `at_images` (T,) says where placeholders are. Groups of frames of `videos` stand among the images; of their
-    placeholders `at_videos` (T,) says where they are. `prefix`: how many rows see each other before the causal ones, in
-    models that have a prefix.
+    `at_images` (T,) says which tokens are placeholders. Groups of frames of `videos` stand among the images, and
+    `at_videos` (T,) says which placeholders are theirs. `prefix`: how many rows see each other before the causal ones,
+    in models that have a prefix.
     """
 
     ids: np.ndarray
@@ -170,6 +170,7 @@ class TrialDocument:
         """Return the kind of each token (1, T): with `images` 1 at images and 2 at videos, else 1 after a prefix."""
         if not images or has_prefix(model.config):
             return token_kinds(model, len(self.ids), self.prefix)
+        # Placeholders of videos are in both.
         kinds = self.at_images.astype(np.int64) + (0 if self.at_videos is None else self.at_videos)
         return torch.from_numpy(kinds)[None]
 
@@ -265,7 +266,7 @@ def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) ->
     # Words before all, between groups, and after each.
     merge, words = videos.images.merge, draw.choice(np.array(ordinary_ids(model.config)), (3, text))
     ids, images, clips = words[0].tolist(), list[ImageInput](), list[TrialVideo]()
-    for number, (groups, side) in enumerate([(3, (1, 2)), (1, (2, 2)), (2, (2, 1))]):
+    for number, (groups, side) in enumerate([(3, (1, 2)), (1, (2, 2)), (2, (2, 1))]):  # a video, an image, a video
         placeholder = videos.images.placeholder if number == 1 else videos.placeholder
         if number != 1:
             grid = (groups, merge * side[0], merge * side[1])
@@ -274,12 +275,12 @@ def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) ->
             images.append(sample_image(base, merge, side, draw))
             ids += [*words[1, :2].tolist()] * (videos.apart and group > 0) + [placeholder] * (side[0] * side[1])
         ids += words[2, : 2 + number].tolist()
-    places, grid = np.array(ids), np.array([image.grid for image in images[3:4]])  # behind the first video's 3 groups
-    positions = videos.positions(places, grid, [clip.video for clip in clips])
-    at_videos = places == videos.placeholder
+    all_ids, grid = np.array(ids), np.array([image.grid for image in images[3:4]])  # after the first video's 3 groups
+    positions = videos.positions(all_ids, grid, [clip.video for clip in clips])
+    at_videos = all_ids == videos.placeholder
     rows = tuple(videos.images.rows(image.grid) for image in images)
-    at_images = at_videos | (places == videos.images.placeholder)
-    return TrialDocument(places, tuple(images), rows, positions, at_images, tuple(clips), at_videos)
+    at_images = at_videos | (all_ids == videos.images.placeholder)
+    return TrialDocument(all_ids, tuple(images), rows, positions, at_images, tuple(clips), at_videos)
 
 
 def _make_images(base: Any, tokens: ImageTokens, count: int, draw: np.random.Generator) -> list[tuple[ImageInput, int]]:

@@ -43,7 +43,7 @@ def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: boo
             )
         if shard_parameters and home.ep * home.tp > 1:
             for key, parameter in experts.named_parameters(recurse=False):
-                _shard_dim(f"{name}.{key}", parameter.shape, home)
+                _shard_dim(f"{name}.{key}", parameter.shape, home)  # raises if no dim divides
 
 
 def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
@@ -84,12 +84,12 @@ def _shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
 
     Raises ModelError if none does.
     """
-    width = home.slots // home.dp_replicate // home.ep * home.tp
+    ranks = home.slots // home.dp_replicate // home.ep * home.tp  # that hold the same experts
     sizes = (shape[0] // home.ep, *shape[1:])
     for dim, size in enumerate(sizes):
-        if size % width == 0:
+        if size % ranks == 0:
             return dim
     raise ModelError(
-        f"{name} {tuple(shape)} dealt over ep {home.ep} leaves {sizes}; the {width} ranks that hold the same experts "
+        f"{name} {tuple(shape)} dealt over ep {home.ep} leaves {sizes}; the {ranks} ranks that hold the same experts "
         "divide none of these; use another ep or number of slots"
     )

@@ -29,7 +29,7 @@ _COLUMNS = 1024  # of a row, which one program of a kernel computes
 def apply_gate(experts: nn.Module, x: Tensor) -> Tensor:
     """Apply the model's gate to rows (S, 2 I) of gates and values: (S, I)."""
     module: Any = experts
-    return gate_in_one_pass(x) if _is_plain(module) and find_kernels(x) is not None else module._apply_gate(x)
+    return gate_in_one_pass(x) if _has_default_gate(module) and find_kernels(x) is not None else module._apply_gate(x)
 
 
 def gate_in_one_pass(x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def gate_in_one_pass(x: Tensor) -> Tensor:
     return _Gated.apply(x)  # pyright: ignore[reportReturnType]
 
 
-def _is_plain(experts: Any) -> bool:
+def _has_default_gate(experts: Any) -> bool:
     """Return whether the gate is transformers' default, SiLU(first half) · second half, which the kernel computes."""
     by_default = getattr(moe, "_default_apply_gate", None)
     gate = getattr(type(experts), "_apply_gate", None)
@@ -76,7 +76,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
-    """Launch a kernel of `row_kernels.py` with a program for each row and block of columns; none for no numbers."""
+    """Launch a kernel of `row_kernels.py`, one program for each row and block of columns; no launch if x is empty."""
     rows, width = len(x), x.shape[1] // 2
     if rows and width:
         blocks = rows, -(-width // _COLUMNS)
@@ -102,18 +102,22 @@ class Loads:
 
 
 def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
-    """Run experts over rows (S, D) sorted by local expert, `loads` rows for each: (S, D), not yet weighted."""
+    """Run experts over rows (S, D) that are sorted by local expert: (S, D), not yet weighted.
+
+    Each expert has a first linear, for gate and values together if it has a gate, and a second one, `down_proj`.
+    """
     module: Any = experts
     first_name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = _layer_weights(module, first_name), _layer_weights(module, "down_proj")
-    float8 = find_float8_weight(module, first_name), find_float8_weight(module, "down_proj")
-    grouped = expert_kernel(x, up[0], down[0], float8=float8[0] is not None) == "grouped_mm"
+    up, up_bias = _layer_weights(module, first_name)
+    down, down_bias = _layer_weights(module, "down_proj")
+    float8_up, float8_down = find_float8_weight(module, first_name), find_float8_weight(module, "down_proj")
+    grouped = expert_kernel(x, up, down, float8=float8_up is not None) == "grouped_mm"
     if not grouped:  # both layers need the counts: read them from the device once
         loads = Loads(loads.device, loads.host_counts())
     linear = partial(_multiply_by_experts, loads=loads, grouped=grouped, transposed=module.is_transposed)
-    inner = linear(x, *up, float8[0])  # (S, 2 I), or (S, I) without a gate
+    inner = linear(x, up, up_bias, float8_up)  # (S, 2 I), or (S, I) without a gate
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
-    return linear(inner, *down, float8[1])
+    return linear(inner, down, down_bias, float8_down)
 
 
 def _multiply_by_experts(
@@ -126,7 +130,10 @@ def _multiply_by_experts(
     grouped: bool,
     transposed: bool,
 ) -> Tensor:
-    """Multiply rows by the matrices of their experts, in float8 with a `float8_weight`, and add the experts' biases."""
+    """Multiply rows by the matrices of their experts, in float8 with a `float8_weight`, and add the experts' biases.
+
+    Matrices are (e, outputs, inputs), or (e, inputs, outputs) if `transposed`; `grouped`: in one product.
+    """
     if float8_weight is None:
         return (_multiply_grouped_rows if grouped else _multiply_one_by_one)(x, weight, bias, loads, transposed)
     ends = loads.device.cumsum(0).to(torch.int32)

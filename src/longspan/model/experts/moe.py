@@ -131,9 +131,10 @@ def _turn_off_router_losses(
 def router_statistics(
     model: nn.Module, world: World, tokens: int, coefficients: RouterCoefficients | None
 ) -> RouterStatistics | None:
-    """Make the statistics of a model's routers for a step of so many tokens; None for a model without routers.
+    """Make the statistics of a model's routers for a step of so many tokens.
 
-    Raises ModelError for coefficients of losses in a model for which transformers defines no such losses.
+    None for a model without routers, or for which transformers defines no losses of routers: coefficients of such
+    losses then raise ModelError.
     """
     routers: tuple[int, ...] = getattr(model, "routers", None) or router_sizes(model)  # of all pipeline stages
     config, coefficients = getattr(model, "config", None), coefficients or RouterCoefficients()
@@ -243,7 +244,7 @@ def _mix_tiles(
         """Mix the experts of one tile's rows."""
         return _mix_experts(experts, x, chosen, weights, channel)
 
-    around = partial(quantise_once, experts)
+    around = partial(quantise_once, experts)  # weights in float8 are made once for all tiles
     return run_in_tiles(mix_tile, (x, weights, chosen), tuple(experts.parameters()), count, around=around)
 
 
@@ -294,22 +295,22 @@ def _mix_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor,
 def _run_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
     """Send rows (S, D), sorted by expert, to the members with their experts; returns the outputs in the same order."""
     counts = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
-    sends = counts[channel.index].sum(1).tolist()  # counts (sender, member, its experts)
+    sends = counts[channel.index].sum(1).tolist()  # of counts (sender, receiver, receiver's experts)
     counts_here = counts[:, channel.index]  # (sender, local experts)
     receives = counts_here.sum(1).tolist()
     arrived = all_to_all_rows(x, sends, receives, channel)
     visits = Visits.of(torch.from_numpy(_order_by_expert(counts_here)).to(x.device), 1)
-    local = counts_here.sum(0)
-    sizes = Loads(torch.from_numpy(local).to(x.device), local.tolist())
-    outputs = run_experts(experts, spread_rows(arrived, visits), sizes)
+    rows_of_experts = counts_here.sum(0)
+    local_loads = Loads(torch.from_numpy(rows_of_experts).to(x.device), rows_of_experts.tolist())
+    outputs = run_experts(experts, spread_rows(arrived, visits), local_loads)
     return all_to_all_rows(spread_rows(outputs, visits.inverse()), receives, sends, channel)
 
 
-def _order_by_expert(here: np.ndarray) -> np.ndarray:
-    """Return the order that sorts rows by expert; they arrive by sender, and by expert within one sender.
+def _order_by_expert(counts: np.ndarray) -> np.ndarray:
+    """Return the order that sorts arriving rows by expert; rows arrive by sender, and by expert within one sender.
 
-    `here` (senders, local experts) are the numbers of rows.
+    `counts` (senders, local experts) are the numbers of rows.
     """
-    starts = (here.cumsum() - here.ravel()).reshape(here.shape)
-    runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), here.T.ravel(), strict=True)]
+    starts = (counts.cumsum() - counts.ravel()).reshape(counts.shape)  # where a sender's rows for an expert begin
+    runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), counts.T.ravel(), strict=True)]
     return np.concatenate([np.zeros(0, dtype=np.int64), *runs])

@@ -105,7 +105,8 @@ class RouterStatistics:
     def fix_loads(self) -> None:
         """Compute F from the micro-batches so far, which must be all of the step's, before any backward pass.
 
-        All slots call it together. Without a balance loss F is not needed.
+        All slots call it together. Without a balance loss F is not needed. Sums of passes that only counted are dropped
+        at the end, as these micro-batches run again.
         """
         if self.coefficients.balance:
             local = _sum_batches([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]

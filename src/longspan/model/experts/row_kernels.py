@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 
+# Numbers of a micro-batch's rows are read one by one, from any address: otherwise a kernel would be compiled anew for
+# each way in which 16 divides the address.
 @triton.jit(do_not_specialize_on_alignment=("place", "weights"))
 def sum_visits_kernel(
     out,

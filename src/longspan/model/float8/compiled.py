@@ -19,6 +19,8 @@ from longspan.model.float8.weights import find_kept_weight
 def trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x W' + bias of rows x (…, K) and a weight (N, K) in float8, within a graph.
 
+    The operator gets the rows in float8 for the product, and as they are for the gradients.
+
     >>> y = trace_linear(x, layer.weight, layer.bias)  # (…, N)
     """
     rows = x.reshape(-1, x.shape[-1])

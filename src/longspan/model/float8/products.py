@@ -65,7 +65,8 @@ def _multiply_rows(
 ) -> Tensor:
     """Multiply rows (S, K) with one matrix, or each with the matrix of its expert: (S, N).
 
-    `unread` links the two nodes of the graph: it has the product's shape, and a single number as its memory.
+    The graph gets two nodes. `_Product` takes the output of `_Gradients` as an argument, so that dy goes back to
+    `_Gradients` too. Nothing reads this output (`unread`): it has the shape of dy, and one number as its memory.
     """
     gradients = None
     if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
@@ -148,7 +149,7 @@ def _read_weight(ctx: Any) -> Tensor:
 def _multiply_scaled(
     x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None, experts: ExpertRows | None
 ) -> Tensor:
-    """Multiply rows x (S, K) with the rows of w (N, K), and add a bias; with experts, w is (e, N, K)."""
+    """Multiply rows x (S, K) with the rows of w (N, K), and add a bias; of experts, w is (e, N, K), without bias."""
     if experts is None:
         return multiply(x, w, dtype, bias)
     return multiply_experts(x, w, experts.ends, experts.counts, dtype)
@@ -161,19 +162,27 @@ def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tenso
     """
     if experts is None:
         return dy.t() @ x
-    outputs, inputs = (x, dy.contiguous()) if experts.transposed else (dy.contiguous(), x)
-    return _outer_products(outputs, inputs, experts.ends, experts.counts)
+    left, right = (x, dy.contiguous()) if experts.transposed else (dy.contiguous(), x)
+    return _outer_products(left, right, experts.ends, experts.counts)
 
 
 # ---- experts
 
 
 def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    """Multiply rows x (S, K) with the rows of their expert's matrix, of w (e, N, K): (S, N)."""
+    """Multiply rows x (S, K) with the rows of their expert's matrix, of w (e, N, K): (S, N).
+
+    `counts` None: in one grouped product; else one product for each expert (see `ExpertRows`).
+    """
     if counts is not None:
         pieces = zip(x.values.split(list(counts)), x.scales.split(list(counts)), w.values, w.scales, strict=True)
         # cuBLAS has no product whose scales do not begin at a multiple of 16 bytes, as those of a piece may not.
-        return torch.cat([multiply(Scaled(rows, a.clone()), Scaled(matrix, b), dtype) for rows, a, matrix, b in pieces])
+        return torch.cat(
+            [
+                multiply(Scaled(rows, row_scales.clone()), Scaled(matrix, matrix_scales), dtype)
+                for rows, row_scales, matrix, matrix_scales in pieces
+            ]
+        )
     values = w.values.transpose(-2, -1)
     sums = {"out_dtype": torch.bfloat16, "use_fast_accum": scaled_products.FAST_SUMS}
     return torch._scaled_grouped_mm(x.values, values, x.scales, w.scales, offs=ends, **sums).to(dtype)

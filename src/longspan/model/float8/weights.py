@@ -74,20 +74,21 @@ def quantise_once(model: nn.Module) -> Iterator[None]:
     A rank then holds one byte for each number of these weights (rows), and after backward passes two (columns too).
     Without float8 nothing changes. Graphs of torch.compile find only weights that are gathered when this begins.
     """
-    parts, weights = dict[int, Tensor](), list[Float8Weight]()  # parts are held, so that their addresses stay theirs
+    weights = list[Float8Weight]()  # which keep from here on
+    weight_at = dict[int, Tensor]()  # the gathered weights, referred to so that no other tensor gets their addresses
     for module in model.modules():
         for name, float8_weight in vars(module).get(_ATTRIBUTE, {}).items():
-            if not float8_weight.keeps:  # others are kept by an outer scope, which ends later
+            if not float8_weight.keeps:  # one that keeps already does so for an outer scope, which ends later
                 weights.append(float8_weight)
                 float8_weight.keep(True)
             local_weight = local_tensor(getattr(module, name).detach())
             # A weight without memory is not gathered by FSDP2; an inner scope may find it gathered.
             if local_weight.untyped_storage().nbytes() and local_weight.data_ptr() not in _kept_at:
-                _kept_at[local_weight.data_ptr()], parts[local_weight.data_ptr()] = float8_weight, local_weight
+                _kept_at[local_weight.data_ptr()], weight_at[local_weight.data_ptr()] = float8_weight, local_weight
     try:
         yield
     finally:
-        for address in parts:
+        for address in weight_at:
             del _kept_at[address]
         for float8_weight in weights:
             float8_weight.keep(False)

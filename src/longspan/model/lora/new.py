@@ -70,7 +70,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         peft_model: Any = peft.get_peft_model(model, config, low_cpu_mem_usage=empty)
     config.base_model_name_or_path = new.base or None
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    take_copied_depths(model)
+    take_copied_depths(model)  # depths among `new.whole`: peft has put copies beside them
     for name in new.whole:
         model.get_submodule(name).to(dtype)
     for name, parameter in adapter_parameters(model):

@@ -30,9 +30,9 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
     Raises ModelError for a module whose parameters are trained only in part.
     """
     modules = tuple(_largest_trained_modules(model.get_submodule(inside), f"{inside}." if inside else "", set(trained)))
-    if partial := sorted(name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))):
+    if outside := sorted(name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))):
         raise ModelError(
-            f"{', '.join(partial[:3])}: peft saves whole modules beside an adapter, and not all of this one is "
+            f"{', '.join(outside[:3])}: peft saves whole modules beside an adapter, and not all of this one is "
             "trained; train all of it or nothing, or keep it by save_checkpoint(folder, model, …)"
         )
     return modules

@@ -33,19 +33,23 @@ def choose_targets(model: PreTrainedModel, requested: Sequence[str], parts: Sequ
     peft refuses or takes for experts.
     """
     linears = _part_linears(model, parts)
-    names = (
-        _check_target_names(model, requested, linears, parts) if requested else _default_names(model, linears, parts)
-    )
+    if requested:
+        names = _check_target_names(model, requested, linears, parts)
+    else:
+        names = _default_names(model, linears, parts)
     return AdapterTargets(names, _exclusion_pattern(model, names, linears, parts))
 
 
 def _part_by_module(model: PreTrainedModel) -> dict[str, str]:
-    """Return the part of every module, by qualified name."""
+    """Return the part of every module, by qualified name; what is in no tower or projector is the language model's."""
     towers = tuple(f"{tower}." for tower in _tower_names(model))
-    return {
-        name: LANGUAGE_MODEL if not f"{name}.".startswith(towers) else PROJECTOR if is_in_projector(name) else TOWER
-        for name, _ in model.named_modules()
-    }
+    part_of = dict[str, str]()
+    for name, _ in model.named_modules():
+        if f"{name}.".startswith(towers):
+            part_of[name] = PROJECTOR if is_in_projector(name) else TOWER
+        else:
+            part_of[name] = LANGUAGE_MODEL
+    return part_of
 
 
 def _tower_names(model: PreTrainedModel) -> list[str]:
@@ -138,17 +142,18 @@ def _exclusion_pattern(
 ) -> str | None:
     """Return a pattern of the modules that peft must leave out though a target's name fits; None if there are none.
 
-    These are modules of other parts, and modules in towers that are not linears to adapt.
+    Such modules are in other parts, or are in towers and no linears to adapt. `linears` are those of the chosen parts.
     """
     towers = "|".join(map(re.escape, _tower_names(model)))
-    if not towers:
+    if not towers:  # all modules are the language model's
         return None
     if tuple(parts) == (LANGUAGE_MODEL,):  # all towers, whatever is in them
         return f"({towers})(\\..*)?"
-    inside = [name for name, part in _part_by_module(model).items() if part != LANGUAGE_MODEL and name not in linears]
-    others = [name for name in inside if any(_matching_names(target, [name]) for target in names)]
-    outside_towers = [] if LANGUAGE_MODEL in parts else [f"(?!({towers})\\.).*"]
-    return "|".join([*map(re.escape, others), *outside_towers]) or None
+    part_of = _part_by_module(model)
+    in_towers = [name for name, part in part_of.items() if part != LANGUAGE_MODEL and name not in linears]
+    to_leave_out = [name for name in in_towers if any(_matching_names(target, [name]) for target in names)]
+    outside_towers = [] if LANGUAGE_MODEL in parts else [f"(?!({towers})\\.).*"]  # all of the language model
+    return "|".join([*map(re.escape, to_leave_out), *outside_towers]) or None
 
 
 def _matching_names(target: str, linears: Sequence[str]) -> list[str]:

@@ -23,8 +23,8 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     ...     reference = run_step(model, plan, documents, world, backward=False).loss
 
     `model` is what `prepare` returned, under any home. Nothing is trained inside: `run_step` with a backward pass
-    raises ModelError there. `peft_model.disable_adapter()` of a PeftModel that was prepared is this one. Which
-    parameters require gradients does not change, as it does in peft's own: FSDP2 reads that when it first gathers them.
+    raises ModelError there. `peft_model.disable_adapter()` of a PeftModel that was prepared does the same. Unlike
+    peft's own it leaves unchanged which parameters require gradients: FSDP2 reads that when it first gathers them.
     Raises ModelError for a model that has no adapter.
     """
     modules: list[Any] = [*peft_modules(model).values()]

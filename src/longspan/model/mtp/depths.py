@@ -134,7 +134,7 @@ def deeper_states(
 def take_copied_depths(model: nn.Module) -> nn.Module | None:
     """Replace peft's wrapper of the depths by the copy that it trains; returns the wrapper, or None without one.
 
-    A wrapper with copies of several adapters is left as it is.
+    A wrapper with copies of several adapters is left as it is: `find_adapter` refuses such a model.
     """
     wrapper: Any = model._modules.get(PREFIX)
     if wrapper is None or not is_copied(wrapper):
@@ -174,10 +174,12 @@ def select_depth_weights(names: Iterable[str]) -> list[str]:
 def depth_reasons(model: nn.Module) -> Iterator[str]:
     """Yield why depths cannot be trained beside an adapter: trained in part, or trained whole and adapted as well."""
     mtp = model._modules.get(PREFIX)
-    weights = dict(mtp.named_parameters()) if mtp is not None else {}
-    depth_weights = select_depth_weights(f"{PREFIX}.{name}" for name in weights)
-    trained = [name for name in depth_weights if weights[name.removeprefix(f"{PREFIX}.")].requires_grad]
-    if mtp is None or not trained:
+    if mtp is None:
+        return
+    parameters = {f"{PREFIX}.{name}": parameter for name, parameter in mtp.named_parameters()}
+    depth_weights = select_depth_weights(parameters)
+    trained = [name for name in depth_weights if parameters[name].requires_grad]
+    if not trained:
         return
     if len(trained) < len(depth_weights):
         yield (

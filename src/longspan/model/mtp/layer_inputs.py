@@ -87,13 +87,13 @@ def copy_without_layers(
 
     Layers with an index in `keep` are the model's own. The embedding is replaced by the rows `embedded` (1, T, D), and
     there is no norm after the layers. Modules without parameters, such as rotary embeddings, may store tensors of a
-    pass. For a pass on the meta device they are copied, or the model's own would keep meta tensors, without numbers.
+    pass: for a pass on the meta device these modules are copied, so that the model's own keep their numbers.
     """
     name, layers = layer_list(model)
     path, _, attribute = name.rpartition(".")
-    around, embedding, norm = model.get_submodule(path), model.get_input_embeddings(), final_norm(model)
-    bare, stands = shallow_module(around), shallow_module(layers)
-    for child, module in around.named_children():
+    parent, embedding, norm = model.get_submodule(path), model.get_input_embeddings(), final_norm(model)
+    bare, stand_ins = shallow_module(parent), shallow_module(layers)
+    for child, module in parent.named_children():
         if module is embedding:
             bare._modules[child] = _Embedded(embedded)
         elif module is norm:
@@ -101,9 +101,9 @@ def copy_without_layers(
         elif embedded.is_meta and not any(True for _ in module.parameters()):
             bare._modules[child] = deepcopy(module)
     for child, layer in layers.named_children():
-        stands._modules[child] = layer if int(child) in keep else NotedLayer(layer, outputs)
-    bare._modules[attribute] = stands
-    return bare, [*stands]
+        stand_ins._modules[child] = layer if int(child) in keep else NotedLayer(layer, outputs)
+    bare._modules[attribute] = stand_ins
+    return bare, [*stand_ins]
 
 
 class LayerInputs:
@@ -114,15 +114,16 @@ class LayerInputs:
         # The arguments of the layer, or, where inputs are made of tokens, of what is around the layers.
         self._noted: LayerCall = (), {}
 
-    def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the arguments of a call: a forward pre-hook of the copied layer, or of the module around all layers."""
         self._noted = args, kwargs
 
     def make_call(self, ids: Tensor, embedded: Tensor) -> LayerCall:
         """Return the inputs, without hidden states, of a depth's layer that reads ids (T,) embedded as (1, T, D).
 
-        Raises ModelError if the layer gets tensors made of the rows' tokens, and that was not seen when depths were
-        added. Tensors that depend on parameters show it: they are made of embeddings.
+        If inputs are made of tokens, the model's forward makes them anew from `ids`, with a stand-in for every layer.
+        Raises ModelError if the layer's inputs are made of tokens (of embeddings: they depend on parameters), and that
+        was not seen when depths were added.
         """
         args, kwargs = self._noted
         if not self._copied.of_tokens:
@@ -140,17 +141,20 @@ class LayerInputs:
         other_arguments = {
             name: value for name, value in arguments.items() if not (name == "input_ids" or _depends_on_rows(value))
         }
-        layerless_model.forward(input_ids=ids[None], **other_arguments)
+        layerless_model.forward(input_ids=ids[None], **other_arguments)  # without hooks, `note_call` among them
         layer: Any = layers[self._copied.index]
         return layer.note.call
 
 
 @contextmanager
 def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerInputs]:
-    """Note, in a pass of the model inside, the arguments that the layer which depths copy is called with."""
+    """Note the arguments with which a pass of the model, in the `with` block, calls the layer that depths copy.
+
+    If the layer's inputs are made of tokens, the arguments of the module around the layers are noted instead.
+    """
     inputs, (name, layers) = LayerInputs(model, copied), layer_list(model)
     noted = model.get_submodule(name.rpartition(".")[0]) if copied.of_tokens else layers[copied.index]
-    handle = noted.register_forward_pre_hook(inputs.note, with_kwargs=True, prepend=True)
+    handle = noted.register_forward_pre_hook(inputs.note_call, with_kwargs=True, prepend=True)
     try:
         yield inputs
     finally:

@@ -62,13 +62,13 @@ def translate_name(key: str, layers: int, blocks: int = 1) -> str:
     if match := re.fullmatch(r"mtp\.layers\.(\d+)\.(.*)", key):
         if match[2].startswith(("mtp_block.", *_OURS)):
             return key
-        return (
-            _depth_name(int(match[1]), match[2])
-            if blocks == 1
-            else _block_name(*divmod(int(match[1]), blocks), match[2])
-        )
+        if blocks == 1:
+            return _depth_name(int(match[1]), match[2])
+        return _block_name(*divmod(int(match[1]), blocks), match[2])
     bare = key.removeprefix(f"{PREFIX}.")
-    return _depth_name(0, inside) if bare != key and (inside := _replace_prefix(bare, _QWEN)) != bare else key
+    inside = _replace_prefix(bare, _QWEN)
+    is_qwen_name = bare != key and inside != bare
+    return _depth_name(0, inside) if is_qwen_name else key
 
 
 def order_columns(key: str, tensor: Any) -> Any:
@@ -157,12 +157,14 @@ def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
 
 
 def _qwen_name(name: str) -> str:
-    """Translate our name of a weight of depth 0 to the one in Qwen's files; the depth's own weights have no number."""
+    """Translate our name of a weight of depth 0 to the one in Qwen's files, where weights of `_QWEN` have no number."""
     inside = name.removeprefix(f"{PREFIX}.layers.0.")
     if inside == name:
         return name
-    our_name = _replace_prefix(inside, {our_name: qwen_name for qwen_name, our_name in _QWEN.items()})
-    return f"{PREFIX}.{our_name}" if our_name != inside else f"{PREFIX}.layers.0.{inside.removeprefix('mtp_block.')}"
+    without_number = _replace_prefix(inside, {our_prefix: qwen_prefix for qwen_prefix, our_prefix in _QWEN.items()})
+    if without_number != inside:
+        return f"{PREFIX}.{without_number}"
+    return f"{PREFIX}.layers.0.{inside.removeprefix('mtp_block.')}"
 
 
 def _nemotron_name(name: str, blocks: int) -> str:

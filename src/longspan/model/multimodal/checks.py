@@ -65,18 +65,16 @@ def refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
 def check_deep_layers(encoders: Mapping[str, Encoder], model: PreTrainedModel | PipelineModel) -> None:
     """Raise ModelError where DeepStack's rows would be added to more layers than the first pipeline stage has.
 
-    It is the same on every rank. Only the first stage is given rows of items.
+    Only the first stage is given rows of items. The result is the same on every rank, also without the first stage.
     """
     if isinstance(model, PipelineModel):
-        layers_here, holder = (
-            len(model.layers_of_stages[0]),
-            f"the first of {len(model.layers_of_stages)} pipeline stages has",
-        )
+        first_layers = len(model.layers_of_stages[0])
+        holder = f"the first of {len(model.layers_of_stages)} pipeline stages has"
     else:
-        layers_here, holder = model.config.get_text_config().num_hidden_layers, "the language model has"
+        first_layers, holder = model.config.get_text_config().num_hidden_layers, "the language model has"
     for modality, encoder in encoders.items():
-        if encoder.deep_layers > layers_here:
+        if encoder.deep_layers > first_layers:
             raise ModelError(
                 f"rows of the encoder of {modality} are added after {encoder.deep_layers} decoder layers, and {holder} "
-                f"{layers_here}; use fewer stages (pp x virtual stages)"
+                f"{first_layers}; use fewer stages (pp x virtual stages)"
             )

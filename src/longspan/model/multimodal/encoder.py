@@ -62,11 +62,11 @@ def span_modalities(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
 
 
 def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
-    """Hook a prepared language model: its embedding takes rows of items from shards, first layers add theirs."""
-    for root, inside, first in _embedding_parts(model):
-        _SpliceHook(root, inside.get_input_embeddings(), tuple(encoders))
-        if first:
-            _hook_layers(inside, max((encoder.deep_layers for encoder in encoders), default=0))
+    """Hook a prepared language model: rows of items enter at its embedding, those of DeepStack at its first layers."""
+    for root, embedding_model, has_first_layers in _embedding_parts(model):
+        _SpliceHook(root, embedding_model.get_input_embeddings(), tuple(encoders))
+        if has_first_layers:
+            _hook_layers(embedding_model, max((encoder.deep_layers for encoder in encoders), default=0))
 
 
 def _embedding_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
@@ -76,8 +76,9 @@ def _embedding_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[n
     A rank without these stages yields nothing.
     """
     if isinstance(model, PipelineModel):
-        embed = ((stage, stage.first) for stage in model.stages if stage.first or (stage.last and model.depths))
-        yield from ((stage, stage.model, first) for stage, first in embed)
+        for stage in model.stages:
+            if stage.first or (stage.last and model.depths):
+                yield stage, stage.model, stage.first
     else:
         yield model, model, True
 
@@ -108,7 +109,7 @@ class _SpliceHook:
         root.register_forward_pre_hook(self._note_shard, with_kwargs=True)
         root.register_forward_hook(self._forget_shard, always_call=True)
         self._ahead = 0  # how many tokens ahead of its row the embedding is called now (multi-token prediction)
-        embedding.register_forward_pre_hook(self._drop_later_tokens, with_kwargs=True)
+        embedding.register_forward_pre_hook(self._take_ahead, with_kwargs=True)
         embedding.register_forward_hook(self._splice_rows)
 
     def _note_shard(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -120,10 +121,8 @@ class _SpliceHook:
         """Forget the shard after the call, also after an error."""
         self._shard = None
 
-    def _drop_later_tokens(
-        self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        """Note and drop the keyword AHEAD of calls for later tokens, which the embedding's forward does not know."""
+    def _take_ahead(self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Note and remove AHEAD, the keyword of calls for later tokens, which the embedding's forward does not know."""
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 

@@ -66,8 +66,8 @@ class MultimodalModel(nn.Module):
         )
         self.language_model = language_model
         self.config: Any = language_model.config
-        rules: Any = language_model
-        rules.call_rules = replace(call_rules(language_model), in_spans=span_modalities(encoders))
+        prepared: Any = language_model
+        prepared.call_rules = replace(call_rules(language_model), in_spans=span_modalities(encoders))
         self.training: bool = language_model.training  # encoders keep the modes of their modules
         _ = world.channels.everyone  # makes its group, on all ranks together
         check_deep_layers(encoders, language_model)

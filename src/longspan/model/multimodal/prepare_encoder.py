@@ -50,8 +50,8 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
         raise ModelError(
             f"blocks {', '.join(outside[:4])} are not modules inside {type(module).__name__}; give some of its own"
         )
-    inside = {id(child): names[block] for block in blocks for child in block.modules() if child is not block}
-    if nested := [f"{names[block]} in {inside[id(block)]}" for block in blocks if id(block) in inside]:
+    outer_name = {id(child): names[block] for block in blocks for child in block.modules() if child is not block}
+    if nested := [f"{names[block]} in {outer_name[id(block)]}" for block in blocks if id(block) in outer_name]:
         raise ModelError(f"blocks lie inside each other ({', '.join(nested[:4])}); give the outer or the inner ones")
     chosen = set(blocks)
     return {name: module for module, name in names.items() if module in chosen}
@@ -119,7 +119,7 @@ def prepare_encoder(
     sharding = Sharding(
         parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
     )
-    recomputation = Recomputation.of(activation_checkpointing)
+    recomputation = Recomputation.from_options(activation_checkpointing)
     _check_arguments(module, world, sharding)
     units = _sharding_units(module, blocks, recomputation)
     parts = find_split_parts(module, units, world.home.tp, tp_plan)
@@ -129,7 +129,7 @@ def prepare_encoder(
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
     for block in units.values():
         _recompute_block(block, recomputation)
-    for trial in trials:
+    for trial in trials:  # once forwards are wrapped: a trial replaces the wrapped one for its call
         trial.hook_next_call()
     if sharding.parameters:
         _cast_first_tensor(units.values(), compute_dtype)
@@ -241,7 +241,10 @@ def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
 
 
 def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Hook the encoder so that a second call of a sharded block in a pass raises ModelError: slots would wait."""
+    """Hook the encoder so that a second call of a sharded block in a forward pass raises ModelError: slots would wait.
+
+    A block that is recomputed in backward is not called again: its own forward runs, without hooks.
+    """
     called, encoder = set[str](), type(module).__name__
 
     def note_call(name: str, *_: Any) -> None:
@@ -262,6 +265,8 @@ def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> N
 
 def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
     """Have blocks cast their first tensor argument, the hidden states, to `dtype`, and nothing else (None: nothing)."""
+    if dtype is None:
+        return
 
     def cast_input(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -275,5 +280,5 @@ def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
                 return args, kwargs | {name: value.to(dtype)}
         return args, kwargs
 
-    for block in blocks if dtype is not None else ():
+    for block in blocks:
         block.register_forward_pre_hook(cast_input, with_kwargs=True)

@@ -41,7 +41,7 @@ def split_encoder(
     split_modules = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
     for part in parts:
         _split_linears(part, world)
-        if not part.several:
+        if not part.several:  # else each linear sums by itself, in `_split_linears`
             _sum_other_gradients(part.module, split_modules, world.key)
             copy_inputs(part.module, world)
         wrap_forward(part.module, views=_local_counts(part, world.home.tp))
@@ -70,7 +70,7 @@ def _split_linears(part: SplitModule, world: World) -> None:
 
 
 def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:
-    """Sum over tp the gradients of parameters beside split linears (a norm of heads), which see some features."""
+    """Sum over tp the gradients of parameters beside split linears (a norm of heads), which see a rank's heads."""
     for child in module.modules():
         if id(child) not in split:
             for name, _ in child.named_parameters(recurse=False):

@@ -69,7 +69,8 @@ class SplitModule:
     def local_attributes(self) -> dict[str, int]:
         """Return the numbers of heads, and widths of all heads, that the module holds as attributes, by name.
 
-        A rank has 1 / tp of each. Widths are known by their value: as many as queries, or as keys, have features.
+        A rank has 1 / tp of each. An attribute is a width if it has a width's name, and the value that all queries or
+        all keys have. A module without numbers of heads is no attention, and one that holds several has no one width.
         """
         attributes = {n: value for n, value in vars(self.module).items() if type(value) is int}
         counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
@@ -90,10 +91,10 @@ class SplitModule:
         for name, style in self.styles.items():
             linear = base_module(self.module.get_submodule(name))
             if style == QKV and isinstance(linear, nn.Linear):
-                heads, keys = self._read_count(HEADS), self._read_count(KEY_HEADS)
-                head = linear.out_features // (heads + 2 * keys) if heads and keys else 0
-                if head * (heads + 2 * keys) == linear.out_features:
-                    return heads * head, keys * head, keys * head
+                heads, key_heads = self._read_count(HEADS), self._read_count(KEY_HEADS)
+                head_size = linear.out_features // (heads + 2 * key_heads) if heads and key_heads else 0
+                if head_size * (heads + 2 * key_heads) == linear.out_features:
+                    return heads * head_size, key_heads * head_size, key_heads * head_size
                 third = linear.out_features // 3
                 return third, third, third
             if style != ROWWISE and isinstance(linear, nn.Linear):
@@ -159,8 +160,8 @@ def _own_linears(owner: nn.Module) -> dict[str, nn.Linear]:
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the linears inside a module by name; of an adapted one the base linear, and not the adapter's two."""
-    inside = tuple(f"{name}." for name in peft_modules(module))
-    modules = {n: base_module(child) for n, child in module.named_modules() if not (inside and n.startswith(inside))}
+    adapted = tuple(f"{name}." for name in peft_modules(module))
+    modules = {n: base_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
 
 
@@ -181,7 +182,8 @@ def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
     if output is not None and columns is not None:
         styles = dict.fromkeys(columns, QKV if columns in _FUSED else COLWISE) | {output: ROWWISE}
     for names, last in _MLP.items():
-        if linears.keys() >= {*names, last} and not styles.keys() & {*names, last}:
+        belongs_to_attention = bool(styles.keys() & {*names, last})
+        if linears.keys() >= {*names, last} and not belongs_to_attention:
             return styles | dict.fromkeys(names, COLWISE) | {last: ROWWISE}
     return styles
 
@@ -239,10 +241,10 @@ def _check_tp_divides(module: nn.Module, parts: list[SplitModule], tp: int) -> N
 
 
 def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
-    """Yield the heads and features that tp must divide, with their names for messages.
+    """Yield the numbers of heads and features that tp must divide, after their names for messages.
 
-    If attention holds no number of heads, they are counted by the size of one head. Of a linear it is the side that
-    its style splits: inputs of a row-wise one, outputs of others; of a fused one the keys, the narrowest of its parts.
+    If attention holds no number of heads, heads are counted by the size of one. A row-wise linear has its inputs split,
+    any other its outputs; of a fused one tp must divide the keys, the narrowest of queries, keys and values.
     """
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
@@ -258,7 +260,10 @@ def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
                 f"{part.name}.{name} has {linear.out_features} outputs, which are not queries, keys and values of one "
                 "size or of the heads that it counts; use tp 1, or separate linears for them"
             )
-        yield name, linear.in_features if style == ROWWISE else keys if style == QKV else linear.out_features
+        if style == QKV:
+            yield name, keys
+        else:
+            yield name, linear.in_features if style == ROWWISE else linear.out_features
 
 
 def _count_heads(part: SplitModule) -> int:
