@@ -149,6 +149,13 @@ RUNS = (
         "--out {out}",
     ),
     GpuRun("longest-1m", 260, "{torchrun} bench/training/longest.py --rows 1048576 --out {out}"),
+    GpuRun(
+        "mixture",
+        110,
+        "{python} -m longspan bench step --model.preset qwen3-30b-a3b --layers 4 --distribution lognorm --seed 4 "
+        "--tokens 98304 --longest_document 24576 --context.max_tokens_per_slot 12288 --planners padded,fixed,dynamic "
+        "--profile --out {out}",
+    ),
     GpuRun("two-nodes", 280, "sh bench/two_nodes.sh longspan bench calibrate --out {out}"),
     GpuRun(
         "two-nodes-step",
