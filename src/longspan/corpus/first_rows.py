@@ -39,7 +39,10 @@ def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: in
 
 
 def sample_texts(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) -> Iterator[str]:
-    """Yield texts to train a tokenizer on: SAMPLE_CHARACTERS characters of files in a fixed shuffled order."""
+    """Yield texts to train a tokenizer on: at most SAMPLE_CHARACTERS characters, of files in a fixed shuffled order.
+
+    A bad row gives "".
+    """
     budget = SAMPLE_CHARACTERS
     order = np.argsort(np.random.PCG64(0).random_raw(len(files)), kind="stable")
     for number in order:

@@ -19,7 +19,7 @@ def rows_line(encoding: RowEncoding) -> str:
     around = around_line(encoding.tokenizer)
     treatment = {
         "text": around,
-        "messages": "" if encoding.kind != "messages" else _template_line(encoding),
+        "messages": "" if encoding.kind != "messages" else _template_line(encoding),  # others may have no template
         "prompt+completion": f"{around}; targets are the completion and its end",
         "input_ids": "taken as they are; targets are those that labels or masks name, or all",
     }

@@ -101,7 +101,7 @@ class RowImages:
         return between if between.count(token) == 1 and between in text else token
 
     def _processor_tokens(self, kinds: Sequence[str]) -> dict[str, str]:
-        """Return the processor's tokens of these kinds, without those that it lacks."""
+        """Return the processor's token for images and, if `kinds` has videos and the processor too, for videos."""
         tokens = {"image": self.processor.token}
         if "video" in kinds:
             with suppress(DataError):
@@ -129,6 +129,7 @@ class RowImages:
                 )
         items = tuple(self._process_size(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
         sizes = [len(token) for token in marks]
+        # Where each placeholder begins in the text, and by how much those before it have grown.
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum([0, *sizes[:-1]])[: len(sizes)]
         grown_before = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(items, sizes, strict=True))])
         moved_spans = tuple(

@@ -84,7 +84,7 @@ class TurnTokens:
         inside = list(takewhile(lambda token: token.group() not in self.headers - self.ends, tokens))
         for i, token in enumerate(inside):
             if token.group() in self.ends | self.closing:
-                return self._last_end(inside[i:]).end()
+                return self._find_end_token(inside[i:]).end()
         behind = tokens[len(inside)].start() if len(inside) < len(tokens) else len(text)
         if inside and not text[inside[0].end() : behind].strip():
             return inside[0].end()
@@ -96,7 +96,7 @@ class TurnTokens:
             "or mark what the assistant says in the template with {% generation %}"
         )
 
-    def _last_end(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
+    def _find_end_token(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
         """Return the first of these tokens, or the first that ends generation if only tokens stand before it.
 
         A token that begins a turn, or any text between two tokens, ends the search.
