@@ -100,7 +100,7 @@ def _gather_slices(
     started = [start_gather(slices[0])]
     for i, heads in enumerate(slices):
         in_order = join_columns((started.pop().wait(),), order)
-        started += [start_gather(following) for following in slices[i + 1 : i + 2]]
+        started += [start_gather(following) for following in slices[i + 1 : i + 2]]  # none after the last slice
         k, v = split_columns(in_order, [(heads.kv.stop - heads.kv.start, x.shape[2]) for x in tensors])
         del in_order
         yield heads, (k, v)
@@ -151,7 +151,8 @@ class _GradientSums:
         """Wait for the gradients of the slice that was sent last, and sum what all members sent for the own rows."""
         if self._started is None:
             return
-        arrived = self._started.wait()  # of every member, the gradients of the own rows; unflatten refuses none
+        # Every member's gradients of the own rows, one after another; unflatten refuses a tensor without rows.
+        arrived = self._started.wait()
         total = arrived.unflatten(0, (self._members.degree, -1)).sum(0) if len(arrived) else arrived
         dk, dv = split_columns(total, self._row_shapes)
         self._finished_slices.append((dk, dv))

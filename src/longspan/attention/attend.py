@@ -138,7 +138,8 @@ def _find_call(
     by_layer = cache.listed_by_layer if types is None else not isinstance(types, str)
     arguments = arguments if by_layer else arguments._replace(layer=None)
     shapes = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in tensors]
-    key = (*shapes, arguments, *map(type, arguments), are_deterministic_algorithms_enabled())  # True == 1
+    # The types of arguments too: True equals 1, and only one of them may be a valid window.
+    key = (*shapes, arguments, *map(type, arguments), are_deterministic_algorithms_enabled())
     try:
         call = cache.calls.get(key)
     except TypeError:  # an argument that is not hashable, which no check accepts
@@ -171,7 +172,7 @@ class _Attend(torch.autograd.Function):
         ctx.call, ctx.slices = call, slices
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         ctx.save_for_backward(sinks, out if any(x is None for x in saved) else None, *saved)
-        # A view: autograd refuses writes into it, which a checkpoint would not notice in what backward needs.
+        # A view, as autograd refuses writes into one: a checkpoint would not notice that backward's tensors changed.
         return out.view_as(out)
 
     @staticmethod

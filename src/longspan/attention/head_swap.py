@@ -42,9 +42,9 @@ class HeadSplit:
 
     @cached_property
     def member_kv_heads(self) -> int:
-        """Key/value heads that a member receives.
+        """Key/value heads that a member receives, one for each run of its query heads.
 
-        A run is as long as divides both the queries of a key/value head and those of a member.
+        A run is the longest that divides both the query heads of a key/value head and those of a member.
         """
         return self.member_heads // gcd(self.heads // self.kv_heads, self.member_heads)
 
@@ -151,7 +151,10 @@ class HeadSwap:
         return self._channel.all_to_all_rows(packed, self._local_counts, self._counts, label)
 
     def _slice_views(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
-        """View this slice of every member's heads in tensors (T, N, size): (T, members, columns)."""
+        """View this slice of every member's heads in tensors (T, N, size): (T, members, columns).
+
+        Key/value heads may be cut into fewer slices, of which each serves several slices of query heads.
+        """
         return [
             head_views(x, self._degree, cuts, slice_index * cuts // self.slices)
             for x, cuts in zip(tensors, map(self._slice_count, tensors), strict=True)

@@ -178,7 +178,10 @@ class Members:
         return laid_out, np.cumsum(laid_out) - laid_out
 
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
-        """Make the launches of this member's rows against `keys`, rows of a tensor; `positions` are of all its rows."""
+        """Make the launches of this member's rows against `keys`, some rows of a tensor.
+
+        `positions` returns the positions of all rows of that tensor, in their documents.
+        """
         ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
         # The launches keep this function and `Members` keeps them: it refers to no `Members`, or a cycle would be left.
@@ -243,8 +246,8 @@ class Members:
         """Find which rows of `owner` are among `keys`: their indices in the owner's tensor, ascending, and those in
         `keys`.
 
-        Rows are compared by their number among the group's rows in document order. A row before all runs gets run −1,
-        for which the stop of 0 is appended: it is in none.
+        Rows are compared by their number among the group's rows in document order. A row before all runs of keys gets
+        run −1, whose stop is the 0 that is appended, so that the row is in no run.
         """
         _, document_starts = self._document_extents()
         segments = self.segments(owner)
@@ -253,7 +256,7 @@ class Members:
         )
         starts, stops = keys.start + document_starts[keys.document], keys.stop + document_starts[keys.document]
         run = np.searchsorted(starts, rows, side="right") - 1
-        is_among = np.flatnonzero((run >= 0) & (rows < np.append(stops, 0)[run]))
+        is_among = np.flatnonzero(rows < np.append(stops, 0)[run])
         return is_among, keys.offset[run[is_among]] + rows[is_among] - starts[run[is_among]]
 
 

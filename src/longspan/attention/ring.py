@@ -139,7 +139,10 @@ class RingGradients:
         next(self._blocks)  # the own block: the first of another member is on its way
 
     def compute_next_block(self, queries: Sequence[Queries]) -> None:
-        """Wait for the next block, compute its gradients and add its part to the queries', and send its sum on."""
+        """Wait for the next block, add what the queries get from it to their dq, and send the sums of its dk and dv on.
+
+        A block of another member travels on to the next one; its sums follow it.
+        """
         owner, (k, v) = next(self._blocks)
         launches, addends = self._members.launches(owner), list[Addend]()
         for dout, saved, call, dq in queries:
@@ -151,7 +154,7 @@ class RingGradients:
         return _own_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
 
     def finish(self, own: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return dk and dv of the own block, summed over the members, `own` last."""
+        """Return dk and dv of the own block, summed over the members; `own` are this member's, which are added last."""
         dk, dv = self._sums.finish([Addend(slice(0, len(of_own[0])), of_own) for of_own in own])
         return dk, dv
 

@@ -127,9 +127,10 @@ def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
 
 
 def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Join rows of tensors (rows, …) of one dtype side by side: (rows, columns). With `index`, its rows in its order.
+    """Join rows of tensors (rows, …) of one dtype side by side: (rows, columns), in `dtype` (None: the tensors' own).
 
-    A single contiguous tensor without `index` comes back as a view: only read what is returned.
+    With `index` only the rows that it lists are joined, in its order. A single contiguous tensor without `index` comes
+    back as a view: only read what is returned.
     """
     if len(tensors) == 1 and index is None and dtype in (None, tensors[0].dtype) and tensors[0].is_contiguous():
         return tensors[0].flatten(1)
@@ -142,7 +143,10 @@ def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: 
 
 
 def member_views(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
-    """View a contiguous matrix (members × rows, columns), member after member, as (rows, members, width) each."""
+    """View a contiguous matrix (members × rows, columns), whose rows lie member after member, by columns.
+
+    For each of `widths`, so many of the columns: a view (rows, members, width).
+    """
     columns, start, views = matrix.shape[1], matrix.storage_offset(), list[Tensor]()
     rows = matrix.shape[0] // members
     for width in widths:

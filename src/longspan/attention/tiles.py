@@ -121,14 +121,11 @@ class Tiling:
         tile = np.repeat(np.arange(len(self)), counts)
         start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
         limit_before, limit_after = (self.right, self.left) if of_keys else (self.left, self.right)
-        aligned = start + (other_lengths - lengths)[tile]  # the other side's row or key at its first one
-        low = 0 if limit_before is None else np.maximum(aligned - limit_before, 0)
-        high = (
-            other_lengths[tile]
-            if limit_after is None
-            else np.minimum(aligned + rows + limit_after, other_lengths[tile])
-        )
-        order = np.argsort(low - high, kind="stable")
+        # What the block's first row (or key) is aligned to on the other side, and what the block meets there.
+        aligned, most = start + (other_lengths - lengths)[tile], other_lengths[tile]
+        first_met = 0 if limit_before is None else np.maximum(aligned - limit_before, 0)
+        end_met = most if limit_after is None else np.minimum(aligned + rows + limit_after, most)
+        order = np.argsort(first_met - end_met, kind="stable")
         return np.stack([tile, start], axis=1)[order].astype(np.int32)
 
     def __len__(self) -> int:

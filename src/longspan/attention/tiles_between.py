@@ -99,11 +99,11 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
         return ()
     order = np.lexsort((tiles.document, tiles.right, tiles.left))
     same_mask = (np.diff(tiles.left[order]) == 0) & (np.diff(tiles.right[order]) == 0)
-    opens = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))
+    is_first = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))  # of its document and mask
     index = np.arange(len(order))
     turn, mask = np.empty_like(index), np.empty_like(index)
     # `turn`: the number of a tile among those of its document and mask; `mask`: the number of its mask
-    turn[order] = index - np.maximum.accumulate(np.where(opens, index, 0))
+    turn[order] = index - np.maximum.accumulate(np.where(is_first, index, 0))
     mask[order] = np.cumsum(np.append(0, ~same_mask))
     launch = mask * (int(turn.max()) + 1) + turn
     _, first_tiles = np.unique(launch, return_index=True)
@@ -131,10 +131,10 @@ def pair_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
     Three arrays, one entry a pair: the run of q, the run of k, and the first run of k of that document.
     """
     documents, first_runs, runs = np.unique(k.document, return_index=True, return_counts=True)
-    place = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
-    is_in_k = documents[place] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
+    document_index = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
+    is_in_k = documents[document_index] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
     q_run = np.flatnonzero(is_in_k)
-    starts, count = first_runs[place[q_run]], runs[place[q_run]]
+    starts, count = first_runs[document_index[q_run]], runs[document_index[q_run]]
     return np.repeat(q_run, count), expand_runs(starts, starts + count), np.repeat(starts, count)
 
 

@@ -167,7 +167,7 @@ class CheckpointSaver:
         reports = self._world.control.gather_objects(
             (save.phase, save.failure_text, self._is_over(save)), "failures of a checkpoint"
         )
-        failures = [
+        failures = [  # torch names the rank in some of its errors
             text if text.endswith(f"(on rank {rank})") else f"{text} (on rank {rank})"
             for rank, (_, text, _) in self._pair_with_ranks(reports)
             if text
@@ -179,7 +179,7 @@ class CheckpointSaver:
         if self._world.control.any_rank(not save.ended.wait(_ENDS)):
             self._background = False  # the group may have a message of theirs under way
             self._log("the next checkpoints are written while training waits: the threads of this one have not ended")
-        if failures:
+        if failures:  # an error of the first rank, which publishes, stands without a number
             reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
         else:
             reason = (

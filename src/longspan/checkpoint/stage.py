@@ -81,7 +81,8 @@ class Stage:
             numbers, first = place.memory.numpy(), 0
             for name, local in piece:
                 strides = torch.empty_like(local, device="meta").stride()
-                memory = torch.from_numpy(numbers[first : first + _bytes(local)])  # a storage of its own size
+                # By numpy, so that the tensor's storage is no larger than the tensor.
+                memory = torch.from_numpy(numbers[first : first + _bytes(local)])
                 self._places[name] = _signature(local), memory.view(local.dtype).as_strided(local.shape, strides)
                 first += _bytes_with_alignment(local)
 
@@ -105,7 +106,7 @@ class Stage:
                     continue
                 source = local_tensor(value.detach())
                 changes = group == "model" and source.data_ptr() not in steady
-                target = self._target(f"{group}.{name}", source)
+                target = self._memory_of_copy(f"{group}.{name}", source)
                 if source.device.type == "cuda":
                     sources.append((target, source.clone() if changes else source))
                 elif changes or source.nbytes <= SMALL:
@@ -121,7 +122,7 @@ class Stage:
         self._ranges.clear()
         self._arena.close()
 
-    def _target(self, name: str, source: Tensor) -> Tensor:
+    def _memory_of_copy(self, name: str, source: Tensor) -> Tensor:
         """Return the memory that a local tensor is copied into; one without elements has none in the arena."""
         if not source.nbytes:
             return torch.empty_like(source, device="cpu")

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 import longspan
 from longspan.checkpoint.files import complete_checkpoints, read_state
-from longspan.checkpoint.storage import not_data, read_values
+from longspan.checkpoint.storage import not_data_text, read_values
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError
 from longspan.hf.one_process import StockTrainer
@@ -167,7 +167,7 @@ class FilesPart(StockTrainer):
         except OSError:
             raise
         except Exception as error:  # a damaged file, and states that are none, raise anything
-            raise CheckpointError(not_data(folder, error)) from error
+            raise CheckpointError(not_data_text(folder, error)) from error
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint, if its folder is still there."""

@@ -62,7 +62,9 @@ class ChatEncoding:
         for i in learnt:
             beginning = messages[: i + 1]
             kinds = kinds_of_parts(beginning)
-            yield self._encode_sample(beginning, tools, [i], media.first(kinds.count("image"), kinds.count("video")))
+            yield self._encode_sample(
+                beginning, tools, [i], media.first_files(kinds.count("image"), kinds.count("video"))
+            )
 
     def _encode_sample(
         self,

@@ -51,7 +51,7 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
         try:
             check_keys(row.values, "text")
             text = require_string(require_key(row.values, "text"), "text")
-            results.append(tokenizer.encode([text])[0] if len(text) > PIECE else None)  # a long one may be a bad row
+            results.append(tokenizer.encode([text])[0] if len(text) > PIECE else None)  # None: encoded below
         except (RowError, LongTextError) as error:
             results.append(BadRow(row.where, str(error)))
         else:

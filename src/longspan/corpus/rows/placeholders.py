@@ -161,7 +161,7 @@ class RowImages:
         check_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed
-        for i, piece in enumerate(pattern.split(text)):
+        for i, piece in enumerate(pattern.split(text)):  # names of media are none of the special tokens
             check_strings(piece, f"its text (piece {i + 1})", special)
         expanded = self.expand(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
         ids = self.tokenizer.parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
@@ -208,7 +208,7 @@ class RowImages:
     def _frame_groups(
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
     ) -> Iterator[SampleImage]:
-        """Yield the groups of frames of a video with placeholders at these places (n,)."""
+        """Yield the groups of frames of a video, which share its placeholders, at these places (n,), evenly."""
         size, (groups, height, width) = self._videos.group, grid
         if len(places) % groups:
             raise RowError(

@@ -84,7 +84,11 @@ class Recipe:
 
     @property
     def encoder(self) -> DocumentEncoder:
-        """Return the encoder of rows, for any process; stored tokens have two bytes if all ids fit."""
+        """Return the encoder of rows, for any process.
+
+        Stored tokens have two bytes if every id of the tokenizers fits; rows that bring ids, and tokens that are not
+        stored, get four.
+        """
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
         return DocumentEncoder(
             self.encodings, self.longest, "<u2" if fits_uint16 and self.stored else "<u4", self.skip_bad
@@ -243,7 +247,10 @@ class _Progress:
             yield batch
 
     def log_batch(self, batch: Sequence[FileChunk], writer: _Writer) -> None:
-        """Log the progress after this batch, if some seconds have passed."""
+        """Log the progress after this batch, if some seconds have passed.
+
+        A chunk's `end` counts the bytes read of its own file; those of the files before are added.
+        """
         last = batch[-1]
         while self._file < last.file:
             self._bytes_before += self._sizes[self._file]
