@@ -63,7 +63,7 @@ class ExportedDepths:
         if rename is None:
             log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
             return own_names
-        config: Any = text  # by which transformers of the family know that published depths follow
+        config: Any = text  # gets the keys with which published configurations describe depths
         config.num_nextn_predict_layers = depths
         if len(blocks) > 1:
             config.mtp_layers_block_type = [block.block_type for block in blocks]

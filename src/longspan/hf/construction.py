@@ -19,14 +19,17 @@ class GivenArguments:
     """
 
     def __init__(self, kind: type[Any], init: Any, args: Any, keywords: Any) -> None:
-        """Bind the arguments to the constructor's names, and what it passes on to the stock trainer's."""
+        """Bind the arguments to the names of `init`, and what it takes as *args and **kwargs to those of `_stock`.
+
+        `_stock` is the first base whose constructor has a parameter `args`.
+        """
         self._bound = inspect.signature(init).bind_partial(*args, **keywords)
         self._names, self._positional, self._keywords = _parameters(self._bound.signature)
         self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameters(_signature(base))[0])
         stock = _signature(self._stock)
         self.takes: set[str] = {*self._names, *stock.parameters}
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
-        with suppress(TypeError):  # positions of another constructor: names alone are known
+        with suppress(TypeError):  # *args of a class between `kind` and `_stock`: they stand for other parameters
             passed_values, passed_keywords = (
                 self._argument_value(self._positional, ()),
                 self._argument_value(self._keywords, {}),

@@ -222,7 +222,7 @@ class Facade:
         rows = ahead.rows if ahead is not None and ahead.has_entries_of(batch) else read_batch(batch)
         if self.logits_of is not None and not fused_lm_head:
             return self._answer_logits(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)
-        if labels is None:
+        if labels is None:  # nothing is predicted, and hidden states are not answered
             return TokenOutput()
         scored = [d for d, document in enumerate(rows.documents) if document.targets]
         values = None if ahead is None else ahead.values
@@ -242,6 +242,7 @@ class Facade:
             return out
         value_tables: Mapping[str, Any] = {name: table_of(name, dtype) for name in self.head.values if name != "top1"}
         top1 = table_of("top1", torch.bool) if "top1" in self.head.values else None
+        # None for values that the head was not asked for.
         no_values = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
         return TokenOutput(
             {**out, **no_values, **value_tables, "log_probs": leaf, "label_mask": _mask(labels), "is_top1": top1}

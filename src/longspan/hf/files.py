@@ -60,7 +60,7 @@ class FilesPart(StockTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Have the Trainer write its checkpoint under another name, and give it its own; entered by all ranks."""
         root = Path(self._get_output_dir(trial))
-        run_on_first_rank(self.world, lambda: _make_empty(root / UNFINISHED), CheckpointError)
+        run_on_first_rank(self.world, lambda: _make_empty_folder(root / UNFINISHED), CheckpointError)
         self._unfinished = str(root / UNFINISHED)
         try:
             super()._save_checkpoint(model, trial)
@@ -257,7 +257,7 @@ def _restore_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, A
                 group[key] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples, such as betas
 
 
-def _make_empty(folder: Path) -> None:
+def _make_empty_folder(folder: Path) -> None:
     """Make a folder, without what an interrupted save left in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -167,7 +167,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
 
 def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:
-    """Return the arguments with what transformers would checkpoint turned off: `prepare` does it."""
+    """Turn off recomputation in arguments, and return them: `prepare` sets it up, not transformers."""
     for name in CHECKPOINTING:
         if getattr(args, name, None):
             setattr(args, name, False)

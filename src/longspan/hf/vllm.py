@@ -34,7 +34,7 @@ class LongspanVLLM(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Give vLLM the weights: the server, or the engine of every rank, which then all enter."""
-        with nullcontext() if self.mode == "server" else self._trainer._first.calling("vllm", "sync_weights"):
+        with nullcontext() if self.mode == "server" else self._trainer._first.call_on_others("vllm", "sync_weights"):
             super().sync_weights()
 
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> Any:
@@ -43,7 +43,7 @@ class LongspanVLLM(VLLMGeneration):
         if self.mode == "server":
             return first.run(lambda: make(prompts, images, num_generations, profiler), "answers")
         asleep = self._llm_weights_sleeping
-        with profiler or nullcontext(), first.calling("vllm", "make_shares", prompts, num_generations, asleep):
+        with profiler or nullcontext(), first.call_on_others("vllm", "make_shares", prompts, num_generations, asleep):
             return self.make_shares(prompts, num_generations, asleep)
 
     def make_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
