@@ -117,7 +117,7 @@ class _GradientSums:
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
 
     def send_gradients(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
-        """Start sending gradients of all rows, k and v (S, heads, H), to their members.
+        """Start sending every member the gradients of its rows; k and v (S, heads, size) are a slice's, of all rows.
 
         Those of the slice before are collected first, so that one message at a time takes memory.
         """

@@ -84,8 +84,8 @@ head_split = cache(HeadSplit)  # worked out once
 class HeadSwap:
     """The exchange inside one neighbourhood of M members: (T, all heads) of the local rows for (R, some heads) of all.
 
-    Heads (N) are M runs of those that a member computes, each cut into `slices` slices; key/value heads into fewer,
-    where several slices that follow each other use the same.
+    The query heads (N) are M runs, one for each member, and every run is cut into `slices` slices. Key/value heads are
+    cut into fewer slices if neighbouring slices of query heads use the same one.
     """
 
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
@@ -110,7 +110,7 @@ class HeadSwap:
         return self.opens_run(slice_index + 1)
 
     def tensors_to_send(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return the tensors to send of each slice, with keys and values if it is the first with them."""
+        """Return the tensors to send of each slice: its queries, and keys and values if no slice before has those."""
         copies = self.split.kv_copies
         tensors = (q, *(x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v)))
         return [tensors if self.opens_run(slice_index) else tensors[:1] for slice_index in range(self.slices)]

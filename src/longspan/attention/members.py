@@ -46,7 +46,7 @@ class WindowRows(NamedTuple):
 class Members:
     """The members of one group that share keys and values, `inner` of the group's acting as one.
 
-    `degree` members, of which this rank is (part of) number `member`; `counts[m]` rows are held by member m, in
+    There are `degree` members; this rank is number `member`, or a part of it. Member m holds `counts[m]` rows, in
     document order where `inner` > 1. Under a causal mask rows of `spans` see the later rows of their span as well. Made
     once per shard, so that layers share what it derives.
     """
@@ -118,8 +118,8 @@ class Members:
         document, start, stop = self._list_runs(self.member)
         order, sizes = np.lexsort((start, document)), stop - start
         begins = np.empty_like(start)
-        begins[order] = np.cumsum(sizes[order]) - sizes[order]
-        places = expand_runs(begins, begins + sizes)
+        begins[order] = np.cumsum(sizes[order]) - sizes[order]  # of each run that arrives, in document order
+        places = expand_runs(begins, begins + sizes)  # of each row that arrives
         if (np.diff(places) == 1).all():
             return None
         inverse = np.empty_like(places)
@@ -237,9 +237,8 @@ class Members:
         if chunk is not None:
             start = np.maximum(start, runs.start - runs.start % chunk)
         same_document, stop = runs.document[1:] == runs.document[:-1], self.spans.run_ends(runs)
-        start[1:] = np.where(
-            same_document, np.maximum(start[1:], stop[:-1]), start[1:]
-        )  # begins where the last run ended
+        # What a run sees begins where that of the run before ends, at the earliest: so no row is in two.
+        start[1:] = np.where(same_document, np.maximum(start[1:], stop[:-1]), start[1:])
         return segments_from_runs(runs.document, start, stop)
 
     def _find_rows(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:

@@ -205,7 +205,7 @@ def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) ->
 
 
 def _return_gradients(members: Members, gradients: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
-    """Send gradients of the rows seen here to the rows' members; return the sums of the own rows, in member order."""
+    """Send gradients of the rows seen here to the members that hold them; return the sums for this member's rows."""
     rows, dtype = members.window_rows, accumulation_dtype(gradients[0].dtype)
     counts = [len(sent) for sent in rows.sends]
     foreign = join_columns(gradients, rows.places, dtype)

@@ -55,7 +55,10 @@ def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tenso
 
 
 def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
-    """Copy into[r] ← source[index[r]] for pairs (source, into) of (rows, members, width); r without an index."""
+    """Copy into[r] ← source[index[r]], or source[r] without an index, for pairs (source, into).
+
+    All are (rows, members, width).
+    """
     if runs_fused(moves[0][1]):
         fused.copy_rows(moves, index)
         return
@@ -255,7 +258,7 @@ class Partial:
         return self._total
 
     def result_with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return out (T, N, Hv) and lse (T, N) over all keys, and the sinks (N,).
+        """Return out (T, N, Hv) and lse (T, N), in which the `sinks` (N,) are counted as keys (None: there are none).
 
         A sink is one more key with value 0: it joins the log-sum-exp of each row and thins the output. The lse of rows
         that see neither a key nor a sink (of −inf) is finite, so that their weights are 0.

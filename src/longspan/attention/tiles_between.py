@@ -81,7 +81,10 @@ def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segm
 
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
-    """Cut segments at every multiple of `chunk` positions; a document has as many chunks as `longest` has."""
+    """Cut segments at every multiple of `chunk` positions, and number the chunks of all documents.
+
+    As many numbers as a document of `longest` positions has chunks are set apart for every document.
+    """
     first_chunk, end_chunk = segments.start // chunk, -(-segments.stop // chunk)
     number, run = expand_runs(first_chunk, end_chunk), np.repeat(np.arange(len(segments)), end_chunk - first_chunk)
     start = np.maximum(segments.start[run], number * chunk)
@@ -171,7 +174,7 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
     following[:-1][same_run] = k_start[1:][same_run]
     first_position = np.stack([np.maximum(start, k_start), np.maximum(start, k_stop)], axis=1)
     end_position = np.stack([np.minimum(stop, k_stop), np.minimum(stop, following)], axis=1)
-    to_row = (q.offset[q_run] - start)[:, None]
+    to_row = (q.offset[q_run] - start)[:, None]  # what added to a position gives its row
     end = np.stack([k_offset + end_position[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
     base = k.offset[first_k_run][:, None]
     columns = (

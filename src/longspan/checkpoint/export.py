@@ -118,7 +118,7 @@ def export_checkpoint(
             saved = read_adapter(run, config, _read_adapter_tensors(checkpoint)) if run.lora.rank else None
             if saved is not None and as_adapter:
                 saved = saved._replace(tensors=depths.select_weights(saved.tensors))
-                kind = torch.float64 if run.model.dtype == "float64" else torch.float32
+                kind = torch.float64 if run.model.dtype == "float64" else torch.float32  # as adapters are trained
                 kind = kind if dtype == "auto" else torch_dtype(dtype)
                 written = write_saved_adapter(saved, partial, run_dir, kind)
             else:

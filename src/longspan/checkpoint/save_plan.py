@@ -88,7 +88,7 @@ def names_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
 def is_small_value(item: WriteItem) -> bool:
     """Return whether an item is the same on all ranks that have it and takes few bytes.
 
-    Such are settings, counts and small buffers.
+    Settings, counts and small buffers are; a shard is not, whatever its size.
     """
     if item.type == WriteItemType.SHARD or item.tensor_data is None:
         return item.type == WriteItemType.BYTE_IO

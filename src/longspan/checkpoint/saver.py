@@ -108,10 +108,10 @@ class CheckpointSaver:
     # ---- for the thread that trains
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Begin to take the host's memory for the copies, after the optimizer's first step; `save` does without, too.
+        """Begin to take the host's memory for the copies, after the optimizer's first step, which makes the moments.
 
-        On GPUs memory is registered at a few gigabytes a second, while training goes on. Whether every host has room
-        is agreed on here.
+        On GPUs memory is registered at a few gigabytes a second, while training goes on; without this call the first
+        `save` waits for it. Whether every host has room is agreed on here.
         """
         if not self._background or self._preparing is not None:
             return
@@ -146,7 +146,7 @@ class CheckpointSaver:
             self._save_now(model, optimizer, started, step=step, state=state)
             return
         contents = {"step": step, **(state or {})}
-        staging = self._stage.begin(tensors, model)
+        staging = self._stage.begin_copies(tensors, model)
         save = RunningSave(checkpoint_path(self.root, step), contents, self.keep, staging, started)
         self._running = save
         self._hold_next_update(optimizer, save)

@@ -3,8 +3,8 @@
 Tensors of a GPU are copied on a stream of their own into registered memory; those of the host, such as moments of
 `offload_states` and everything on a CPU, by the thread that writes. Both may still be read from while the next forward
 and backward passes run, for only an optimizer's update writes parameters and moments. What else may change meanwhile
-(buffers, counts of steps) is copied before `begin` returns. The memory is kept from save to save, in pieces of at most
-`PIECE` bytes: CUDA registers one at a time, and kernels start in between.
+(buffers, counts of steps) is copied before `begin_copies` returns. The memory is kept from save to save, in pieces of
+at most `PIECE` bytes: CUDA registers one at a time, and kernels start in between.
 """
 
 from collections.abc import Iterator, Mapping
@@ -53,10 +53,10 @@ class Stage:
     """The memory for copies of a model's and an optimizer's local tensors.
 
     >>> stage = Stage(world.device)
-    >>> staged = stage.begin(tensors_to_save(model, optimizer), model)
+    >>> staged = stage.begin_copies(tensors_to_save(model, optimizer), model)
     >>> staged.finish()
 
-    One copy at a time: what `begin` returned must have been written before the next `begin`.
+    One copy at a time: what `begin_copies` returned must have been written before the next `begin_copies`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class Stage:
                 first += _bytes_with_alignment(local)
 
     @torch.no_grad()
-    def begin(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
+    def begin_copies(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
         """Begin to copy; the optimizer must not update before `finish` of what is returned has ended.
 
         Tensors on a GPU are copied by a stream of their own. On a CPU, values that change before the next update and

@@ -16,7 +16,7 @@ from longspan.corpus.files import FileSums, LogLine, file_differences
 from longspan.corpus.first_rows import sample_texts
 from longspan.corpus.rows.lines import special_line
 from longspan.corpus.store.builder import Recipe, build_documents
-from longspan.corpus.store.cache import NONE, Cache, cache_folder, cannot_keep
+from longspan.corpus.store.cache import NONE, Cache, cache_error, cache_folder
 from longspan.corpus.store.streamed import open_corpus
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, reload_with_config, train_tokenizer
 from longspan.data.documents import Corpus
@@ -195,7 +195,7 @@ class _CorpusOfRun:
             try:
                 folder, built = self._cache.open_or_build(recipe.key, _is_whole, build, self._log)
             except OSError as error:
-                raise cannot_keep(self._cache.folder, error) from error
+                raise cache_error(self._cache.folder, error) from error
             self._log(f"its tokens are {'kept' if built else 'already'} in {folder} (data.cache)")
             return folder
         partial_folder, folder = self._folder / f"{ROWS}.partial", self._folder / ROWS
@@ -225,7 +225,7 @@ def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
         return Cache(folder)
     except OSError as error:
         if data.cache:
-            raise cannot_keep(folder, error) from error
+            raise cache_error(folder, error) from error
         log(f"{folder} cannot be written ({error.strerror}): tokens are kept in {run_dir / 'cache'}")
         return Cache((run_dir / "cache").absolute())
 

@@ -29,7 +29,7 @@ def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: in
             if skip_bad and not _has_kind(row):
                 continue
             if isinstance(row, BadRow):
-                bad.append(row)
+                bad.append(row)  # raised below: first rows of other files are read, as their kind may differ
                 break
             rows.append(row)
     kind = common_kind(rows) if rows else "text"  # different kinds are reported before a bad row

@@ -119,7 +119,7 @@ def name_read_errors(name: str, path: Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system; those of readers have no number
             raise DataError(f"cannot read {name} of the corpus ({path}): {error.strerror}") from error
         reason = "cannot be decompressed, perhaps it was cut off" if _is_compressed(name) else "cannot be read"
         raise DataError(f"{name} of the corpus ({path}) {reason}: {error}") from error

@@ -221,7 +221,7 @@ def _load_other_files(folder: Path) -> TextTokenizer:
         tokenizer = _load_by_transformers(folder)
     except DataError as error:
         raise DataError(f"{error}; {hint}") from error
-    if len(tokenizer.engine.get_vocab(with_added_tokens=False)) < 2:
+    if len(tokenizer.engine.get_vocab(with_added_tokens=False)) < 2:  # nothing, or one entry for unknown words
         raise DataError(f"transformers reads no vocabulary from the tokenizer in {folder}; {hint}")
     return tokenizer
 

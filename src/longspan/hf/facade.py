@@ -184,7 +184,7 @@ class Facade:
             raise AttributeError(name)
         return getattr(self._model(), name)
 
-    def _take_ahead(self, batch: Mapping[str, Any]) -> AheadBatch | None:
+    def _take_ahead_batch(self, batch: Mapping[str, Any]) -> AheadBatch | None:
         """Return the next batch of the step that ran ahead, if this call with gradients is one of it; else None."""
         if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].answers(batch)):
             return None
@@ -218,7 +218,7 @@ class Facade:
         if labels is None and self.labels_apart is not None:  # compute_loss_func= reads log-probabilities, or logits
             labels, fused_lm_head = self.labels_apart, self.logits_of is None
         batch = {"input_ids": input_ids, "labels": labels, **batch}
-        ahead = self._take_ahead(batch) if self.logits_of is None or fused_lm_head else None
+        ahead = self._take_ahead_batch(batch) if self.logits_of is None or fused_lm_head else None
         rows = ahead.rows if ahead is not None and ahead.has_entries_of(batch) else read_batch(batch)
         if self.logits_of is not None and not fused_lm_head:
             return self._answer_logits(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)

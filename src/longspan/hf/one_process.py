@@ -111,7 +111,7 @@ class OneProcess:
             setattr(owner, name, value)
         PartialState._shared_state.clear()
         PartialState._shared_state.update(self._state)
-        if AcceleratorState._shared_state:  # it reads the number of processes of the other
+        if AcceleratorState._shared_state:  # this entry is its own; others it reads in PartialState
             AcceleratorState._shared_state["distributed_type"] = self._state["distributed_type"]
         self.world.close()
 

@@ -48,7 +48,7 @@ class PreferencesPart(StockTrainer):
         dataset = copy.copy(dataset)
         path_of = dataset._get_cache_file_path
         dataset._get_cache_file_path = lambda fingerprint: self._cache_of_first_rank(path_of(fingerprint))
-        self.accelerator.every_rank_writes = True  # into the file of `_cache_of_first_rank`, which may be its own
+        self.accelerator.every_rank_writes = True  # each into the file that `_cache_of_first_rank` gives it
         reference.inner_model.eval()
         try:
             return super()._precompute_ref_logps(dataset, name, batch_size)

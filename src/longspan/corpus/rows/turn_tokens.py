@@ -42,7 +42,7 @@ class TurnTokens:
         return any_of_pattern(self.ends | self.headers | self.special)
 
     @cached_property
-    def _marks(self) -> re.Pattern[str]:
+    def _risky_characters(self) -> re.Pattern[str]:
         """Return the pattern of characters with which a text can form a token.
 
         They are the first and last ones of tokens, and all of their characters except letters, digits and blanks.
@@ -57,22 +57,22 @@ class TurnTokens:
         return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else "(?!)")
 
     @cached_property
-    def _marks_and_plain(self) -> re.Pattern[str]:
-        """A pattern for names of `plain` tokens, which stay as they are as templates look for them, and for `_marks`.
+    def _risky_or_plain(self) -> re.Pattern[str]:
+        """A pattern for names of `plain` tokens, then for `_risky_characters`.
 
-        Names come first, so that a name is matched as a whole.
+        Templates look for these names, so they stay as they are; they come first, to be matched as a whole.
         """
         plain = any_of_pattern(self.plain - self.ends - self.headers)
-        return re.compile(f"{plain.pattern}|{self._marks.pattern}") if plain else self._marks
+        return re.compile(f"{plain.pattern}|{self._risky_characters.pattern}") if plain else self._risky_characters
 
     def is_harmless(self, value: Any) -> bool:
         """Whether no string in a value has a character of the tokens."""
-        return not any(self._marks.search(text) for _, text in strings(value, ""))
+        return not any(self._risky_characters.search(text) for _, text in strings(value, ""))
 
     def make_harmless(self, value: Any) -> Any:
         """Replace the characters in a value with which its strings, or several of them, could form a token."""
         replaced = lambda match: match.group() if match.group() in self.plain else _HARMLESS  # noqa: E731
-        return map_strings(value, lambda text: self._marks_and_plain.sub(replaced, text))
+        return map_strings(value, lambda text: self._risky_or_plain.sub(replaced, text))
 
     def find_end_of_turn(self, text: str, start: int, limit: int, turn: str) -> int:
         """Find the end of the turn whose last text ends at `start`: after the first token there that ends turns.

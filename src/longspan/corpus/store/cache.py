@@ -100,7 +100,7 @@ def _move_folder(partial: Path, folder: Path) -> None:
             raise
 
 
-def cannot_keep(folder: Path, error: OSError) -> DataError:
+def cache_error(folder: Path, error: OSError) -> DataError:
     """Return the error for a cache that cannot be written."""
     free = ""
     with suppress(OSError):
