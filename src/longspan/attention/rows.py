@@ -205,8 +205,8 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
 def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -> Tensor:
     """View numbers of rows and heads (T, N) bit by bit as heads (T, N, size) of `dtype`, to travel with such heads.
 
-    Zeros are appended until a slice of the heads fills a multiple of 16 bytes, as kernels want the rows of what travels
-    with it.
+    Behind each number come zeros, so many that the numbers of a slice of `heads_of_slice` heads take a multiple of 16
+    bytes: kernels want rows at such addresses, and what travels behind these numbers is at one then.
     """
     aligned = _ALIGNED // numbers.itemsize
     wide = numbers.new_zeros((*numbers.shape, aligned // gcd(aligned, heads_of_slice)))

@@ -52,9 +52,9 @@ class Tile(NamedTuple):
     def rows(self, start: int, stop: int) -> "Tile":
         """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see.
 
-        Row i is aligned to key i + `shift`, so that the last row is aligned to the last key. The part's keys
-        begin `left` before its first row's and end `right` after its last row's. Its last row is then aligned to
-        another last key, `moved` keys away, and both limits, which count from there, move with it.
+        Row i is aligned to key i + `shift`. The part's keys begin `left` keys before the one that its first row is
+        aligned to, and end `right` keys after that of its last row. As every tile aligns its last row to its last key,
+        rows of the part are aligned to keys that lie `moved` keys before those here; limits are counted from there.
         """
         shift = self.keys - self.queries
         first_key = 0 if self.left is None else max(0, start + shift - self.left)

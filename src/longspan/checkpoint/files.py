@@ -80,7 +80,7 @@ def publish_checkpoint(
 
 
 def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
-    """Remove unfinished checkpoints, and those older than the newest `keep` good ones (0: none of these).
+    """Remove unfinished checkpoints, and those older than the newest `keep` good ones (0: older ones stay).
 
     A checkpoint whose sizes are wrong, or that `note_damage` marked, is no good one. That of step `best` stays.
     """

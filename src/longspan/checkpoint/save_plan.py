@@ -64,6 +64,7 @@ class CachedPlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         if self._lists_values:
             return plan
+        # planner_data are the names, which the rank that lists the values sends for all.
         self.plan = replace(plan, items=[item for item in plan.items if not is_small_value(item)], planner_data={})
         return self.plan
 

@@ -84,7 +84,7 @@ class FileSums:
     def save_sums(self, sources: Iterable[SourceFile]) -> None:
         """Write the sums of these files for later starts, without files that changed just now.
 
-        Such a file could change once more without another time.
+        A file that changed just now may change once more and keep its time.
         """
         if self._file is None:
             return

@@ -55,7 +55,7 @@ def sample_texts(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) 
 
 
 def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int]:
-    """Yield the bytes of the texts of each row. Raises DataError for a bad row."""
+    """Yield the bytes of the texts of each row. Raises DataError for a bad row: one over `most_bytes` (0: any), say."""
     for file in files:
         for row in _rows_of_file(file, most_bytes):
             if isinstance(row, BadRow):

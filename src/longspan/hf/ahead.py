@@ -132,8 +132,8 @@ class ComingStep:
     def has_batches(self, batches: Sequence[Any]) -> bool:
         """Return whether these are the step's batches, into which nothing was written since they were read."""
         return len(batches) == len(self.batches) and all(
-            batch is mine and versions_of(document_entries(batch)) == versions
-            for batch, mine, versions in zip(batches, self.batches, self.versions, strict=True)
+            batch is batch_read and versions_of(document_entries(batch)) == versions
+            for batch, batch_read, versions in zip(batches, self.batches, self.versions, strict=True)
         )
 
 

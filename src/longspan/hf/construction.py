@@ -71,16 +71,10 @@ class GivenArguments:
         TRL's trainers have a class of their own for them (SFTConfig), and name the folder by model and class.
         """
         hints = _signature(self._stock).parameters["args"].annotation
-        config = next(
-            (
-                argument_class
-                for argument_class in _argument_classes(hints, self._stock)
-                if argument_class is not TrainingArguments
-            ),
-            TrainingArguments,
-        )
+        classes = _argument_classes(hints, self._stock)
+        config = next((kind for kind in classes if kind is not TrainingArguments), TrainingArguments)
         if config is TrainingArguments:
-            return TrainingArguments(output_dir="tmp_trainer")
+            return TrainingArguments(output_dir="tmp_trainer")  # transformers' own default
         model = self.values.get("model")
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         return config(f"{str(name).rstrip('/').split('/')[-1]}-{config.__name__.removesuffix('Config')}")

@@ -78,7 +78,8 @@ class OneProcess:
         home = make_home(ranks)
         if cls.now is None:
             device: Any = PartialState().device
-            one_process = cls(home, World(home, device="cpu" if device.type == "cpu" else None).open())
+            world = World(home, device="cpu" if device.type == "cpu" else None)  # None: this rank's GPU
+            one_process = cls(home, world.open())
             try:
                 one_process._patch_libraries()
             except BaseException:

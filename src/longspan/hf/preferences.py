@@ -18,7 +18,7 @@ REFERENCE = "ref"  # TRL's name of the copy of a trained adapter that it keeps f
 
 
 def clear_device_map(args: Any) -> None:
-    """Let TRL load models without a device_map: to it one process has all GPUs, over which it would spread them.
+    """Have TRL load models without a device_map: it sees one process, and would spread a model over all GPUs.
 
     Raises ConfigError for a device_map of the user's.
     """

@@ -35,7 +35,7 @@ def device_lack(device: torch.device) -> str:
 def _kernel_interface() -> Any:
     """Import the module with the kernel's two calls, once.
 
-    Its compiler's notes to its own authors are left out.
+    Warnings that mean the kernel's authors are not shown: those of the import, and one of every compilation.
     """
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     with warnings.catch_warnings():

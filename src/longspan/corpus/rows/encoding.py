@@ -178,7 +178,10 @@ class RowEncoding:
             _ = self._chat  # raises DataError without a chat template
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
-        """Encode rows in their order; a conversation that is split gives a sample for each turn."""
+        """Encode rows in their order; a conversation that is split gives a sample for each turn.
+
+        Texts without media are encoded together, which is faster.
+        """
         if self.kind == "text" and not any(self._may_show(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encode_row(i, row)]

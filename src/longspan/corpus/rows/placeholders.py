@@ -161,7 +161,7 @@ class RowImages:
         check_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed
-        for i, piece in enumerate(pattern.split(text)):  # names of media are none of the special tokens
+        for i, piece in enumerate(pattern.split(text)):  # what stands between names of media
             check_strings(piece, f"its text (piece {i + 1})", special)
         expanded = self.expand(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
         ids = self.tokenizer.parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
