@@ -218,10 +218,10 @@ def _put_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
 def _attend_parts(
     q: Tensor, k: Tensor, v: Tensor, call: AttendCall, local: bool = False
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
-    """Attend in all parts: output (T, N, Hv), what they save for backward, and in how many slices each does.
+    """Attend in all parts: return the output (T, N, Hv), what is saved for backward, and each part's number of slices.
 
-    None stands for the output of a part, which is saved as a part of the whole output. With `local` q, k, v and out are
-    saved of the own rows under every type, in place of what was exchanged: backward exchanges them once more.
+    In what is saved None stands for the output of a part: the whole output is saved. With `local` the own rows' q, k, v
+    and out are saved under every type, in place of what was exchanged: backward exchanges them once more.
     """
     parts = list[tuple[Tensor, Sequence[Saved]]]()
     with _disable_autocast(q):

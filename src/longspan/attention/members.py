@@ -227,8 +227,8 @@ class Members:
     def visible_rows(self, reader: int) -> Segments:
         """Return the rows that one member's rows see under a window or chunks and in their spans, in document order.
 
-        Each run of its rows sees from the window's (or the chunk's) first row on to its own end, or that of its last
-        span. Rows that several runs see are returned once.
+        A run of rows sees from the first row of its window (or chunk) on to the end of the run, or of the last span in
+        it. Rows that several runs see are returned once.
         """
         _, window, chunk = self.mask
         assert window is not None or chunk is not None

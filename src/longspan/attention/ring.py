@@ -160,9 +160,10 @@ class RingGradients:
 
 
 def _own_head_slices(saved: Saved) -> list[slice]:
-    """Return the key/value heads of the own block that are computed at once.
+    """Return the slices of key/value heads in which the own block is computed: one, or where messages are large two.
 
-    Where messages are large, half of the heads come first and the others last, to hide the first and last message.
+    Of two the first hides the first message around the ring, and the second the last. A message has a block's
+    gradients in float32.
     """
     rows, kv_heads, head_size = saved.k.shape
     message = rows * kv_heads * (head_size + saved.v.shape[2]) * 4
@@ -193,7 +194,7 @@ def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendC
 
 
 def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
-    """Fetch the rows that are seen here of the members' tensors (T, …)."""
+    """Return the rows of all members' `tensors` (T, …) that this member's rows see, its own among them, in order."""
     rows = members.window_rows
     counts = [len(sent) for sent in rows.sends]
     sent = join_columns(tensors, rows.sent)

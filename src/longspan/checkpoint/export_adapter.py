@@ -137,7 +137,7 @@ def merge_by_layer(
 def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight of the base model plus what the adapter adds to it, W + s B A.
 
-    A weight that was trained whole is returned as it is.
+    A weight without an adapter is returned as it is, and one that was trained whole as it was trained.
     """
     if name in saved.tensors:
         return saved.tensors[name]

@@ -259,9 +259,9 @@ class CheckpointSaver:
         self.figures = SaveFigures(step, seconds, seconds, _bytes_in(path) if is_first_rank(self._world) else 0)
 
     def _hosts_have_room(self, size: int) -> bool:
-        """Return whether every host has memory for the copies of its ranks; if not, training waits for saves.
+        """Return whether every host has memory for the copies of its ranks, `size` bytes for this one.
 
-        Entered by all ranks, each with its own number.
+        If not, training waits for this and all later saves. Entered by all ranks.
         """
         reports = self._world.control.gather_objects((gethostname(), size, free_host_bytes()), "room for copies")
         for host in dict.fromkeys(name for name, _, _ in reports):

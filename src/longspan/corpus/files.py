@@ -156,7 +156,10 @@ def find_root(path: str, *, key: str = "data.path") -> Path:
 
 
 def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[str, int]:
-    """Count the files of a folder that are not read, by the endings of their names, the most frequent first."""
+    """Count the files of a folder that are not read, by the endings of their names, the most frequent first.
+
+    Nothing is counted in the standard library, of which only modules are meant, nor for a path that is a file.
+    """
     root = Path(path).expanduser()
     if path == STDLIB or not root.is_dir():
         return {}
@@ -182,7 +185,8 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
         if _SPLITS in names:
             raise DataError(f"{directory} holds several splits of a data set; give one of {_split_folders(directory)}")
         for name in _files_with_rows(directory / _STATE, names) if _STATE in names else names:
-            is_source = name.endswith(".py") and not name.startswith("_sysconfigdata") if stdlib else name[0] != "."
+            is_module = name.endswith(".py") and not name.startswith("_sysconfigdata")
+            is_source = is_module if stdlib else name[0] != "."
             if is_source:
                 yield (directory / name).relative_to(root).as_posix(), directory / name
 

@@ -68,6 +68,7 @@ def around_line(tokenizer: TextTokenizer) -> str:
     parts = [f"begins with {opening}"] * bool(opening) + [f"ends with {closing}"] * bool(closing)
     if not parts:
         return "nothing is put around a text: the tokenizer names no token for its beginning or its end"
+    # An end alone may be the one that longspan adds.
     return f"each text {' and '.join(parts)}, as the tokenizer says" if opening else f"each text {parts[0]}"
 
 

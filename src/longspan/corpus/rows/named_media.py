@@ -159,6 +159,7 @@ class _PartMedia:
         if kind is None:
             _check_shows_nothing(part, name)
             return part
+        # Beside its media a part may have the number of an image, or the times of a video's frames.
         keys = ("type", *_BRING[kind], *(("index",) if kind == "image" else TIMES))
         check_entry_keys(part, keys, name)
         self._count_part(part.get("index"), kind, name)
