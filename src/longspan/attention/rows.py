@@ -81,7 +81,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
 
 
 def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
-    """Add parts of a block's gradient to its sum in place, or, where the sum is `fresh`, fill it with them."""
+    """Add parts of a block's gradient to its sum in place; a `fresh` sum has no values yet, and is overwritten."""
     if fresh and len(addends) == 1 and covers(addends[0].rows, len(total[0])):
         _copy_pairs(list(zip(addends[0].tensors, total, strict=True)))
         return

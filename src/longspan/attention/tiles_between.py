@@ -266,7 +266,7 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
 
 
 def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
-    """Pair rows of runs of q with the keys of runs of k that come after them; documents are spans.
+    """Return the tiles of rows of q with the keys of k that come after them; the documents of q and k are spans.
 
     A row sees all keys after itself, so rows of a run have a limit on the left only: the last one sees keys from the
     next position on, each row before it one key more.

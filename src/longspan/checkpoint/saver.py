@@ -279,13 +279,13 @@ class CheckpointSaver:
     def _hold_next_update(self, optimizer: Optimizer, save: RunningSave) -> None:
         """Let the optimizer's next step wait until everything is copied."""
 
-        def wait(*_: Any) -> None:
+        def wait_for_copies(*_: Any) -> None:
             handle.remove()
             started = time.monotonic()
             save.staged.wait()
             save.shown += time.monotonic() - started
 
-        handle = optimizer.register_step_pre_hook(wait)
+        handle = optimizer.register_step_pre_hook(wait_for_copies)
 
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
         """Run in a thread that does not keep the process alive, on this rank's device."""

@@ -313,7 +313,7 @@ class RowFile(Protocol):
 def row_file(name: str, path: Path, most: int = MAX_TEXT_BYTES) -> RowFile:
     """Return the reader for the ending of `name`; nothing is read yet. Rows of more than `most` bytes are bad ones.
 
-    0: rows may have any size. A row that is read by its position has no limit: it was within it before.
+    0: rows may have any size. Rows that are read by position were within the limit at the build, and have none.
     """
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most)
 

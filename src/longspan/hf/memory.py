@@ -103,7 +103,7 @@ def _run_config(trainer: Any) -> RunConfig:
     adapter = find_adapter(model)
     lora = LoraSection()
     if adapter is not None:
-        targets = getattr(adapter.config, "target_modules", None)
+        targets = getattr(adapter.config, "target_modules", None)  # a string is a pattern; () is the default
         lora = replace(lora, rank=adapter.config.r, targets=() if isinstance(targets, str) else tuple(targets or ()))
     return replace(config, model=model_keys, train=replace(config.train, optimizer=name, lr=1e-3), lora=lora)
 

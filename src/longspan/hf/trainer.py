@@ -141,7 +141,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     def _report_errors_to_others(self) -> Iterator[None]:
         """Put an error of this rank inside, as of a collator or a metric, into the failure report of ranks that wait.
 
-        All ranks wait at the end, so that none goes on without one whose metric failed.
+        An error that all ranks raise is in no need of a report. All ranks wait at the end, so that none goes on without
+        one whose metric failed.
         """
         try:
             yield

@@ -112,7 +112,7 @@ def _check_one_document(values: Mapping[str, Any], length: int) -> None:
 
 
 def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
-    """Read a mask of zeros and ones, one for each of so many tokens, as booleans. Raises RowError for other values."""
+    """Read a mask of zeros and ones, one for each of `length` tokens, as booleans. Raises RowError for other values."""
     mask = _check_length(_read_integers(values, name), name, length)
     if bad := [int(value) for value in mask if value not in (0, 1)]:
         raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
