@@ -138,8 +138,8 @@ class _GradientSums:
     def _sum_by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
         """Sum dk and dv, side by side: (S, columns) in the accumulation dtype, rows member after member.
 
-        There is an addend for each call of the kernel, and an index of which of its keys is each row of the group (−1:
-        none).
+        Every call of the kernel gave one addend; its index (S,) says for each row of the group which of the addend's
+        rows it is (−1: none).
         """
         key_indices, widths = self._members.keys_by_member, [x.shape[1:].numel() for x in (k, v)]
         total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))

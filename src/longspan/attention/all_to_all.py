@@ -191,9 +191,8 @@ class _Backward:
         block waits for nobody, so it fills gaps: that of the first half of all slices is done before the first block
         arrives, that of the others while the last gradients travel.
         """
-        # of local tensors, keys and values arrive with the first queries; exchanged ones are at hand
         queries, own_pairs = list[Queries](), list[_Pair]()
-        if self._is_local:
+        if self._is_local:  # keys and values arrive with the first queries; exchanged ones are at hand
             queries.append(self._receive_queries(run.start))
         first_saved = queries[0].saved if queries else self._swap.slice_saved(self._saved, run.start)
         ring = RingGradients(first_saved.k, first_saved.v, self._swap.members)

@@ -143,10 +143,10 @@ def pair_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
 
 def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]:
     """Return the documents in the tensor's order, and where the rows of each begin and end in it."""
-    opens = np.flatnonzero(np.diff(segments.document, prepend=-1))
-    last_runs = np.append(opens, len(segments))[1:] - 1
+    first_runs = np.flatnonzero(np.diff(segments.document, prepend=-1))
+    last_runs = np.append(first_runs, len(segments))[1:] - 1
     stops = segments.offset + segments.stop - segments.start
-    return segments.document[opens], segments.offset[opens], stops[last_runs]
+    return segments.document[first_runs], segments.offset[first_runs], stops[last_runs]
 
 
 def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
@@ -175,14 +175,14 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
     first_position = np.stack([np.maximum(start, k_start), np.maximum(start, k_stop)], axis=1)
     end_position = np.stack([np.minimum(stop, k_stop), np.minimum(stop, following)], axis=1)
     to_row = (q.offset[q_run] - start)[:, None]  # what added to a position gives its row
-    end = np.stack([k_offset + end_position[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
-    base = k.offset[first_k_run][:, None]
+    end_key = np.stack([k_offset + end_position[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
+    first_key = k.offset[first_k_run][:, None]
     columns = (
         document[:, None],
         first_position + to_row,
         end_position + to_row,
-        base,
-        end,
+        first_key,
+        end_key,
         np.array(-1),
         np.array([0, -1]),  # of the two tiles of a pair, the first ends on the causal diagonal
     )

@@ -128,7 +128,7 @@ def merge_by_layer(
     _check_base(run, configuration, run_dir)
     images = find_images_class(configuration) is not None
     model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
-    _refuse_tied_ends(saved, model)
+    _refuse_adapted_tie(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     for _, group in groupby(_whole_weights(model), lambda entry: weight_unit(entry[0])):
         yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
@@ -178,10 +178,10 @@ def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) 
         )
 
 
-def _refuse_tied_ends(saved: SavedAdapter, model: PreTrainedModel) -> None:
-    """Raise CheckpointError if one of two modules that share a weight is adapted: the other's must not change."""
-    tied = (model.get_input_embeddings(), model.get_output_embeddings())  # where `is_tied` says so
-    adapted = [name for name, module in model.named_modules() if module in tied and name in saved.scalings]
+def _refuse_adapted_tie(saved: SavedAdapter, model: PreTrainedModel) -> None:
+    """Raise CheckpointError if one of two embeddings that share a weight is adapted: the other's must not change."""
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    adapted = [name for name, module in model.named_modules() if module in embeddings and name in saved.scalings]
     if adapted and is_tied(model):
         raise CheckpointError(
             f"--merge: {adapted[0]} has an adapter, and shares its weight with the other end of the "

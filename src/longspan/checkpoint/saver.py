@@ -288,7 +288,7 @@ class CheckpointSaver:
         handle = optimizer.register_step_pre_hook(wait_for_copies)
 
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
-        """Run in a thread that does not keep the process alive, on this rank's device."""
+        """Run `work` in a thread that does not keep the process alive, on this rank's device."""
 
         def run() -> None:
             if device.type == "cuda":

@@ -122,7 +122,8 @@ def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
     """Return a list of a row as an array of integers (n,). Raises RowError for anything else.
 
-    numpy itself raises for lists of different lengths, so those become arrays of objects, which are refused here.
+    A list with an entry that is no number becomes an array of objects, which is refused here: numpy would raise an
+    error of its own where the entries are lists of different lengths.
     """
     if not isinstance(values, list | np.ndarray):
         raise RowError(f"{name} is {type_name(values)}; give a list of integers: {preview(values)}")

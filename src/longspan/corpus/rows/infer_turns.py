@@ -80,7 +80,7 @@ class _Conversation:
 
     def messages_around(self, start: int, stop: int) -> range:
         """Return the messages from the last one with a text before a span to the first one with a text after it."""
-        before, to_stop = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
+        before, to_stop = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))  # counts
         first = self.ends[before - 1][1] if before else 0
         last = self.ends[to_stop][1] if to_stop < len(self.ends) else len(self.messages) - 1
         return range(first, last + 1)
@@ -224,8 +224,8 @@ def _find_end_of_question(conversation: _Conversation, turn: _Turn, before: _Tur
     except RowError:  # a conversation that begins with the assistant
         return None
     text, end = conversation.text, before.ends[-1]
-    words = str(before.fields[-1].value).rstrip()[-_CONTEXT:] if before.fields else ""
-    begin = end - len(words) if words and text[:end].endswith(words) else end
+    last_words = str(before.fields[-1].value).rstrip()[-_CONTEXT:] if before.fields else ""
+    begin = end - len(last_words) if last_words and text[:end].endswith(last_words) else end
     length = longest_overlap(prompt.text, text[begin : turn.ends[0]])
     return begin + length if length > end - begin else None
 

@@ -138,7 +138,7 @@ class _PartMedia:
         self._folder, self._counts = folder, Counter[str]()
 
     def extract_media(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
-        """Replace media by bare parts in messages, and by parts in texts with one of the `name_pattern`."""
+        """Return messages whose media are bare parts; a text that names media (`name_pattern`) becomes parts, too."""
         new_messages = list[Any]()
         for i, message in enumerate(messages):
             content = message.get("content") if isinstance(message, dict) else None

@@ -98,7 +98,7 @@ class RowImages:
         except RowError:
             return token
         between = text.split(_WORDS[0])[-1].split(_WORDS[1])[0]
-        return between if between.count(token) == 1 and between in text else token
+        return between if between.count(token) == 1 else token
 
     def _processor_tokens(self, kinds: Sequence[str]) -> dict[str, str]:
         """Return the processor's token for images and, if `kinds` has videos and the processor too, for videos."""

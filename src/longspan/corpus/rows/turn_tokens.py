@@ -77,16 +77,17 @@ class TurnTokens:
     def find_end_of_turn(self, text: str, start: int, limit: int, turn: str) -> int:
         """Find the end of the turn whose last text ends at `start`: after the first token there that ends turns.
 
-        Another special token ends it too, if it is the only one before the next turn or the end of the text. No other
-        turn may begin before the end. A turn at the end of the text needs no such token. Raises RowError otherwise.
+        Another special token ends it too, if nothing but blanks stands between that token and the next turn or the end
+        of the text. No other turn may begin before the end. The last turn of the text needs no token at its end. Raises
+        RowError otherwise.
         """
         tokens = list(self.any_token.finditer(text, start, limit)) if self.any_token else []
         inside = list(takewhile(lambda token: token.group() not in self.headers - self.ends, tokens))
         for i, token in enumerate(inside):
             if token.group() in self.ends | self.closing:
                 return self._find_end_token(inside[i:]).end()
-        behind = tokens[len(inside)].start() if len(inside) < len(tokens) else len(text)
-        if inside and not text[inside[0].end() : behind].strip():
+        next_turn = tokens[len(inside)].start() if len(inside) < len(tokens) else len(text)
+        if inside and not text[inside[0].end() : next_turn].strip():
             return inside[0].end()
         if limit == len(text) and not tokens:
             return max(start, len(text.rstrip()))
