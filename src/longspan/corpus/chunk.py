@@ -171,7 +171,7 @@ def _iterate_records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
     types = str(batch.schema)
     repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows
     if not repeats and (not most or batch.nbytes <= most):
-        with suppress(UnicodeDecodeError):
+        with suppress(UnicodeDecodeError):  # of one of the rows: below it is found
             yield from batch.to_pylist()
             return
     for number in range(len(batch)):

@@ -40,7 +40,7 @@ class LineFile:
         self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield its lines in order, some at a time; while it reads over a line, chunks without rows.
+        """Yield the file's lines in order, some at a time; while a line is read over, chunks without rows.
 
         A chunk is CHUNK_BYTES and the rest of its last line, which begins at `start`; `first` and `position` are the
         number and the byte of its first line. Of a line that is longer than the limit only the first bytes are kept, to
@@ -66,7 +66,7 @@ class LineFile:
                     data = data[: start + SHOWN_BYTES]
                 yield Chunk("lines", self.name, first, position, data, raw.tell(), folder, self._most, too_long)
                 position += start + too_long + 1 if too_long else len(data)
-                first = number + bool(too_long)
+                first = number + bool(too_long)  # a line that is read over has no line end in `data`
 
     def row_at(self, position: int) -> Row | BadRow:
         """Read the row whose line begins at this byte; to go back in a compressed file, it is opened again."""

@@ -126,6 +126,7 @@ class ChatTemplate:
         as_text, one_part, several_parts = (
             "".join(self._render_content(role, content, tools).split()) for content in contents
         )
+        # Several parts are read if all are shown, and no other way than one text, unless texts are not shown.
         reads_parts = all(word in several_parts for word in _WORDS) and (
             several_parts == as_text or words_text not in as_text
         )

@@ -136,8 +136,8 @@ class _Writer:
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         """Open the files of a corpus: a column for each fact of its documents, and their tokens if they are stored.
 
-        A corpus that is not stored has the places of its rows in their files instead. Several sources make a column
-        more.
+        Without stored tokens there are columns of the rows' places in their files instead, and with several sources one
+        of the sources' numbers.
         """
         self._recipe, self._folder = recipe, folder
         columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4"}
