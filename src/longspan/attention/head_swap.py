@@ -72,7 +72,7 @@ class HeadSplit:
         return max(1, slices // self.member_kv_heads)
 
     def _cuts_evenly(self, slices: int) -> bool:
-        """Return whether so many slices are each whole runs, or an equal part of one run."""
+        """Return whether `slices` slices of a member's query heads can be whole runs each, or equal parts of a run."""
         return self.member_kv_heads % slices == 0 or (
             slices % self.member_kv_heads == 0 and self.member_heads % slices == 0
         )

@@ -242,8 +242,7 @@ class Members:
         return segments_from_runs(runs.document, start, stop)
 
     def _find_rows(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
-        """Find which rows of `owner` are among `keys`: their indices in the owner's tensor, ascending, and those in
-        `keys`.
+        """Find which rows of `owner` are among `keys`: their indices in the owner's tensor, ascending, and in `keys`.
 
         Rows are compared by their number among the group's rows in document order. A row before all runs of keys gets
         run −1, whose stop is the 0 that is appended, so that the row is in no run.

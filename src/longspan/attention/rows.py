@@ -146,9 +146,9 @@ def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: 
 
 
 def member_views(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
-    """View a contiguous matrix (members × rows, columns), whose rows lie member after member, by columns.
+    """View the columns of a contiguous matrix (members × rows, columns), whose rows lie member after member.
 
-    For each of `widths`, so many of the columns: a view (rows, members, width).
+    There is a view (rows, members, width) for each of `widths`, into which the columns are cut from left to right.
     """
     columns, start, views = matrix.shape[1], matrix.storage_offset(), list[Tensor]()
     rows = matrix.shape[0] // members

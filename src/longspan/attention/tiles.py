@@ -187,9 +187,9 @@ class Launch:
         return queries, keys
 
     def blocks(self, rows: int, *, of_keys: bool) -> Tensor:
-        """Cut the tiles into blocks of `rows` rows, or keys, the costliest first: tile and first row in it (n, 2).
+        """Cut the tiles into blocks of `rows` rows, or keys, the costliest first: tile and first row in it (n, 2) int32.
 
-        A kernel whose programs take one block each keeps all multiprocessors busy to the end this way. int32.
+        In this order a kernel whose programs take one block each keeps all multiprocessors busy to the end.
         """
         if (rows, of_keys) not in self._blocks:
             self._blocks[rows, of_keys] = to_device(self.tiling.blocks(rows, of_keys=of_keys), self.device)
@@ -197,9 +197,7 @@ class Launch:
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the document id and position of the query rows that a kernel receives, and the position of the key
-        rows: int64.
-        """
+        """Return documents and positions of the query rows that a kernel receives, and positions of its key rows."""
         assert self._tokens is not None, "this launch was made without tokens"
         document, q_position, k_position = self._tokens()
         q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()

@@ -103,9 +103,8 @@ class TextTokenizer:
 
     def encode_with_spans(self, text: str) -> tuple[Integers, Integers]:
         """Encode a text without the tokens around it: its ids (n,), and the characters (n, 2) of each token."""
-        piece = (
-            PIECE if can_encode_in_pieces(self.engine) else max(len(text), 1)
-        )  # all of the text, if it cannot be cut
+        whole_length = max(len(text), 1)  # of a text that cannot be cut
+        piece = PIECE if can_encode_in_pieces(self.engine) else whole_length
         return encode_with_spans(self.engine, text, piece=piece)
 
     def parsing(self, parse: bool) -> "TextTokenizer":
@@ -187,8 +186,8 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
         _check_settings(settings)
     if not file.is_file():
         return _load_other_files(folder)
-    try:
-        engine = Tokenizer.from_file(str(file))  # transformers' own error for a damaged file names no file
+    try:  # first, also where transformers reads the file again: its error for a damaged one names no file
+        engine = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust side raises plain Exception
         raise DataError(f"{file} is not a tokenizer: {error}") from error
     if settings.is_file():
