@@ -187,7 +187,7 @@ class Launch:
         return queries, keys
 
     def blocks(self, rows: int, *, of_keys: bool) -> Tensor:
-        """Cut the tiles into blocks of `rows` rows, or keys, the costliest first: tile and first row in it (n, 2) int32.
+        """Cut tiles into blocks of `rows` rows or keys, the costliest first: tile and first row in it (n, 2), int32.
 
         In this order a kernel whose programs take one block each keeps all multiprocessors busy to the end.
         """

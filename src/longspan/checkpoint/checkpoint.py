@@ -81,8 +81,8 @@ def save_checkpoint(
     PosixPath('runs/mine/step-000100')
 
     `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
-    newest `keep` good checkpoints stay (0: all), and that of step `best`. Without `weights` it holds the optimizer
-    only, for who keeps the weights in a folder of `save_model`. Returns the checkpoint's folder; `CheckpointSaver`
+    newest `keep` good checkpoints stay (0: all), and that of step `best`. Without `weights` the optimizer alone is
+    written, for who keeps the weights in a folder of `save_model`. Returns the checkpoint's folder; `CheckpointSaver`
     writes while training goes on. Raises CheckpointError on every rank if any could not write, and CommError with the
     rank that is lost; an older checkpoint is never damaged.
     """
@@ -115,8 +115,8 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     >>> done = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
 
     All ranks call it together; each reads a part of the files and compares their hashes with what was written. What is
-    unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in the
-    checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
+    unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in the checkpoint
+    too, which `save_checkpoint` then counts as no good one. Raises CheckpointError where nothing good is left.
     """
     root = as_root(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
@@ -254,11 +254,11 @@ def drop_absent_moments(
     """
     stored_here = StoredMoments.of(tensors["optimizer"])
     updated = {name: p for name, p in model.named_parameters() if name in stored_here.moments}
-    without = [name for name in updated if name not in stored.moments]
-    lacking = [name for name in without if name not in stored.settings]
+    absent = [name for name in updated if name not in stored.moments]
+    lacking = [name for name in absent if name not in stored.settings]
     other_settings = [
         name
-        for name in without
+        for name in absent
         if not stored.moments and name not in lacking and stored.settings[name] != stored_here.settings[name]
     ]
     reports = world.control.gather_objects((lacking, other_settings), "moments of a checkpoint")
@@ -273,10 +273,10 @@ def drop_absent_moments(
             f"checkpoint {path} has no moments for {type(optimizer).__name__}: it was saved with another optimizer; "
             "use that one, or load the weights alone, load_checkpoint(path, model, None, world)"
         )
-    for name in without:
+    for name in absent:
         del optimizer.state[updated[name]]
     moments = tensors["optimizer"]
-    prefixes = tuple(f"{STATE}{parameter}." for parameter in without)
+    prefixes = tuple(f"{STATE}{parameter}." for parameter in absent)
     for name in [name for name in moments if name.startswith(prefixes)]:
         del moments[name]
 

@@ -100,7 +100,7 @@ def export_checkpoint(
 
     `mtp`: whether depths of multi-token prediction are written, and under which names (`MtpNames`).
 
-    `dtype` is that of the files: "auto", that of the run's model/ folder, or a name. Raises CheckpointError for a
+    `dtype` is that of the files: "auto" for that of the run's model/ folder, or a name. Raises CheckpointError for a
     checkpoint that is missing, damaged or of another model, and ModelError for a folder that is not empty, unless it
     is a model's and `overwrite` is true: then its weights, configuration and tokenizer are replaced.
     """

@@ -90,7 +90,8 @@ class SavedAdapter(NamedTuple):
 def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
     """Return a run's adapter with the tensors that its checkpoint has `stored`.
 
-    Raises CheckpointError if [lora] describes an adapter of other tensors.
+    The adapter that [lora] describes is added to a model without weights, which has its names and scalings. Raises
+    CheckpointError if these are other names than those of the tensors.
     """
     tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
     stock = empty_model(configuration, torch.float32, find_images_class(configuration))

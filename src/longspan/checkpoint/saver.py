@@ -228,7 +228,7 @@ class CheckpointSaver:
         return f"writing of checkpoint {save.path.name} ({save.phase}) for {time.monotonic() - save.started:.1f} s"
 
     def wait_here(self, seconds: float) -> None:
-        """Wait for the save in progress at most so long, on a rank that is about to leave with an error of its own."""
+        """Wait at most `seconds` for the save in progress, on a rank that is about to leave with its own error."""
         if self._running is not None:
             self._running.ended.wait(seconds)
             self._running = None

@@ -30,10 +30,8 @@ class GivenArguments:
         self.takes: set[str] = {*self._names, *stock.parameters}
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
         with suppress(TypeError):  # *args of a class between `kind` and `_stock`: they stand for other parameters
-            passed_values, passed_keywords = (
-                self._argument_value(self._positional, ()),
-                self._argument_value(self._keywords, {}),
-            )
+            passed_values = self._argument_value(self._positional, ())
+            passed_keywords = self._argument_value(self._keywords, {})
             stock_call = stock.bind_partial(None, *passed_values, **passed_keywords)  # None: for self
             self.values |= {name: value for name, value in stock_call.arguments.items() if name != "self"}
 

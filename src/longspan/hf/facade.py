@@ -204,8 +204,7 @@ class Facade:
         num_items_in_batch: Any = None,
         **batch: Any,
     ) -> TokenOutput:
-        """Answer a batch (B, L) of all ranks with its loss, or with log-probabilities for a loss that the trainer
-        makes.
+        """Answer a batch (B, L) of all ranks with its loss, or with log-probabilities for a loss of the trainer's own.
 
         These are values of the whole batch on every rank, and a leaf that takes their gradient. Raises what
         `documents_of` does for a batch that is none of documents.

@@ -224,7 +224,7 @@ class StepsPart(StockTrainer):
     def _work_meanwhile(self) -> None:
         """Prepare the next step, then wait for the device within the limit of this one.
 
-        A rank whose collator was slow may come to the sums later than that, as between steps.
+        From then on the limit is at least that between steps, as ranks with slow collators come to the sums late.
         """
         self._prepare_next_step()
         if self.world.device.type == "cuda":
