@@ -33,7 +33,7 @@ def test_what_only_an_update_writes_is_copied_later_and_the_rest_at_once() -> No
     model = nn.BatchNorm1d(SMALL)
     moments = {"exp_avg": torch.ones(SMALL), "step": torch.tensor(3.0), "lr": 0.1, "none": torch.empty(0, 4)}
     stage = Stage(torch.device("cpu"))
-    staged = stage.begin({"model": model.state_dict(), "optimizer": moments}, model)
+    staged = stage.begin_copies({"model": model.state_dict(), "optimizer": moments}, model)
     model.weight.data.fill_(5), moments["exp_avg"].fill_(5)  # type: ignore[union-attr]
     model.running_mean.fill_(5), moments["step"].fill_(5)  # type: ignore[union-attr]
     staged.finish()
@@ -43,7 +43,7 @@ def test_what_only_an_update_writes_is_copied_later_and_the_rest_at_once() -> No
     assert copies["model"]["running_mean"].unique().tolist() == [0] and copies["optimizer"]["step"] == 3
     assert copies["optimizer"]["lr"] == 0.1 and copies["optimizer"]["none"].shape == (0, 4)
     taken, first = stage.bytes, copies["model"]["weight"].data_ptr()
-    again = stage.begin({"model": model.state_dict(), "optimizer": moments}, model).tensors
+    again = stage.begin_copies({"model": model.state_dict(), "optimizer": moments}, model).tensors
     assert (stage.bytes, again["model"]["weight"].data_ptr()) == (taken, first), "memory is kept from save to save"
     assert again["model"]["weight"].untyped_storage().size() == model.weight.nbytes, "or torch copies it to write it"
 

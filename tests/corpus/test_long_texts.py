@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from longspan.corpus import long_texts, tokenizer
-from longspan.corpus.long_texts import encode_in_pieces, encode_with_spans, has_pieces
+from longspan.corpus.long_texts import can_encode_in_pieces, encode_in_pieces, encode_with_spans
 from longspan.corpus.rows import encoding
 from longspan.corpus.rows.sample import BadRow, Row, Sample
 from longspan.corpus.tokenizer import TextTokenizer, train_tokenizer
@@ -102,8 +102,10 @@ def test_a_tokenizer_puts_the_same_around_long_texts(monkeypatch: pytest.MonkeyP
 
 
 def test_other_models_are_encoded_as_a_whole() -> None:
-    assert has_pieces(engine_of("gpt-2"))
-    assert not has_pieces(Tokenizer(models.Unigram())) and not has_pieces(Tokenizer(models.BPE(dropout=0.1)))
+    assert can_encode_in_pieces(engine_of("gpt-2"))
+    assert not can_encode_in_pieces(Tokenizer(models.Unigram())) and not can_encode_in_pieces(
+        Tokenizer(models.BPE(dropout=0.1))
+    )
 
 
 def test_overlaps_are_doubled_while_they_are_shorter_than_a_piece() -> None:

@@ -88,7 +88,7 @@ def test_ids_are_those_of_transformers_and_the_end_of_text(tmp_path: Path, closi
         assert ids.tolist() == wanted + [stock.eos_token_id] * (not closing)
     assert (tokenizer.opening, tokenizer.closing) == (("<s>",), ("</s>",))
     assert tokenizer.size == len(stock)
-    assert tokenizer.count_special(texts) == {"<|im_start|>": 1, "<|tool|>": 1, "</s>": 1, "<s>": 1}
+    assert tokenizer.count_special_tokens(texts) == {"<|im_start|>": 1, "<|tool|>": 1, "</s>": 1, "<s>": 1}
 
 
 def test_files_of_a_tokenizer_are_kept_byte_for_byte(tmp_path: Path) -> None:

@@ -80,8 +80,8 @@ def sft(rank: int, folder: str, accumulate: int) -> tuple[Counter[Any], Counter[
 
             def noted(*args: Any, **keywords: Any) -> Any:
                 frames = {f.name for f in traceback.extract_stack()}
-                if reads.phase or "_prepare_next" in frames:
-                    work[key].append("_prepare_next" in frames)
+                if reads.phase or "_prepare_next_step" in frames:
+                    work[key].append("_prepare_next_step" in frames)
                 return original(*args, **keywords)
 
             patch.setattr(owner, name, noted)

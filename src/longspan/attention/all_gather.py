@@ -100,7 +100,7 @@ def _gather_slices(
     started = [start_gather(slices[0])]
     for i, heads in enumerate(slices):
         in_order = join_columns((started.pop().wait(),), order)
-        started += [start_gather(following) for following in slices[i + 1 : i + 2]]
+        started += [start_gather(following) for following in slices[i + 1 : i + 2]]  # none after the last slice
         k, v = split_columns(in_order, [(heads.kv.stop - heads.kv.start, x.shape[2]) for x in tensors])
         del in_order
         yield heads, (k, v)
@@ -117,7 +117,7 @@ class _GradientSums:
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
 
     def send_gradients(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
-        """Start sending gradients of all rows, k and v (S, heads, H), to their members.
+        """Start sending every member the gradients of its rows; k and v (S, heads, size) are a slice's, of all rows.
 
         Those of the slice before are collected first, so that one message at a time takes memory.
         """
@@ -138,8 +138,8 @@ class _GradientSums:
     def _sum_by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
         """Sum dk and dv, side by side: (S, columns) in the accumulation dtype, rows member after member.
 
-        There is an addend for each call of the kernel, and an index of which of its keys is each row of the group (−1:
-        none).
+        Every call of the kernel gave one addend; its index (S,) says for each row of the group which of the addend's
+        rows it is (−1: none).
         """
         key_indices, widths = self._members.keys_by_member, [x.shape[1:].numel() for x in (k, v)]
         total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
@@ -151,7 +151,8 @@ class _GradientSums:
         """Wait for the gradients of the slice that was sent last, and sum what all members sent for the own rows."""
         if self._started is None:
             return
-        arrived = self._started.wait()  # of every member, the gradients of the own rows; unflatten refuses none
+        # Every member's gradients of the own rows, one after another; unflatten refuses a tensor without rows.
+        arrived = self._started.wait()
         total = arrived.unflatten(0, (self._members.degree, -1)).sum(0) if len(arrived) else arrived
         dk, dv = split_columns(total, self._row_shapes)
         self._finished_slices.append((dk, dv))

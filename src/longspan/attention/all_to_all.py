@@ -96,7 +96,7 @@ def _forward_turns(
     for turn in range(members.turns):
         launches, k, v = next(blocks)
         for slice_index in run:
-            if turn == 0:
+            if turn == 0:  # a slice is received right before its first block, and the first one was above
                 if slice_index > run.start:
                     (q,) = swap.receive_heads(arriving.pop(0), sent[slice_index])
                 total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
@@ -147,7 +147,7 @@ class _Backward:
     def __init__(
         self, dout: Tensor, saved: Sequence[Saved], swap: HeadSwap, call: AttendCall, kv_dtype: torch.dtype
     ) -> None:
-        """Start sending every slice of heads: dout, and what was saved of it where that is still of the own rows.
+        """Start sending every slice of heads: dout and, where the local q, k, v and out were saved, these as well.
 
         With a kernel that takes deltas (dout · out of each row) these travel in place of the output, which is larger.
         """
@@ -191,8 +191,9 @@ class _Backward:
         block waits for nobody, so it fills gaps: that of the first half of all slices is done before the first block
         arrives, that of the others while the last gradients travel.
         """
-        # of local tensors, keys and values arrive with the first queries; exchanged ones are at hand
-        queries, own_pairs = [self._receive_queries(run.start)] if self._is_local else list[Queries](), list[_Pair]()
+        queries, own_pairs = list[Queries](), list[_Pair]()
+        if self._is_local:  # keys and values arrive with the first queries; exchanged ones are at hand
+            queries.append(self._receive_queries(run.start))
         first_saved = queries[0].saved if queries else self._swap.slice_saved(self._saved, run.start)
         ring = RingGradients(first_saved.k, first_saved.v, self._swap.members)
         early = [index for index in run if 2 * index < self._swap.slices]
@@ -218,7 +219,7 @@ class _Backward:
     def _receive_queries(self, slice_index: int) -> Queries:
         """Receive dout for the query heads of a slice, and join it with what forward saved of them.
 
-        Where that is of the own rows, with all heads, the neighbours' q, k, v and out (or deltas) arrive beside dout.
+        If forward saved the local rows with all heads, the neighbours' q, k, v and out (or deltas) arrive beside dout.
         """
         swap = self._swap
         arrived = swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])

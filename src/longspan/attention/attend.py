@@ -138,7 +138,8 @@ def _find_call(
     by_layer = cache.listed_by_layer if types is None else not isinstance(types, str)
     arguments = arguments if by_layer else arguments._replace(layer=None)
     shapes = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in tensors]
-    key = (*shapes, arguments, *map(type, arguments), are_deterministic_algorithms_enabled())  # True == 1
+    # The types of arguments too: True equals 1, and only one of them may be a valid window.
+    key = (*shapes, arguments, *map(type, arguments), are_deterministic_algorithms_enabled())
     try:
         call = cache.calls.get(key)
     except TypeError:  # an argument that is not hashable, which no check accepts
@@ -171,7 +172,7 @@ class _Attend(torch.autograd.Function):
         ctx.call, ctx.slices = call, slices
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         ctx.save_for_backward(sinks, out if any(x is None for x in saved) else None, *saved)
-        # A view: autograd refuses writes into it, which a checkpoint would not notice in what backward needs.
+        # A view, as autograd refuses writes into one: a checkpoint would not notice that backward's tensors changed.
         return out.view_as(out)
 
     @staticmethod
@@ -217,10 +218,10 @@ def _put_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
 def _attend_parts(
     q: Tensor, k: Tensor, v: Tensor, call: AttendCall, local: bool = False
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
-    """Attend in all parts: output (T, N, Hv), what they save for backward, and in how many slices each does.
+    """Attend in all parts: return the output (T, N, Hv), what is saved for backward, and each part's number of slices.
 
-    None stands for the output of a part, which is saved as a part of the whole output. With `local` q, k, v and out are
-    saved of the own rows under every type, in place of what was exchanged: backward exchanges them once more.
+    In what is saved None stands for the output of a part: the whole output is saved. With `local` the own rows' q, k, v
+    and out are saved under every type, in place of what was exchanged: backward exchanges them once more.
     """
     parts = list[tuple[Tensor, Sequence[Saved]]]()
     with _disable_autocast(q):

@@ -54,7 +54,7 @@ def copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> N
 
 
 def copy_whole_rows(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy into ← source for pairs (source, into) of (rows, …), as many rows each, whose elements are in order."""
+    """Copy into ← source for pairs (source, into) of (rows, …), all with one number of rows and elements in order."""
     whole_rows = [
         _Move(source, source.stride(0), 0, into, into.stride(0), 0, into.shape[1:].numel()) for source, into in moves
     ]
@@ -93,7 +93,7 @@ def _launch_copies(moves: Sequence[_Move], index: Tensor | None, rows: int, memb
 def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
     """Add into[index[r]] += source[r] (into[r] without one) for pairs (source, into) of (rows, …), into in float32.
 
-    Elements of a row are in order, indices distinct, and every pair has as many source rows. A launch takes two
+    Elements of a row are in order, indices distinct, and all sources have one number of rows. A launch takes two
     pairs; a last one alone is passed twice, and HAS_B leaves the second out.
     """
     rows = moves[0][0].shape[0]

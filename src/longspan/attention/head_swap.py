@@ -42,9 +42,9 @@ class HeadSplit:
 
     @cached_property
     def member_kv_heads(self) -> int:
-        """Key/value heads that a member receives.
+        """Key/value heads that a member receives, one for each run of its query heads.
 
-        A run is as long as divides both the queries of a key/value head and those of a member.
+        A run is the longest that divides both the query heads of a key/value head and those of a member.
         """
         return self.member_heads // gcd(self.heads // self.kv_heads, self.member_heads)
 
@@ -72,7 +72,7 @@ class HeadSplit:
         return max(1, slices // self.member_kv_heads)
 
     def _cuts_evenly(self, slices: int) -> bool:
-        """Return whether so many slices are each whole runs, or an equal part of one run."""
+        """Return whether `slices` slices of a member's query heads can be whole runs each, or equal parts of a run."""
         return self.member_kv_heads % slices == 0 or (
             slices % self.member_kv_heads == 0 and self.member_heads % slices == 0
         )
@@ -84,8 +84,8 @@ head_split = cache(HeadSplit)  # worked out once
 class HeadSwap:
     """The exchange inside one neighbourhood of M members: (T, all heads) of the local rows for (R, some heads) of all.
 
-    Heads (N) are M runs of those that a member computes, each cut into `slices` slices; key/value heads into fewer,
-    where several slices that follow each other use the same.
+    The query heads (N) are M runs, one for each member, and every run is cut into `slices` slices. Key/value heads are
+    cut into fewer slices if neighbouring slices of query heads use the same one.
     """
 
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
@@ -110,7 +110,7 @@ class HeadSwap:
         return self.opens_run(slice_index + 1)
 
     def tensors_to_send(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return the tensors to send of each slice, with keys and values if it is the first with them."""
+        """Return the tensors to send of each slice: its queries, and keys and values if no slice before has those."""
         copies = self.split.kv_copies
         tensors = (q, *(x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v)))
         return [tensors if self.opens_run(slice_index) else tensors[:1] for slice_index in range(self.slices)]
@@ -151,7 +151,10 @@ class HeadSwap:
         return self._channel.all_to_all_rows(packed, self._local_counts, self._counts, label)
 
     def _slice_views(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
-        """View this slice of every member's heads in tensors (T, N, size): (T, members, columns)."""
+        """View this slice of every member's heads in tensors (T, N, size): (T, members, columns).
+
+        Key/value heads may be cut into fewer slices, of which each serves several slices of query heads.
+        """
         return [
             head_views(x, self._degree, cuts, slice_index * cuts // self.slices)
             for x, cuts in zip(tensors, map(self._slice_count, tensors), strict=True)

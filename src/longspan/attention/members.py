@@ -46,7 +46,7 @@ class WindowRows(NamedTuple):
 class Members:
     """The members of one group that share keys and values, `inner` of the group's acting as one.
 
-    `degree` members, of which this rank is (part of) number `member`; `counts[m]` rows are held by member m, in
+    There are `degree` members; this rank is number `member`, or a part of it. Member m holds `counts[m]` rows, in
     document order where `inner` > 1. Under a causal mask rows of `spans` see the later rows of their span as well. Made
     once per shard, so that layers share what it derives.
     """
@@ -118,8 +118,8 @@ class Members:
         document, start, stop = self._list_runs(self.member)
         order, sizes = np.lexsort((start, document)), stop - start
         begins = np.empty_like(start)
-        begins[order] = np.cumsum(sizes[order]) - sizes[order]
-        places = expand_runs(begins, begins + sizes)
+        begins[order] = np.cumsum(sizes[order]) - sizes[order]  # of each run that arrives, in document order
+        places = expand_runs(begins, begins + sizes)  # of each row that arrives
         if (np.diff(places) == 1).all():
             return None
         inverse = np.empty_like(places)
@@ -178,7 +178,10 @@ class Members:
         return laid_out, np.cumsum(laid_out) - laid_out
 
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
-        """Make the launches of this member's rows against `keys`, rows of a tensor; `positions` are of all its rows."""
+        """Make the launches of this member's rows against `keys`, some rows of a tensor.
+
+        `positions` returns the positions of all rows of that tensor, in their documents.
+        """
         ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
         # The launches keep this function and `Members` keeps them: it refers to no `Members`, or a cycle would be left.
@@ -224,8 +227,8 @@ class Members:
     def visible_rows(self, reader: int) -> Segments:
         """Return the rows that one member's rows see under a window or chunks and in their spans, in document order.
 
-        Each run of its rows sees from the window's (or the chunk's) first row on to its own end, or that of its last
-        span. Rows that several runs see are returned once.
+        A run of rows sees from the first row of its window (or chunk) on to the end of the run, or of the last span in
+        it. Rows that several runs see are returned once.
         """
         _, window, chunk = self.mask
         assert window is not None or chunk is not None
@@ -234,17 +237,15 @@ class Members:
         if chunk is not None:
             start = np.maximum(start, runs.start - runs.start % chunk)
         same_document, stop = runs.document[1:] == runs.document[:-1], self.spans.run_ends(runs)
-        start[1:] = np.where(
-            same_document, np.maximum(start[1:], stop[:-1]), start[1:]
-        )  # begins where the last run ended
+        # What a run sees begins where that of the run before ends, at the earliest: so no row is in two.
+        start[1:] = np.where(same_document, np.maximum(start[1:], stop[:-1]), start[1:])
         return segments_from_runs(runs.document, start, stop)
 
     def _find_rows(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
-        """Find which rows of `owner` are among `keys`: their indices in the owner's tensor, ascending, and those in
-        `keys`.
+        """Find which rows of `owner` are among `keys`: their indices in the owner's tensor, ascending, and in `keys`.
 
-        Rows are compared by their number among the group's rows in document order. A row before all runs gets run −1,
-        for which the stop of 0 is appended: it is in none.
+        Rows are compared by their number among the group's rows in document order. A row before all runs of keys gets
+        run −1, whose stop is the 0 that is appended, so that the row is in no run.
         """
         _, document_starts = self._document_extents()
         segments = self.segments(owner)
@@ -253,7 +254,7 @@ class Members:
         )
         starts, stops = keys.start + document_starts[keys.document], keys.stop + document_starts[keys.document]
         run = np.searchsorted(starts, rows, side="right") - 1
-        is_among = np.flatnonzero((run >= 0) & (rows < np.append(stops, 0)[run]))
+        is_among = np.flatnonzero(rows < np.append(stops, 0)[run])
         return is_among, keys.offset[run[is_among]] + rows[is_among] - starts[run[is_among]]
 
 

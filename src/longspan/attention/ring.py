@@ -139,7 +139,10 @@ class RingGradients:
         next(self._blocks)  # the own block: the first of another member is on its way
 
     def compute_next_block(self, queries: Sequence[Queries]) -> None:
-        """Wait for the next block, compute its gradients and add its part to the queries', and send its sum on."""
+        """Wait for the next block, add what the queries get from it to their dq, and send the sums of its dk and dv on.
+
+        A block of another member travels on to the next one; its sums follow it.
+        """
         owner, (k, v) = next(self._blocks)
         launches, addends = self._members.launches(owner), list[Addend]()
         for dout, saved, call, dq in queries:
@@ -151,15 +154,16 @@ class RingGradients:
         return _own_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
 
     def finish(self, own: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return dk and dv of the own block, summed over the members, `own` last."""
+        """Return dk and dv of the own block, summed over the members; `own` are this member's, which are added last."""
         dk, dv = self._sums.finish([Addend(slice(0, len(of_own[0])), of_own) for of_own in own])
         return dk, dv
 
 
 def _own_head_slices(saved: Saved) -> list[slice]:
-    """Return the key/value heads of the own block that are computed at once.
+    """Return the slices of key/value heads in which the own block is computed: one, or where messages are large two.
 
-    Where messages are large, half of the heads come first and the others last, to hide the first and last message.
+    Of two the first hides the first message around the ring, and the second the last. A message has a block's
+    gradients in float32.
     """
     rows, kv_heads, head_size = saved.k.shape
     message = rows * kv_heads * (head_size + saved.v.shape[2]) * 4
@@ -190,7 +194,7 @@ def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendC
 
 
 def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
-    """Fetch the rows that are seen here of the members' tensors (T, …)."""
+    """Return the rows of all members' `tensors` (T, …) that this member's rows see, its own among them, in order."""
     rows = members.window_rows
     counts = [len(sent) for sent in rows.sends]
     sent = join_columns(tensors, rows.sent)
@@ -202,7 +206,7 @@ def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) ->
 
 
 def _return_gradients(members: Members, gradients: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
-    """Send gradients of the rows seen here to the rows' members; return the sums of the own rows, in member order."""
+    """Send gradients of the rows seen here to the members that hold them; return the sums for this member's rows."""
     rows, dtype = members.window_rows, accumulation_dtype(gradients[0].dtype)
     counts = [len(sent) for sent in rows.sends]
     foreign = join_columns(gradients, rows.places, dtype)

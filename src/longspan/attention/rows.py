@@ -55,7 +55,10 @@ def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tenso
 
 
 def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
-    """Copy into[r] ← source[index[r]] for pairs (source, into) of (rows, members, width); r without an index."""
+    """Copy into[r] ← source[index[r]], or source[r] without an index, for pairs (source, into).
+
+    All are (rows, members, width).
+    """
     if runs_fused(moves[0][1]):
         fused.copy_rows(moves, index)
         return
@@ -78,7 +81,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
 
 
 def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
-    """Add parts of a block's gradient to its sum in place, or, where the sum is `fresh`, fill it with them."""
+    """Add parts of a block's gradient to its sum in place; a `fresh` sum has no values yet, and is overwritten."""
     if fresh and len(addends) == 1 and covers(addends[0].rows, len(total[0])):
         _copy_pairs(list(zip(addends[0].tensors, total, strict=True)))
         return
@@ -127,9 +130,10 @@ def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
 
 
 def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Join rows of tensors (rows, …) of one dtype side by side: (rows, columns). With `index`, its rows in its order.
+    """Join rows of tensors (rows, …) of one dtype side by side: (rows, columns), in `dtype` (None: the tensors' own).
 
-    A single contiguous tensor without `index` comes back as a view: only read what is returned.
+    With `index` only the rows that it lists are joined, in its order. A single contiguous tensor without `index` comes
+    back as a view: only read what is returned.
     """
     if len(tensors) == 1 and index is None and dtype in (None, tensors[0].dtype) and tensors[0].is_contiguous():
         return tensors[0].flatten(1)
@@ -142,7 +146,10 @@ def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: 
 
 
 def member_views(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
-    """View a contiguous matrix (members × rows, columns), member after member, as (rows, members, width) each."""
+    """View the columns of a contiguous matrix (members × rows, columns), whose rows lie member after member.
+
+    There is a view (rows, members, width) for each of `widths`, into which the columns are cut from left to right.
+    """
     columns, start, views = matrix.shape[1], matrix.storage_offset(), list[Tensor]()
     rows = matrix.shape[0] // members
     for width in widths:
@@ -198,8 +205,8 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
 def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -> Tensor:
     """View numbers of rows and heads (T, N) bit by bit as heads (T, N, size) of `dtype`, to travel with such heads.
 
-    Zeros are appended until a slice of the heads fills a multiple of 16 bytes, as kernels want the rows of what travels
-    with it.
+    Behind each number come zeros, so many that the numbers of a slice of `heads_of_slice` heads take a multiple of 16
+    bytes: kernels want rows at such addresses, and what travels behind these numbers is at one then.
     """
     aligned = _ALIGNED // numbers.itemsize
     wide = numbers.new_zeros((*numbers.shape, aligned // gcd(aligned, heads_of_slice)))
@@ -251,7 +258,7 @@ class Partial:
         return self._total
 
     def result_with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return out (T, N, Hv) and lse (T, N) over all keys, and the sinks (N,).
+        """Return out (T, N, Hv) and lse (T, N), in which the `sinks` (N,) are counted as keys (None: there are none).
 
         A sink is one more key with value 0: it joins the log-sum-exp of each row and thins the output. The lse of rows
         that see neither a key nor a sink (of −inf) is finite, so that their weights are 0.

@@ -53,7 +53,7 @@ class Recording:
         self._park: Park = park or _park_in_place
         self.keep_exchanged = keep_exchanged
         self._calls: list[Any] = []
-        self._next: int | None = None  # None: recording
+        self._next: int | None = None  # while recomputing, the call that comes next; None: results are recorded
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return two contexts for `context_fn` of torch's checkpoint: of the forward pass, and of its recomputation."""

@@ -52,9 +52,9 @@ class Tile(NamedTuple):
     def rows(self, start: int, stop: int) -> "Tile":
         """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see.
 
-        Row i is aligned to key i + `shift`, so that the last row is aligned to the last key. The part's keys
-        begin `left` before its first row's and end `right` after its last row's. Its last row is then aligned to
-        another last key, `moved` keys away, and both limits, which count from there, move with it.
+        Row i is aligned to key i + `shift`. The part's keys begin `left` keys before the one that its first row is
+        aligned to, and end `right` keys after that of its last row. As every tile aligns its last row to its last key,
+        rows of the part are aligned to keys that lie `moved` keys before those here; limits are counted from there.
         """
         shift = self.keys - self.queries
         first_key = 0 if self.left is None else max(0, start + shift - self.left)
@@ -121,14 +121,11 @@ class Tiling:
         tile = np.repeat(np.arange(len(self)), counts)
         start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
         limit_before, limit_after = (self.right, self.left) if of_keys else (self.left, self.right)
-        aligned = start + (other_lengths - lengths)[tile]  # the other side's row or key at its first one
-        low = 0 if limit_before is None else np.maximum(aligned - limit_before, 0)
-        high = (
-            other_lengths[tile]
-            if limit_after is None
-            else np.minimum(aligned + rows + limit_after, other_lengths[tile])
-        )
-        order = np.argsort(low - high, kind="stable")
+        # What the block's first row (or key) is aligned to on the other side, and what the block meets there.
+        aligned, most = start + (other_lengths - lengths)[tile], other_lengths[tile]
+        first_met = 0 if limit_before is None else np.maximum(aligned - limit_before, 0)
+        end_met = most if limit_after is None else np.minimum(aligned + rows + limit_after, most)
+        order = np.argsort(first_met - end_met, kind="stable")
         return np.stack([tile, start], axis=1)[order].astype(np.int32)
 
     def __len__(self) -> int:
@@ -190,9 +187,9 @@ class Launch:
         return queries, keys
 
     def blocks(self, rows: int, *, of_keys: bool) -> Tensor:
-        """Cut the tiles into blocks of `rows` rows, or keys, the costliest first: tile and first row in it (n, 2).
+        """Cut tiles into blocks of `rows` rows or keys, the costliest first: tile and first row in it (n, 2), int32.
 
-        A kernel whose programs take one block each keeps all multiprocessors busy to the end this way. int32.
+        In this order a kernel whose programs take one block each keeps all multiprocessors busy to the end.
         """
         if (rows, of_keys) not in self._blocks:
             self._blocks[rows, of_keys] = to_device(self.tiling.blocks(rows, of_keys=of_keys), self.device)
@@ -200,9 +197,7 @@ class Launch:
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the document id and position of the query rows that a kernel receives, and the position of the key
-        rows: int64.
-        """
+        """Return documents and positions of the query rows that a kernel receives, and positions of its key rows."""
         assert self._tokens is not None, "this launch was made without tokens"
         document, q_position, k_position = self._tokens()
         q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()

@@ -81,7 +81,10 @@ def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segm
 
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
-    """Cut segments at every multiple of `chunk` positions; a document has as many chunks as `longest` has."""
+    """Cut segments at every multiple of `chunk` positions, and number the chunks of all documents.
+
+    As many numbers as a document of `longest` positions has chunks are set apart for every document.
+    """
     first_chunk, end_chunk = segments.start // chunk, -(-segments.stop // chunk)
     number, run = expand_runs(first_chunk, end_chunk), np.repeat(np.arange(len(segments)), end_chunk - first_chunk)
     start = np.maximum(segments.start[run], number * chunk)
@@ -99,11 +102,11 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
         return ()
     order = np.lexsort((tiles.document, tiles.right, tiles.left))
     same_mask = (np.diff(tiles.left[order]) == 0) & (np.diff(tiles.right[order]) == 0)
-    opens = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))
+    is_first = np.append(True, ~(same_mask & (np.diff(tiles.document[order]) == 0)))  # of its document and mask
     index = np.arange(len(order))
     turn, mask = np.empty_like(index), np.empty_like(index)
     # `turn`: the number of a tile among those of its document and mask; `mask`: the number of its mask
-    turn[order] = index - np.maximum.accumulate(np.where(opens, index, 0))
+    turn[order] = index - np.maximum.accumulate(np.where(is_first, index, 0))
     mask[order] = np.cumsum(np.append(0, ~same_mask))
     launch = mask * (int(turn.max()) + 1) + turn
     _, first_tiles = np.unique(launch, return_index=True)
@@ -131,19 +134,19 @@ def pair_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
     Three arrays, one entry a pair: the run of q, the run of k, and the first run of k of that document.
     """
     documents, first_runs, runs = np.unique(k.document, return_index=True, return_counts=True)
-    place = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
-    is_in_k = documents[place] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
+    document_index = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
+    is_in_k = documents[document_index] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
     q_run = np.flatnonzero(is_in_k)
-    starts, count = first_runs[place[q_run]], runs[place[q_run]]
+    starts, count = first_runs[document_index[q_run]], runs[document_index[q_run]]
     return np.repeat(q_run, count), expand_runs(starts, starts + count), np.repeat(starts, count)
 
 
 def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]:
     """Return the documents in the tensor's order, and where the rows of each begin and end in it."""
-    opens = np.flatnonzero(np.diff(segments.document, prepend=-1))
-    last_runs = np.append(opens, len(segments))[1:] - 1
+    first_runs = np.flatnonzero(np.diff(segments.document, prepend=-1))
+    last_runs = np.append(first_runs, len(segments))[1:] - 1
     stops = segments.offset + segments.stop - segments.start
-    return segments.document[opens], segments.offset[opens], stops[last_runs]
+    return segments.document[first_runs], segments.offset[first_runs], stops[last_runs]
 
 
 def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
@@ -171,15 +174,15 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
     following[:-1][same_run] = k_start[1:][same_run]
     first_position = np.stack([np.maximum(start, k_start), np.maximum(start, k_stop)], axis=1)
     end_position = np.stack([np.minimum(stop, k_stop), np.minimum(stop, following)], axis=1)
-    to_row = (q.offset[q_run] - start)[:, None]
-    end = np.stack([k_offset + end_position[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
-    base = k.offset[first_k_run][:, None]
+    to_row = (q.offset[q_run] - start)[:, None]  # what added to a position gives its row
+    end_key = np.stack([k_offset + end_position[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
+    first_key = k.offset[first_k_run][:, None]
     columns = (
         document[:, None],
         first_position + to_row,
         end_position + to_row,
-        base,
-        end,
+        first_key,
+        end_key,
         np.array(-1),
         np.array([0, -1]),  # of the two tiles of a pair, the first ends on the causal diagonal
     )
@@ -263,7 +266,7 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
 
 
 def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
-    """Pair rows of runs of q with the keys of runs of k that come after them; documents are spans.
+    """Return the tiles of rows of q with the keys of k that come after them; the documents of q and k are spans.
 
     A row sees all keys after itself, so rows of a run have a limit on the left only: the last one sees keys from the
     next position on, each row before it one key more.

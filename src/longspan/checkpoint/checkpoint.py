@@ -81,8 +81,8 @@ def save_checkpoint(
     PosixPath('runs/mine/step-000100')
 
     `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
-    newest `keep` good checkpoints stay (0: all), and that of step `best`. Without `weights` it holds the optimizer
-    only, for who keeps the weights in a folder of `save_model`. Returns the checkpoint's folder; `CheckpointSaver`
+    newest `keep` good checkpoints stay (0: all), and that of step `best`. Without `weights` the optimizer alone is
+    written, for who keeps the weights in a folder of `save_model`. Returns the checkpoint's folder; `CheckpointSaver`
     writes while training goes on. Raises CheckpointError on every rank if any could not write, and CommError with the
     rank that is lost; an older checkpoint is never damaged.
     """
@@ -99,7 +99,7 @@ def save_checkpoint(
             world, lambda: publish_checkpoint(folder, path, {"step": step, **(state or {})}, digests), CheckpointError
         )
     except (CheckpointError, CommError) as error:
-        if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):
+        if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):  # then every other rank removes it
             remove_folder(folder)  # what it takes may be what the disk lacks
         if isinstance(error, CommError):
             raise
@@ -115,8 +115,8 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     >>> done = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
 
     All ranks call it together; each reads a part of the files and compares their hashes with what was written. What is
-    unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in the
-    checkpoint too, for `save_checkpoint` to keep others. Raises CheckpointError where nothing good is left.
+    unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in the checkpoint
+    too, which `save_checkpoint` then counts as no good one. Raises CheckpointError where nothing good is left.
     """
     root = as_root(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
@@ -166,9 +166,9 @@ def load_checkpoint(
         tensors["model"] = {}
     if optimizer is not None:
         moments = StoredMoments.of(_names_under("optimizer.", stored))
-        leave_without_moments(path, moments, model, optimizer, tensors, world)
+        drop_absent_moments(path, moments, model, optimizer, tensors, world)
     # These are not read, and go back into the optimizer as they are.
-    hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameters(tensors)}
+    hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameter_names(tensors)}
     try:
         with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks, is_work=True):
             reader = PatientReader(path, metadata, world)
@@ -177,6 +177,7 @@ def load_checkpoint(
         raise
     except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
         raise CheckpointError(f"checkpoint {path} does not fit this model: {first_failure(error)}") from error
+    # For an optimizer without moments torch would make some (see the module), and nothing else is to be set.
     optimizers = [optimizer] if optimizer is not None and optimizer.state else []
     moments = tensors["optimizer"] | hyperparameters if optimizers else {}
     options = BY_NAME if model_adapter(model) is None else SOME_BY_NAME
@@ -242,22 +243,22 @@ class StoredMoments(NamedTuple):
         return cls(frozenset(moments), {name: frozenset(keys) for name, keys in settings.items()})
 
 
-def leave_without_moments(
+def drop_absent_moments(
     path: Path, stored: StoredMoments, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Any], world: World
 ) -> None:
     """Drop the moments of parameters that have none in the checkpoint: they had no gradient before it was saved.
 
-    They go from the optimizer and from `tensors`, the places that a checkpoint is read into. The optimizer that was
-    saved must have had these parameters. If it has no moments at all it must also have had the same settings of them,
-    which tell its class. All ranks call it together. Raises CheckpointError, on every rank, if it is not so.
+    Both the optimizer and `tensors`, into which the checkpoint is read, lose them. The saved optimizer must have had
+    these parameters and, in a checkpoint without any moments, settings of the same names, which tell its class. All
+    ranks call it together. Raises CheckpointError, on every rank, for any other checkpoint.
     """
     stored_here = StoredMoments.of(tensors["optimizer"])
     updated = {name: p for name, p in model.named_parameters() if name in stored_here.moments}
-    without = [name for name in updated if name not in stored.moments]
-    lacking = [name for name in without if name not in stored.settings]
+    absent = [name for name in updated if name not in stored.moments]
+    lacking = [name for name in absent if name not in stored.settings]
     other_settings = [
         name
-        for name in without
+        for name in absent
         if not stored.moments and name not in lacking and stored.settings[name] != stored_here.settings[name]
     ]
     reports = world.control.gather_objects((lacking, other_settings), "moments of a checkpoint")
@@ -272,10 +273,10 @@ def leave_without_moments(
             f"checkpoint {path} has no moments for {type(optimizer).__name__}: it was saved with another optimizer; "
             "use that one, or load the weights alone, load_checkpoint(path, model, None, world)"
         )
-    for name in without:
+    for name in absent:
         del optimizer.state[updated[name]]
     moments = tensors["optimizer"]
-    prefixes = tuple(f"{STATE}{parameter}." for parameter in without)
+    prefixes = tuple(f"{STATE}{parameter}." for parameter in absent)
     for name in [name for name in moments if name.startswith(prefixes)]:
         del moments[name]
 
@@ -320,8 +321,8 @@ def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
         )
 
 
-def _hyperparameters(tensors: Mapping[str, Any]) -> list[str]:
-    """Names of the optimizer's settings, such as its learning rate; its moments are not among them."""
+def _hyperparameter_names(tensors: Mapping[str, Any]) -> list[str]:
+    """List the names of the optimizer's settings, such as its learning rate, without those of its moments."""
     return [name for name in tensors.get("optimizer", {}) if name.startswith(SETTINGS)]
 
 

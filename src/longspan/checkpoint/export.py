@@ -66,7 +66,7 @@ _LOGGED_EVERY = 5 * 10**9  # bytes from one line of progress to the next
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: a folder of a checkpoint's weights, so many tensors, weights and bytes in so many files."""
+    """What was written: the `folder`, from which `checkpoint`, and how many tensors, weights, bytes and files."""
 
     folder: str
     checkpoint: str
@@ -100,7 +100,7 @@ def export_checkpoint(
 
     `mtp`: whether depths of multi-token prediction are written, and under which names (`MtpNames`).
 
-    `dtype` is that of the files: "auto", that of the run's model/ folder, or a name. Raises CheckpointError for a
+    `dtype` is that of the files: "auto" for that of the run's model/ folder, or a name. Raises CheckpointError for a
     checkpoint that is missing, damaged or of another model, and ModelError for a folder that is not empty, unless it
     is a model's and `overwrite` is true: then its weights, configuration and tokenizer are replaced.
     """
@@ -115,16 +115,16 @@ def export_checkpoint(
     depths = ExportedDepths.of(run, empty, "own" if as_adapter and mtp == "published" else mtp, log)
     try:
         with staging_folder(folder) as partial:
-            saved = read_adapter(run, config, _tensors(checkpoint)) if run.lora.rank else None
+            saved = read_adapter(run, config, _read_adapter_tensors(checkpoint)) if run.lora.rank else None
             if saved is not None and as_adapter:
-                saved = saved._replace(tensors=depths.select(saved.tensors))
-                kind = torch.float64 if run.model.dtype == "float64" else torch.float32
+                saved = saved._replace(tensors=depths.select_weights(saved.tensors))
+                kind = torch.float64 if run.model.dtype == "float64" else torch.float32  # as adapters are trained
                 kind = kind if dtype == "auto" else torch_dtype(dtype)
                 written = write_saved_adapter(saved, partial, run_dir, kind)
             else:
                 kind, groups = empty.dtype, _weight_groups(checkpoint, empty, depths)
                 if saved is not None:
-                    groups = map(depths.select, merge_by_layer(saved, run, config, run_dir))
+                    groups = map(depths.select_weights, merge_by_layer(saved, run, config, run_dir))
                 written = _write_weights(partial, empty, _log_progress(groups, log), run_dir, depths)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
@@ -201,25 +201,22 @@ def _write_weights(
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
     """Yield the weights of a checkpoint that are exported, those of a layer together, as they were stored."""
     metadata = read_metadata(checkpoint)
-    stored = depths.select(_weights_in(metadata))
-    stored_names = map_stock_names(stored)  # a vision-language model's are stored by the names of its two modules
-    stored, weights = (
-        {name: stored[stored_name] for name, stored_name in stored_names.items()},
-        dict(empty.state_dict()),
-    )
+    entries = depths.select_weights(_weights_in(metadata))
+    stored_names = map_stock_names(entries)  # a vision-language model's are stored by the names of its two modules
+    stored = {name: entries[stored_name] for name, stored_name in stored_names.items()}
+    weights = dict(empty.state_dict())
     if unknown := sorted(stored.keys() - weights.keys()):
         raise ModelError(f"it has {len(unknown)} weights that the model has not: {', '.join(unknown[:4])}")
     unit_order = {unit: i for i, unit in enumerate(dict.fromkeys(map(weight_unit, weights)))}
     for _, group in groupby(sorted(stored, key=lambda name: (unit_order[weight_unit(name)], name)), weight_unit):
         names = {stored_names[name]: name for name in group}
-        tensors = _read_group(
-            checkpoint, metadata, {stored_name_of_group: stored[name] for stored_name_of_group, name in names.items()}
-        )
+        group_entries = {stored_name: stored[name] for stored_name, name in names.items()}
+        tensors = _read_group(checkpoint, metadata, group_entries)
         yield {name: tensors[stored_name] for stored_name, name in names.items()}
 
 
-def _tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Return all tensors under "model." in the checkpoint of an adapter, which are few enough to read at once."""
+def _read_adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Read all tensors under "model." in the checkpoint of an adapter, which are few enough to read at once."""
     metadata = read_metadata(checkpoint)
     return _read_group(checkpoint, metadata, _weights_in(metadata))
 

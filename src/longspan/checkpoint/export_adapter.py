@@ -63,15 +63,15 @@ class ExportedDepths:
         if rename is None:
             log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
             return own_names
-        config: Any = text
+        config: Any = text  # gets the keys with which published configurations describe depths
         config.num_nextn_predict_layers = depths
         if len(blocks) > 1:
             config.mtp_layers_block_type = [block.block_type for block in blocks]
         log(f"{title}: under the names of published {text.model_type} models, {rename(f'{PREFIX}.layers.0.eh_proj.…')}")
         return cls(rename)
 
-    def select(self, weights: Mapping[str, Value]) -> dict[str, Value]:
-        """The values, by the names of a checkpoint's weights, that are written."""
+    def select_weights(self, weights: Mapping[str, Value]) -> dict[str, Value]:
+        """Return those of a checkpoint's weights, by name, that are written: all, or all but the depths'."""
         return {name: x for name, x in weights.items() if not (self.left_out and name.startswith(f"{PREFIX}."))}
 
 
@@ -88,7 +88,11 @@ class SavedAdapter(NamedTuple):
 
 
 def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
-    """Return a run's adapter, of these tensors. Raises CheckpointError for tensors that [lora] does not describe."""
+    """Return a run's adapter with the tensors that its checkpoint has `stored`.
+
+    The adapter that [lora] describes is added to a model without weights, which has its names and scalings. Raises
+    CheckpointError if these are other names than those of the tensors.
+    """
     tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
     stock = empty_model(configuration, torch.float32, find_images_class(configuration))
     empty = add_configured_depths(run, stock, read=False)
@@ -125,7 +129,7 @@ def merge_by_layer(
     _check_base(run, configuration, run_dir)
     images = find_images_class(configuration) is not None
     model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
-    _refuse_tied_ends(saved, model)
+    _refuse_adapted_tie(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     for _, group in groupby(_whole_weights(model), lambda entry: weight_unit(entry[0])):
         yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
@@ -134,7 +138,7 @@ def merge_by_layer(
 def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight of the base model plus what the adapter adds to it, W + s B A.
 
-    A weight that was trained whole is returned as it is.
+    A weight without an adapter is returned as it is, and one that was trained whole as it was trained.
     """
     if name in saved.tensors:
         return saved.tensors[name]
@@ -161,6 +165,7 @@ def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) 
     """Raise CheckpointError for a base model, or depths, that were drawn on a GPU, where other numbers are drawn."""
     name = run.model.preset_name
     drawn_depths = run.mtp.depths and depth_weights(run, configuration) is None
+    # Nothing was drawn, or a tiny preset was: its weights are drawn on the CPU on every machine.
     if (run.model.path and not drawn_depths) or (name and not PRESETS[name].rows):
         return
     try:
@@ -174,13 +179,13 @@ def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) 
         )
 
 
-def _refuse_tied_ends(saved: SavedAdapter, model: PreTrainedModel) -> None:
-    """Raise CheckpointError if one of two modules that share a weight is adapted: the other's must not change."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    adapted_ends = [name for name, module in model.named_modules() if module in ends and name in saved.scalings]
-    if adapted_ends and is_tied(model):
+def _refuse_adapted_tie(saved: SavedAdapter, model: PreTrainedModel) -> None:
+    """Raise CheckpointError if one of two embeddings that share a weight is adapted: the other's must not change."""
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    adapted = [name for name, module in model.named_modules() if module in embeddings and name in saved.scalings]
+    if adapted and is_tied(model):
         raise CheckpointError(
-            f"--merge: {adapted_ends[0]} has an adapter, and shares its weight with the other end of the "
+            f"--merge: {adapted[0]} has an adapter, and shares its weight with the other end of the "
             f"{type(model).__name__} (tie_word_embeddings), which must not change; export the adapter without --merge, "
             "which stock peft loads over the base model, or train one without it in lora.targets"
         )

@@ -80,7 +80,7 @@ def publish_checkpoint(
 
 
 def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
-    """Remove unfinished checkpoints, and those older than the newest `keep` good ones (0: none of these).
+    """Remove unfinished checkpoints, and those older than the newest `keep` good ones (0: older ones stay).
 
     A checkpoint whose sizes are wrong, or that `note_damage` marked, is no good one. That of step `best` stays.
     """
@@ -112,7 +112,7 @@ def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path
 def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
     """Return the first of `paths` that passes `check`, and what is wrong with those before it.
 
-    It is None if there are no paths. Raises CheckpointError if there are some and none passes.
+    Without paths None is returned in place of the first. Raises CheckpointError if there are paths and none passes.
     """
     damage: dict[Path, str] = {}
     for path in paths:

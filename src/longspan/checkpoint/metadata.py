@@ -63,8 +63,8 @@ def metadata_text(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> str:
         f'"{key}":{{{",".join(f"{dump(name)}:{dump(value)}" for name, value in table.pop(key).items())}}}'
         for key in ("tensors", "values")
     )
-    tensors, values = parts
-    return f"{dump(table)[:-1]},{tensors},{values}}}"
+    tensors, values = parts  # which takes both out of the table
+    return f"{dump(table)[:-1]},{tensors},{values}}}"  # :-1: without the brace that closes it
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -137,9 +137,9 @@ class _Unpickler(pickle.Unpickler):
     """Reads the pickle that torch's writer makes of a checkpoint's metadata. Imports nothing and calls nothing."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return a class without behaviour for one of torch's, made anew each time, so that none can be altered.
+        """Return a tuple for torch.Size, its name for a dtype, and a class without behaviour for other names of torch.
 
-        Raises CheckpointError for every other name.
+        The class is made anew each time, so that none can be altered. Raises CheckpointError for every other name.
         """
         if module == "torch":
             if name == "Size":

@@ -64,6 +64,7 @@ class CachedPlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         if self._lists_values:
             return plan
+        # planner_data are the names, which the rank that lists the values sends for all.
         self.plan = replace(plan, items=[item for item in plan.items if not is_small_value(item)], planner_data={})
         return self.plan
 
@@ -88,7 +89,7 @@ def names_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
 def is_small_value(item: WriteItem) -> bool:
     """Return whether an item is the same on all ranks that have it and takes few bytes.
 
-    Such are settings, counts and small buffers.
+    Settings, counts and small buffers are; a shard is not, whatever its size.
     """
     if item.type == WriteItemType.SHARD or item.tensor_data is None:
         return item.type == WriteItemType.BYTE_IO

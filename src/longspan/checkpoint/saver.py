@@ -108,10 +108,10 @@ class CheckpointSaver:
     # ---- for the thread that trains
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Begin to take the host's memory for the copies, after the optimizer's first step; `save` does without, too.
+        """Begin to take the host's memory for the copies, after the optimizer's first step, which makes the moments.
 
-        On GPUs memory is registered at a few gigabytes a second, while training goes on. Whether every host has room
-        is agreed on here.
+        On GPUs memory is registered at a few gigabytes a second, while training goes on; without this call the first
+        `save` waits for it. Whether every host has room is agreed on here.
         """
         if not self._background or self._preparing is not None:
             return
@@ -146,7 +146,7 @@ class CheckpointSaver:
             self._save_now(model, optimizer, started, step=step, state=state)
             return
         contents = {"step": step, **(state or {})}
-        staging = self._stage.begin(tensors, model)
+        staging = self._stage.begin_copies(tensors, model)
         save = RunningSave(checkpoint_path(self.root, step), contents, self.keep, staging, started)
         self._running = save
         self._hold_next_update(optimizer, save)
@@ -167,7 +167,7 @@ class CheckpointSaver:
         reports = self._world.control.gather_objects(
             (save.phase, save.failure_text, self._is_over(save)), "failures of a checkpoint"
         )
-        failures = [
+        failures = [  # torch names the rank in some of its errors
             text if text.endswith(f"(on rank {rank})") else f"{text} (on rank {rank})"
             for rank, (_, text, _) in self._pair_with_ranks(reports)
             if text
@@ -179,7 +179,7 @@ class CheckpointSaver:
         if self._world.control.any_rank(not save.ended.wait(_ENDS)):
             self._background = False  # the group may have a message of theirs under way
             self._log("the next checkpoints are written while training waits: the threads of this one have not ended")
-        if failures:
+        if failures:  # an error of the first rank, which publishes, stands without a number
             reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
         else:
             reason = (
@@ -228,7 +228,7 @@ class CheckpointSaver:
         return f"writing of checkpoint {save.path.name} ({save.phase}) for {time.monotonic() - save.started:.1f} s"
 
     def wait_here(self, seconds: float) -> None:
-        """Wait for the save in progress at most so long, on a rank that is about to leave with an error of its own."""
+        """Wait at most `seconds` for the save in progress, on a rank that is about to leave with its own error."""
         if self._running is not None:
             self._running.ended.wait(seconds)
             self._running = None
@@ -259,9 +259,9 @@ class CheckpointSaver:
         self.figures = SaveFigures(step, seconds, seconds, _bytes_in(path) if is_first_rank(self._world) else 0)
 
     def _hosts_have_room(self, size: int) -> bool:
-        """Return whether every host has memory for the copies of its ranks; if not, training waits for saves.
+        """Return whether every host has memory for the copies of its ranks, `size` bytes for this one.
 
-        Entered by all ranks, each with its own number.
+        If not, training waits for this and all later saves. Entered by all ranks.
         """
         reports = self._world.control.gather_objects((gethostname(), size, free_host_bytes()), "room for copies")
         for host in dict.fromkeys(name for name, _, _ in reports):
@@ -279,16 +279,16 @@ class CheckpointSaver:
     def _hold_next_update(self, optimizer: Optimizer, save: RunningSave) -> None:
         """Let the optimizer's next step wait until everything is copied."""
 
-        def wait(*_: Any) -> None:
+        def wait_for_copies(*_: Any) -> None:
             handle.remove()
             started = time.monotonic()
             save.staged.wait()
             save.shown += time.monotonic() - started
 
-        handle = optimizer.register_step_pre_hook(wait)
+        handle = optimizer.register_step_pre_hook(wait_for_copies)
 
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
-        """Run in a thread that does not keep the process alive, on this rank's device."""
+        """Run `work` in a thread that does not keep the process alive, on this rank's device."""
 
         def run() -> None:
             if device.type == "cuda":

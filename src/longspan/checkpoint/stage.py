@@ -3,8 +3,8 @@
 Tensors of a GPU are copied on a stream of their own into registered memory; those of the host, such as moments of
 `offload_states` and everything on a CPU, by the thread that writes. Both may still be read from while the next forward
 and backward passes run, for only an optimizer's update writes parameters and moments. What else may change meanwhile
-(buffers, counts of steps) is copied before `begin` returns. The memory is kept from save to save, in pieces of at most
-`PIECE` bytes: CUDA registers one at a time, and kernels start in between.
+(buffers, counts of steps) is copied before `begin_copies` returns. The memory is kept from save to save, in pieces of
+at most `PIECE` bytes: CUDA registers one at a time, and kernels start in between.
 """
 
 from collections.abc import Iterator, Mapping
@@ -53,10 +53,10 @@ class Stage:
     """The memory for copies of a model's and an optimizer's local tensors.
 
     >>> stage = Stage(world.device)
-    >>> staged = stage.begin(tensors_to_save(model, optimizer), model)
+    >>> staged = stage.begin_copies(tensors_to_save(model, optimizer), model)
     >>> staged.finish()
 
-    One copy at a time: what `begin` returned must have been written before the next `begin`.
+    One copy at a time: what `begin_copies` returned must have been written before the next `begin_copies`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,12 +81,13 @@ class Stage:
             numbers, first = place.memory.numpy(), 0
             for name, local in piece:
                 strides = torch.empty_like(local, device="meta").stride()
-                memory = torch.from_numpy(numbers[first : first + _bytes(local)])  # a storage of its own size
+                # By numpy, so that the tensor's storage is no larger than the tensor.
+                memory = torch.from_numpy(numbers[first : first + _bytes(local)])
                 self._places[name] = _signature(local), memory.view(local.dtype).as_strided(local.shape, strides)
                 first += _bytes_with_alignment(local)
 
     @torch.no_grad()
-    def begin(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
+    def begin_copies(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
         """Begin to copy; the optimizer must not update before `finish` of what is returned has ended.
 
         Tensors on a GPU are copied by a stream of their own. On a CPU, values that change before the next update and
@@ -105,7 +106,7 @@ class Stage:
                     continue
                 source = local_tensor(value.detach())
                 changes = group == "model" and source.data_ptr() not in steady
-                target = self._target(f"{group}.{name}", source)
+                target = self._memory_of_copy(f"{group}.{name}", source)
                 if source.device.type == "cuda":
                     sources.append((target, source.clone() if changes else source))
                 elif changes or source.nbytes <= SMALL:
@@ -121,7 +122,7 @@ class Stage:
         self._ranges.clear()
         self._arena.close()
 
-    def _target(self, name: str, source: Tensor) -> Tensor:
+    def _memory_of_copy(self, name: str, source: Tensor) -> Tensor:
         """Return the memory that a local tensor is copied into; one without elements has none in the arena."""
         if not source.nbytes:
             return torch.empty_like(source, device="cpu")

@@ -80,9 +80,10 @@ class DataReader(FileSystemReader):
     """
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(".")  # torch makes a Path of it
+        super().__init__(".")  # "." stands in: torch would make a plain Path of a StorePath
         self.path, self.fs = path, _Files()
-        self._folder, self._metadata, self._file = path, metadata, ""
+        self._folder, self._metadata = path, metadata
+        self._file = ""  # the name of the file that is being read, for errors
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """What was read before; torch would unpickle `.metadata`."""
@@ -93,7 +94,7 @@ class DataReader(FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(not_data(self._folder / self._file, error)) from error
+            raise CheckpointError(not_data_text(self._folder / self._file, error)) from error
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         """Cut a tensor's bytes out of a file, as torch's reader does, and note the file's name for an error."""
@@ -153,7 +154,7 @@ def read_values(file: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # a damaged file raises anything
-        raise CheckpointError(not_data(file, error)) from error
+        raise CheckpointError(not_data_text(file, error)) from error
 
 
 def first_failure(error: BaseException) -> str:
@@ -162,7 +163,7 @@ def first_failure(error: BaseException) -> str:
     return f"{failures[0][1][0]} (on rank {failures[0][0]})" if failures else str(error)
 
 
-def not_data(file: Path, error: Exception) -> str:
+def not_data_text(file: Path, error: Exception) -> str:
     """Return why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
     reason = " ".join(str(error).split())
     if match := re.search(r"GLOBAL (\S+)", reason):

@@ -16,7 +16,7 @@ from longspan.corpus.files import FileSums, LogLine, file_differences
 from longspan.corpus.first_rows import sample_texts
 from longspan.corpus.rows.lines import special_line
 from longspan.corpus.store.builder import Recipe, build_documents
-from longspan.corpus.store.cache import NONE, Cache, cache_folder, cannot_keep
+from longspan.corpus.store.cache import NONE, Cache, cache_error, cache_folder
 from longspan.corpus.store.streamed import open_corpus
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, reload_with_config, train_tokenizer
 from longspan.data.documents import Corpus
@@ -47,14 +47,18 @@ class _CorpusOfRun:
     """The recorded corpus of a run, compared with its settings and files now."""
 
     def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine, *, resumed: bool) -> None:
+        """Read the run's record, and measure the source files as they are now.
+
+        A file whose path, size and time are in the record or in the cache is not read: its sum is taken from there.
+        """
         self._settings, self._run_dir, self._log = settings, run_dir, log
         self._folder = run_dir / settings.folder
         self._old_record = self._read_record(resumed=resumed)
         self._files = settings.files(run_dir)
         self._cache = _open_cache(settings.data, run_dir, log)
         recorded = () if self._old_record is None else self._old_record.sources(self._folder)
-        path = " ".join(path for _, path in settings.paths())
-        sums = FileSums(None if self._cache is None else self._cache.sums_file(path), recorded or ())
+        all_paths = " ".join(path for _, path in settings.paths())  # one file of sums for all sources together
+        sums = FileSums(None if self._cache is None else self._cache.sums_file(all_paths), recorded or ())
         self._sources = sums.measure_files(self._files, log)
         sums.save_sums(self._sources)
 
@@ -75,9 +79,10 @@ class _CorpusOfRun:
     def load_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
         """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed.
 
-        It is opened as it is if settings and files are those of its record, its key is the same (which covers the
-        tokenizer), its tokens are stored exactly where data.cache asks for it, and it is whole. Otherwise it is built.
-        A run that is resumed may build again only what becomes the same tokens: a corpus that lacks files, say.
+        The recorded corpus is opened, and nothing built, if settings and files are as recorded, its key is the same
+        (which covers the tokenizer), its tokens are stored if and only if data.cache has them stored, and none of its
+        files is damaged. A resumed run may build its corpus again only under the same key, so that rows become the
+        same tokens: where files of the corpus are gone, say.
         """
         if resumed and self._old_record is None:
             raise DataError(
@@ -92,7 +97,7 @@ class _CorpusOfRun:
             tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
         recorded = self._old_record
-        is_same = (
+        is_same = (  # documents in ROWS are those without stored tokens
             recorded is not None and recorded.key == recipe.key and (recorded.documents == ROWS) is not recipe.stored
         )
         if recorded is not None and is_same and not changes and _is_whole(self._folder / recorded.documents):
@@ -102,9 +107,9 @@ class _CorpusOfRun:
         return self._build_corpus(recipe, tokenizer)
 
     def _compare_settings(self, tokenizer: TextTokenizer | None) -> list[str]:
-        """List the keys and tokens that differ from those that the corpus was built with.
+        """List how settings and tokenizer (None: one is trained for the run) differ from those of the build.
 
-        A key that the record lacks counts with its default.
+        A key that the record lacks, as an older longspan wrote it, counts with its default.
         """
         if (recorded := self._old_record) is None:
             return []
@@ -117,15 +122,20 @@ class _CorpusOfRun:
                 changes.append(f"{prefix}{key} was {old_value!r} and is {new_value!r}")
         if tokenizer is not None and tokenizer.digest != recorded.tokenizer_digest:
             changes.append("the tokenizer is another one")
-        elif tokenizer is not None and recorded.around != _around(tokenizer):
-            changes.append(f"a text stood in {' '.join(recorded.around)} and stands in {' '.join(_around(tokenizer))}")
+        elif tokenizer is not None and recorded.around != _surrounding_tokens(tokenizer):
+            changes.append(
+                f"a text stood in {' '.join(recorded.around)} and stands in {' '.join(_surrounding_tokens(tokenizer))}"
+            )
         # A tokenizer that is trained on few texts may have fewer entries than data.vocab_size, but not more.
         if tokenizer is None and (size := self._settings.data.vocab_size) < recorded.tokenizer_size:
             changes.append(f"data.vocab_size is {size}, the tokenizer has {recorded.tokenizer_size} entries")
         return sorted(changes)
 
     def _compare_files(self) -> list[str]:
-        """List the source files that differ from those of the build; if none does, the first three images that do."""
+        """List the source files that differ from those of the build, or if there are none, images that do.
+
+        Images are looked at until three differ, as messages name no more.
+        """
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         changes = [] if old_sources is None else file_differences(old_sources, self._sources)
         return changes or list(islice(self._compare_images(), 3))
@@ -150,11 +160,12 @@ class _CorpusOfRun:
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
         """Build or find the documents of this recipe and record them in the run's folder."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
+        # Set as rows are encoded, whatever the last call set.
         tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
         _check_saved_tokenizer(tokenizer, self._run_dir)
         for line in describe_rows(self._settings, recipe):
             self._log(line)
-        documents = self._documents_folder(recipe)
+        documents = self._find_or_build_documents(recipe)
         if (unstored := self._folder / ROWS) != documents:  # left of a build without stored tokens
             shutil.rmtree(unstored, ignore_errors=True)
         record = Record(
@@ -163,7 +174,7 @@ class _CorpusOfRun:
             asked=self._settings.deciding_values(),
             tokenizer_digest=tokenizer.digest,
             tokenizer_size=tokenizer.size,
-            around=_around(tokenizer),
+            around=_surrounding_tokens(tokenizer),
             tokenizer="/".join([".."] * len(self._folder.relative_to(self._run_dir).parts)),  # up to the run's folder
             row_settings=asdict(self._settings.row_settings()),
         )
@@ -174,14 +185,17 @@ class _CorpusOfRun:
             self._log(special_line(corpus.manifest.special, parsed=corpus.manifest.parse_special_tokens))
         return corpus
 
-    def _documents_folder(self, recipe: Recipe) -> Path:
-        """Return the folder of the documents of this recipe: in the cache, or without a cache in the run's folder."""
+    def _find_or_build_documents(self, recipe: Recipe) -> Path:
+        """Return the folder of this recipe's documents, which are built if the cache lacks them.
+
+        Without a cache (data.cache "none") they are built anew in the run's folder, without stored tokens.
+        """
         build = partial(build_documents, recipe, log=self._log)
         if self._cache is not None:
             try:
                 folder, built = self._cache.open_or_build(recipe.key, _is_whole, build, self._log)
             except OSError as error:
-                raise cannot_keep(self._cache.folder, error) from error
+                raise cache_error(self._cache.folder, error) from error
             self._log(f"its tokens are {'kept' if built else 'already'} in {folder} (data.cache)")
             return folder
         partial_folder, folder = self._folder / f"{ROWS}.partial", self._folder / ROWS
@@ -211,7 +225,7 @@ def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
         return Cache(folder)
     except OSError as error:
         if data.cache:
-            raise cannot_keep(folder, error) from error
+            raise cache_error(folder, error) from error
         log(f"{folder} cannot be written ({error.strerror}): tokens are kept in {run_dir / 'cache'}")
         return Cache((run_dir / "cache").absolute())
 
@@ -235,7 +249,7 @@ def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
     The config.json next to a tokenizer's files is one of the things that decide which class reads them.
     """
     saved = load_tokenizer(run_dir)
-    if (saved.digest, _around(saved)) != (tokenizer.digest, _around(tokenizer)):
+    if (saved.digest, _surrounding_tokens(saved)) != (tokenizer.digest, _surrounding_tokens(tokenizer)):
         raise DataError(
             f"tokenizer {tokenizer.folder or run_dir} gives other ids beside the config.json of the run's model: "
             f"transformers reads it there with the class {saved.kind}, and in its own folder with {tokenizer.kind}; "
@@ -243,7 +257,7 @@ def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
         )
 
 
-def _around(tokenizer: TextTokenizer) -> tuple[str, ...]:
+def _surrounding_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
     """Return the tokens before and after every text, with "…" in the place of the text."""
     return (*tokenizer.opening, "…", *tokenizer.closing)
 

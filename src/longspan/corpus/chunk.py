@@ -63,12 +63,13 @@ def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
     """Yield the rows of a chunk of lines; a line that is too long is not parsed, and gives a bad row."""
     position, lines = chunk.position, chunk.data.split(b"\n")
     for number, line in enumerate(lines, chunk.first + 1):
-        cut_off = chunk.too_long if number == chunk.first + len(lines) else 0  # only the last line may lack its end
-        if cut_off or line.removeprefix(BYTE_ORDER_MARK).strip():
-            where, size = f"{chunk.name}, line {number}", cut_off or len(line)
+        # Of the last line the chunk may have only the beginning; then `too_long` is its size.
+        full_size = chunk.too_long if number == chunk.first + len(lines) else 0
+        if full_size or line.removeprefix(BYTE_ORDER_MARK).strip():
+            where, size = f"{chunk.name}, line {number}", full_size or len(line)
             bad = _find_oversize(size, chunk.most, where, "a line")
             yield PlacedRow(position, bad or parse_line(line, where, chunk.folder))
-        position += len(line) + 1
+        position += len(line) + 1  # 1: its line end
 
 
 def _find_oversize(size: int, most: int, where: str, kind: str) -> BadRow | None:
@@ -147,13 +148,13 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
 
     first = chunk.first
     for batch in pyarrow.ipc.open_stream(chunk.data):
-        deep = str(batch.schema).count("<") > MOST_LEVELS  # Arrow writes nested types as list<struct<…>>
+        may_be_deep = str(batch.schema).count("<") > MOST_LEVELS  # Arrow writes nested types as list<struct<…>>
         for number, record in enumerate(_iterate_records(batch, chunk.most), first):
             where = f"{chunk.name}, row {number + 1}"
             row: Row | BadRow
             if isinstance(record, int):
                 row = _find_oversize(record, chunk.most, where, "a row") or BadRow(where, "a text that is not UTF-8")
-            elif deep and _is_deep(record):
+            elif may_be_deep and _is_deep(record):
                 row = BadRow(where, f"a row of more than {MOST_LEVELS} lists and objects in each other")
             else:
                 row = Row(where, values_of_record(record), chunk.folder)
@@ -170,7 +171,7 @@ def _iterate_records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
     types = str(batch.schema)
     repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows
     if not repeats and (not most or batch.nbytes <= most):
-        with suppress(UnicodeDecodeError):
+        with suppress(UnicodeDecodeError):  # of one of the rows: below it is found
             yield from batch.to_pylist()
             return
     for number in range(len(batch)):

@@ -84,7 +84,7 @@ class FileSums:
     def save_sums(self, sources: Iterable[SourceFile]) -> None:
         """Write the sums of these files for later starts, without files that changed just now.
 
-        Such a file could change once more without another time.
+        A file that changed just now may change once more and keep its time.
         """
         if self._file is None:
             return
@@ -156,7 +156,10 @@ def find_root(path: str, *, key: str = "data.path") -> Path:
 
 
 def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[str, int]:
-    """Count the files of a folder that are not read, by the endings of their names, the most frequent first."""
+    """Count the files of a folder that are not read, by the endings of their names, the most frequent first.
+
+    Nothing is counted in the standard library, of which only modules are meant, nor for a path that is a file.
+    """
     root = Path(path).expanduser()
     if path == STDLIB or not root.is_dir():
         return {}
@@ -173,15 +176,17 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
     standard library (`stdlib`) only modules count, except the one that describes the build of this Python, which
     differs between machines. Raises DataError for a folder of several splits.
     """
-    hidden = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
-    skip = {folder.resolve() for folder in leave_out}
+    skipped_names = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
+    skipped_folders = {folder.resolve() for folder in leave_out}
     for directory, names in _walk_folders(
-        root, lambda path: path.name in hidden or path.name[0] == "." or path.resolve() in skip
+        root,
+        lambda path: path.name in skipped_names or path.name[0] == "." or path.resolve() in skipped_folders,
     ):
         if _SPLITS in names:
             raise DataError(f"{directory} holds several splits of a data set; give one of {_split_folders(directory)}")
         for name in _files_with_rows(directory / _STATE, names) if _STATE in names else names:
-            is_source = name.endswith(".py") and not name.startswith("_sysconfigdata") if stdlib else name[0] != "."
+            is_module = name.endswith(".py") and not name.startswith("_sysconfigdata")
+            is_source = is_module if stdlib else name[0] != "."
             if is_source:
                 yield (directory / name).relative_to(root).as_posix(), directory / name
 
@@ -189,21 +194,23 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
 def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
     """Yield a folder and all folders in it, each once, with the names of its files.
 
-    A folder is known by its device and inode, so that links in a circle come to an end. `places` are the folders to
-    walk: the root, then each symbolic link to a folder, after all that is not behind a link.
+    A folder is known by its device and inode, so that links in a circle come to an end. Symbolic links to folders are
+    followed last, so that a folder counts under its own path rather than a link's.
     """
-    seen, places = set[tuple[int, int]](), [root]
-    for place in places:
-        for folder, folders, names in os.walk(place, onerror=_raise_unreadable):
+    seen, roots = set[tuple[int, int]](), [root]
+    for walk_root in roots:  # which grow on the way
+        for folder, subfolders, names in os.walk(walk_root, onerror=_raise_unreadable):
             directory, stat = Path(folder), Path(folder).stat()
-            inside = (
-                [] if (stat.st_dev, stat.st_ino) in seen else [n for n in folders if not is_left_out(directory / n)]
-            )
-            places += [directory / name for name in sorted(inside) if (directory / name).is_symlink()]
-            folders[:] = [name for name in inside if not (directory / name).is_symlink()]
-            if (stat.st_dev, stat.st_ino) not in seen:
-                yield directory, names
-            seen.add((stat.st_dev, stat.st_ino))
+            identity = (stat.st_dev, stat.st_ino)
+            if identity in seen:
+                subfolders.clear()  # os.walk enters those that are left here
+                continue
+            seen.add(identity)
+            inside = [name for name in subfolders if not is_left_out(directory / name)]
+            links = [name for name in inside if (directory / name).is_symlink()]
+            roots += [directory / name for name in sorted(links)]
+            subfolders[:] = [name for name in inside if name not in links]
+            yield directory, names
 
 
 def _raise_unreadable(error: OSError) -> None:

@@ -29,7 +29,7 @@ def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: in
             if skip_bad and not _has_kind(row):
                 continue
             if isinstance(row, BadRow):
-                bad.append(row)
+                bad.append(row)  # raised below: first rows of other files are read, as their kind may differ
                 break
             rows.append(row)
     kind = common_kind(rows) if rows else "text"  # different kinds are reported before a bad row
@@ -39,7 +39,10 @@ def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: in
 
 
 def sample_texts(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) -> Iterator[str]:
-    """Yield texts to train a tokenizer on: SAMPLE_CHARACTERS characters of files in a fixed shuffled order."""
+    """Yield texts to train a tokenizer on: at most SAMPLE_CHARACTERS characters, of files in a fixed shuffled order.
+
+    A bad row gives "".
+    """
     budget = SAMPLE_CHARACTERS
     order = np.argsort(np.random.PCG64(0).random_raw(len(files)), kind="stable")
     for number in order:
@@ -52,7 +55,7 @@ def sample_texts(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) 
 
 
 def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int]:
-    """Yield the bytes of the texts of each row. Raises DataError for a bad row."""
+    """Yield the bytes of the texts of each row. Raises DataError for a bad row: one over `most_bytes` (0: any), say."""
     for file in files:
         for row in _rows_of_file(file, most_bytes):
             if isinstance(row, BadRow):

@@ -185,7 +185,7 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
     shown_images = None
     if images is not None:
         processor, tokens = load_processor(folder.absolute()), image_tokens(model)
-        _check_rows(corpus, images, tokens, processor)
+        _check_placeholders(corpus, images, tokens, processor)
         check_images(model, processor.fields)
         videos = _tokens_of_videos(model, processor) if (images.column("frame") >= 0).any() else None
         reader = ImageReader(images, processor, corpus.sources, corpus.file_of)
@@ -221,7 +221,7 @@ def with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) 
     return cast(AnyDocuments, show_images(documents.corpus, model, folder).select(documents.ids))
 
 
-def _check_rows(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:
+def _check_placeholders(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:
     """Raise DataError if the processor writes other placeholders than the model takes, or another number of them."""
     if processor.placeholder != tokens.placeholder:
         raise DataError(
@@ -229,7 +229,7 @@ def _check_rows(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processo
             f"{tokens.placeholder} (image_token_id) for them; use the processor and the tokenizer of the model's own "
             "folder"
         )
-    if not tokens.has_grids and (tokens.unknown or not processor.all_alike):
+    if not tokens.has_grids and (tokens.unknown or not processor.has_fixed_placeholders):
         return  # how many rows the encoder makes is known only once it runs, and compared with placeholders then
     grids = np.stack([table.column(name) for name in ("time", "height", "width")], axis=1)
     unique, inverse = np.unique(grids, axis=0, return_inverse=True)

@@ -165,15 +165,19 @@ class ShownImages:
         return tuple((int(a), int(b)) for a, b in Partition.from_rows([places]).runs(0).tolist())
 
     def positions(self, ids: npt.NDArray[np.int64], numbers: Sequence[int]) -> npt.NDArray[np.int64] | None:
-        """Return the positions (n, T) of tokens (T,) with these images; None if they are plain."""
+        """Return the position ids (n, T) of a document's tokens (T,), which contain the images of these numbers.
+
+        n ids for each token (time, height and width, say); None: the ids are 0 to T − 1. Groups of frames go to
+        `videos`, which joins them.
+        """
         placed = [self.table[number] for number in numbers]
         grids = np.array([p.image.grid for p in placed if p.image.frame < 0], dtype=np.int64)
         if self.videos is None:
             return self.tokens.positions(ids, grids)
-        return self.videos.positions(ids, grids, list(_video_groups(p for p in placed if p.image.frame >= 0)))
+        return self.videos.positions(ids, grids, list(_join_frame_groups(p for p in placed if p.image.frame >= 0)))
 
 
-def _video_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
+def _join_frame_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
     """Yield videos, each joined from its groups of frames, in order; a video that was cut has only some groups.
 
     The grid of a group counts one patch of time, so the grid of a video counts its groups.

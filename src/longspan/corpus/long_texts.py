@@ -49,7 +49,7 @@ class _Run(NamedTuple):
     stop: int
 
 
-def has_pieces(engine: Tokenizer) -> bool:
+def can_encode_in_pieces(engine: Tokenizer) -> bool:
     """Whether texts can be encoded in pieces: the model is byte-pair encoding without dropout."""
     return isinstance(engine.model, models.BPE) and not engine.model.dropout
 
@@ -69,6 +69,7 @@ def encode_with_spans(
     """Encode as `encode_in_pieces` does; return the ids (n,), and the characters (n, 2) that each token covers.
 
     Each piece is joined to the next at a seam, where both have the same tokens; without one the piece is lengthened.
+    `first` is the first token of `left_piece` that is not yet in `joined`.
     """
     joined, left_piece, first = list[_Run](), _encode_piece(engine, text, 0, piece), 0
     while left_piece.end < len(text):
@@ -85,10 +86,11 @@ def encode_with_spans(
 
 
 def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Run]) -> tuple[_Piece, int]:
-    """Return a piece twice as long as `left`, and its first token after those that are `joined`.
+    """Return a piece twice as long as `left`, and its first token behind the `joined` runs.
 
-    A longer piece may have other tokens, so it is joined to the one before it again; where that does not succeed, both
-    become one. Raises LongTextError for a piece that is too long.
+    A longer piece may have other tokens than `left`, so the last of the joined runs is taken off, and its piece joined
+    to the longer one anew; if the two have no seam, they become one piece. Raises LongTextError for a piece that is too
+    long.
     """
     begin, size = left.begin, 2 * (left.end - left.begin)
     while True:

@@ -40,13 +40,13 @@ class LineFile:
         self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield its lines in order, some at a time; while it reads over a line, chunks without rows.
+        """Yield the file's lines in order, some at a time; while a line is read over, chunks without rows.
 
         A chunk is CHUNK_BYTES and the rest of its last line, which begins at `start`; `first` and `position` are the
         number and the byte of its first line. Of a line that is longer than the limit only the first bytes are kept, to
         be shown, and its size `too_long`, without its end; chunks without rows let a reader show progress meanwhile.
         """
-        folder, limit = parent_folder(self.path), self._most + 1 if self._most else -1
+        folder, limit = parent_folder(self.path), self._most + 1 if self._most else -1  # 1: a line end
         with (
             self.path.open("rb") as raw,
             name_read_errors(self.name, self.path),
@@ -62,11 +62,11 @@ class LineFile:
                     while (line_piece := lines.readline(_PIECE)) and not line_piece.endswith(b"\n"):
                         too_long += len(line_piece)
                         yield Chunk("lines", self.name, number, position, b"", raw.tell(), folder)
-                    too_long += max(0, len(line_piece) - 1)
+                    too_long += max(0, len(line_piece) - 1)  # the last piece without its line end; "" at the file's end
                     data = data[: start + SHOWN_BYTES]
                 yield Chunk("lines", self.name, first, position, data, raw.tell(), folder, self._most, too_long)
                 position += start + too_long + 1 if too_long else len(data)
-                first = number + bool(too_long)
+                first = number + bool(too_long)  # a line that is read over has no line end in `data`
 
     def row_at(self, position: int) -> Row | BadRow:
         """Read the row whose line begins at this byte; to go back in a compressed file, it is opened again."""
@@ -119,7 +119,7 @@ def name_read_errors(name: str, path: Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system; those of readers have no number
             raise DataError(f"cannot read {name} of the corpus ({path}): {error.strerror}") from error
         reason = "cannot be decompressed, perhaps it was cut off" if _is_compressed(name) else "cannot be read"
         raise DataError(f"{name} of the corpus ({path}) {reason}: {error}") from error
@@ -137,7 +137,7 @@ def _is_compressed(name: str) -> bool:
 
 def _open_lines(raw: BinaryIO, name: str) -> BinaryIO:
     """Open the lines of a file, decompressed by its ending; if it is cut short, reading raises OSError or EOFError."""
-    if _is_compressed(name) and not raw.read(1):
+    if _is_compressed(name) and not raw.read(1):  # readers would take an empty file for one without lines
         raise EOFError("it has 0 bytes")
     raw.seek(0)
     if name.endswith(GZIP):
@@ -200,8 +200,8 @@ class ParquetFile:
     def row_at(self, position: int) -> Row:
         """Read the row of this number."""
         with name_read_errors(self.name, self.path):
-            group = bisect_right(self._ends, position) - 1
-            (record,) = self._group(group).slice(position - self._ends[group], 1).to_pylist()
+            group = bisect_right(self._group_starts, position) - 1
+            (record,) = self._group(group).slice(position - self._group_starts[group], 1).to_pylist()
         return Row(f"{self.name}, row {position + 1}", values_of_record(record), parent_folder(self.path))
 
     @cached_property
@@ -210,8 +210,8 @@ class ParquetFile:
         return _open_table(parquet.ParquetFile, self.name, self.path)
 
     @cached_property
-    def _ends(self) -> list[int]:
-        """How many rows are before each row group, and in all."""
+    def _group_starts(self) -> list[int]:
+        """The number of each row group's first row and, last, that of all rows."""
         meta = self._file.metadata
         return list(accumulate((meta.row_group(i).num_rows for i in range(meta.num_row_groups)), initial=0))
 
@@ -313,7 +313,7 @@ class RowFile(Protocol):
 def row_file(name: str, path: Path, most: int = MAX_TEXT_BYTES) -> RowFile:
     """Return the reader for the ending of `name`; nothing is read yet. Rows of more than `most` bytes are bad ones.
 
-    0: rows may have any size. A row that is read by its position has no limit: it was within it before.
+    0: rows may have any size. Rows that are read by position were within the limit at the build, and have none.
     """
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most)
 

@@ -39,7 +39,7 @@ def build_shared_corpus(
         if tokenizer is None or preset is None or preset.rows:
             check_tokenizer(config, model, config.data.vocab_size if tokenizer is None else tokenizer.size)
         directory.mkdir(parents=True, exist_ok=True)
-        if not (resumed and (directory / "config.json").is_file()):
+        if not (resumed and (directory / "config.json").is_file()):  # a resumed run keeps the one that it began with
             model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
         with name_file_in_errors(directory / "corpus"):
             corpus = ensure_corpus(

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from longspan.corpus.long_texts import PIECE, encode_in_pieces, encode_with_spans, has_pieces
+from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pieces, encode_with_spans
 from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_files
 from longspan.errors import DataError
 from longspan.files import read_json
@@ -86,7 +86,7 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encode each text, with the tokens around it."""
-        in_pieces = has_pieces(self.engine)
+        in_pieces = can_encode_in_pieces(self.engine)
         are_long = [in_pieces and len(text) > PIECE for text in texts]
         whole_texts = [text for text, is_long in zip(texts, are_long, strict=True) if not is_long]
         encodings = iter(self.engine.encode_batch_fast(whole_texts, add_special_tokens=True))
@@ -103,7 +103,8 @@ class TextTokenizer:
 
     def encode_with_spans(self, text: str) -> tuple[Integers, Integers]:
         """Encode a text without the tokens around it: its ids (n,), and the characters (n, 2) of each token."""
-        piece = PIECE if has_pieces(self.engine) else max(len(text), 1)  # all of the text, if it cannot be cut
+        whole_length = max(len(text), 1)  # of a text that cannot be cut
+        piece = PIECE if can_encode_in_pieces(self.engine) else whole_length
         return encode_with_spans(self.engine, text, piece=piece)
 
     def parsing(self, parse: bool) -> "TextTokenizer":
@@ -114,12 +115,16 @@ class TextTokenizer:
         self.engine.encode_special_tokens = not parse
         return self
 
-    def count_special(self, texts: Iterable[str]) -> Counter[str]:
+    def count_special_tokens(self, texts: Iterable[str]) -> Counter[str]:
         """Count the name of each special token in the texts."""
-        return Counter(name for text in texts for name in self._special.findall(text)) if self._special else Counter()
+        return (
+            Counter(name for text in texts for name in self._special_pattern.findall(text))
+            if self._special_pattern
+            else Counter()
+        )
 
     @cached_property
-    def _special(self) -> re.Pattern[str] | None:
+    def _special_pattern(self) -> re.Pattern[str] | None:
         """The pattern of the names of special tokens, the longest first; None if there are none."""
         names = {token.content for token in self.engine.get_added_tokens_decoder().values() if token.special}
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
@@ -181,8 +186,8 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
         _check_settings(settings)
     if not file.is_file():
         return _load_other_files(folder)
-    try:
-        engine = Tokenizer.from_file(str(file))  # transformers' own error for a damaged file names no file
+    try:  # first, also where transformers reads the file again: its error for a damaged one names no file
+        engine = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust side raises plain Exception
         raise DataError(f"{file} is not a tokenizer: {error}") from error
     if settings.is_file():
@@ -215,7 +220,7 @@ def _load_other_files(folder: Path) -> TextTokenizer:
         tokenizer = _load_by_transformers(folder)
     except DataError as error:
         raise DataError(f"{error}; {hint}") from error
-    if len(tokenizer.engine.get_vocab(with_added_tokens=False)) < 2:
+    if len(tokenizer.engine.get_vocab(with_added_tokens=False)) < 2:  # nothing, or one entry for unknown words
         raise DataError(f"transformers reads no vocabulary from the tokenizer in {folder}; {hint}")
     return tokenizer
 
@@ -254,18 +259,18 @@ def _make_tokenizer(engine: Tokenizer, end: int | None) -> TextTokenizer:
 
 def _engine_digest(engine: Tokenizer) -> str:
     """Return the SHA-256 of the engine without its post-processor (transformers writes an empty one in two ways)."""
-    decides: dict[str, object] = json.loads(engine.to_str())
-    del decides["post_processor"]
-    return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+    settings: dict[str, object] = json.loads(engine.to_str())
+    del settings["post_processor"]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
 def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | None:
-    """Count the UTF-8 bytes of each token id (V,), for at least `rows` ids; None for vocabularies without them.
+    """Count the UTF-8 bytes of each token id (V,); None for a kind of vocabulary whose bytes are not known.
 
-    With them a loss per token becomes one per byte of text, which can be compared between tokenizers. They are known
-    for byte-level vocabularies (GPT-2's alphabet of bytes) and for those that write a space as sentencepiece does, with
-    or without bytes as a fallback. Special tokens have no text. If the tokenizer changes a text (by a normalizer, or by
-    a space before it), the bytes of the changed text are counted.
+    With these counts a loss per token becomes one per byte of text, which can be compared between tokenizers. Bytes are
+    known in byte-level vocabularies (GPT-2's alphabet of bytes), and in those that write a space as sentencepiece does,
+    with or without bytes as a fallback. Special tokens, and ids without a token up to `rows`, count 0. If the tokenizer
+    changes a text (by a normalizer, or by a space before it), the bytes of the changed text are counted.
     """
     settings: dict[str, Any] = json.loads(engine.to_str())
     kinds = set(_component_types(settings.get("decoder"))) | set(_component_types(settings.get("pre_tokenizer")))

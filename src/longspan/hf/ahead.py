@@ -129,11 +129,11 @@ class ComingStep:
     plan: Plan
     versions: Sequence[tuple[int, ...]]  # of each batch as it was read
 
-    def is_of(self, batches: Sequence[Any]) -> bool:
-        """Whether these are the step's batches, into which nothing was written since they were read."""
+    def has_batches(self, batches: Sequence[Any]) -> bool:
+        """Return whether these are the step's batches, into which nothing was written since they were read."""
         return len(batches) == len(self.batches) and all(
-            batch is mine and versions_of(document_entries(batch)) == versions
-            for batch, mine, versions in zip(batches, self.batches, self.versions, strict=True)
+            batch is batch_read and versions_of(document_entries(batch)) == versions
+            for batch, batch_read, versions in zip(batches, self.batches, self.versions, strict=True)
         )
 
 
@@ -190,13 +190,14 @@ class CollectedTokens:
             flat = table.flatten().cpu().numpy()
             sums = world.control.sum_of_arrays(flat, "values of tokens").reshape(table.shape)
         also = dict(zip(self._names, sums[1:], strict=True))
-        return TokenLogProbs(self._lengths, sums[0], np.zeros(len(self._lengths)), also)
+        no_sums = np.zeros(len(self._lengths))  # sums by document, which nothing here reads
+        return TokenLogProbs(self._lengths, sums[0], no_sums, also)
 
 
 def same_coefficients(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
     """Return whether the coefficients that a loss left are those of a guess, up to rounding in the loss's dtype.
 
-    Only those of targets are compared; the first token of a document is none.
+    Coefficients of tokens that are no targets, such as the first of a document, are not compared.
     """
     if len(documents) != len(guessed):
         return False

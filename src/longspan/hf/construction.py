@@ -19,18 +19,19 @@ class GivenArguments:
     """
 
     def __init__(self, kind: type[Any], init: Any, args: Any, keywords: Any) -> None:
-        """Bind the arguments to the constructor's names, and what it passes on to the stock trainer's."""
+        """Bind the arguments to the names of `init`, and what it takes as *args and **kwargs to those of `_stock`.
+
+        `_stock` is the first base whose constructor has a parameter `args`.
+        """
         self._bound = inspect.signature(init).bind_partial(*args, **keywords)
         self._names, self._positional, self._keywords = _parameters(self._bound.signature)
         self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameters(_signature(base))[0])
         stock = _signature(self._stock)
         self.takes: set[str] = {*self._names, *stock.parameters}
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
-        with suppress(TypeError):  # positions of another constructor: names alone are known
-            passed_values, passed_keywords = (
-                self._argument_value(self._positional, ()),
-                self._argument_value(self._keywords, {}),
-            )
+        with suppress(TypeError):  # *args of a class between `kind` and `_stock`: they stand for other parameters
+            passed_values = self._argument_value(self._positional, ())
+            passed_keywords = self._argument_value(self._keywords, {})
             stock_call = stock.bind_partial(None, *passed_values, **passed_keywords)  # None: for self
             self.values |= {name: value for name, value in stock_call.arguments.items() if name != "self"}
 
@@ -68,16 +69,10 @@ class GivenArguments:
         TRL's trainers have a class of their own for them (SFTConfig), and name the folder by model and class.
         """
         hints = _signature(self._stock).parameters["args"].annotation
-        config = next(
-            (
-                argument_class
-                for argument_class in _argument_classes(hints, self._stock)
-                if argument_class is not TrainingArguments
-            ),
-            TrainingArguments,
-        )
+        classes = _argument_classes(hints, self._stock)
+        config = next((kind for kind in classes if kind is not TrainingArguments), TrainingArguments)
         if config is TrainingArguments:
-            return TrainingArguments(output_dir="tmp_trainer")
+            return TrainingArguments(output_dir="tmp_trainer")  # transformers' own default
         model = self.values.get("model")
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         return config(f"{str(name).rstrip('/').split('/')[-1]}-{config.__name__.removesuffix('Config')}")

@@ -184,7 +184,7 @@ class Facade:
             raise AttributeError(name)
         return getattr(self._model(), name)
 
-    def _take_ahead(self, batch: Mapping[str, Any]) -> AheadBatch | None:
+    def _take_ahead_batch(self, batch: Mapping[str, Any]) -> AheadBatch | None:
         """Return the next batch of the step that ran ahead, if this call with gradients is one of it; else None."""
         if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].answers(batch)):
             return None
@@ -204,8 +204,7 @@ class Facade:
         num_items_in_batch: Any = None,
         **batch: Any,
     ) -> TokenOutput:
-        """Answer a batch (B, L) of all ranks with its loss, or with log-probabilities for a loss that the trainer
-        makes.
+        """Answer a batch (B, L) of all ranks with its loss, or with log-probabilities for a loss of the trainer's own.
 
         These are values of the whole batch on every rank, and a leaf that takes their gradient. Raises what
         `documents_of` does for a batch that is none of documents.
@@ -218,11 +217,11 @@ class Facade:
         if labels is None and self.labels_apart is not None:  # compute_loss_func= reads log-probabilities, or logits
             labels, fused_lm_head = self.labels_apart, self.logits_of is None
         batch = {"input_ids": input_ids, "labels": labels, **batch}
-        ahead = self._take_ahead(batch) if self.logits_of is None or fused_lm_head else None
+        ahead = self._take_ahead_batch(batch) if self.logits_of is None or fused_lm_head else None
         rows = ahead.rows if ahead is not None and ahead.has_entries_of(batch) else read_batch(batch)
         if self.logits_of is not None and not fused_lm_head:
             return self._answer_logits(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)
-        if labels is None:
+        if labels is None:  # nothing is predicted, and hidden states are not answered
             return TokenOutput()
         scored = [d for d, document in enumerate(rows.documents) if document.targets]
         values = None if ahead is None else ahead.values
@@ -242,6 +241,7 @@ class Facade:
             return out
         value_tables: Mapping[str, Any] = {name: table_of(name, dtype) for name in self.head.values if name != "top1"}
         top1 = table_of("top1", torch.bool) if "top1" in self.head.values else None
+        # None for values that the head was not asked for.
         no_values = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
         return TokenOutput(
             {**out, **no_values, **value_tables, "log_probs": leaf, "label_mask": _mask(labels), "is_top1": top1}

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 import longspan
 from longspan.checkpoint.files import complete_checkpoints, read_state
-from longspan.checkpoint.storage import not_data, read_values
+from longspan.checkpoint.storage import not_data_text, read_values
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError
 from longspan.hf.one_process import StockTrainer
@@ -60,7 +60,7 @@ class FilesPart(StockTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Have the Trainer write its checkpoint under another name, and give it its own; entered by all ranks."""
         root = Path(self._get_output_dir(trial))
-        run_on_first_rank(self.world, lambda: _make_empty(root / UNFINISHED), CheckpointError)
+        run_on_first_rank(self.world, lambda: _make_empty_folder(root / UNFINISHED), CheckpointError)
         self._unfinished = str(root / UNFINISHED)
         try:
             super()._save_checkpoint(model, trial)
@@ -167,7 +167,7 @@ class FilesPart(StockTrainer):
         except OSError:
             raise
         except Exception as error:  # a damaged file, and states that are none, raise anything
-            raise CheckpointError(not_data(folder, error)) from error
+            raise CheckpointError(not_data_text(folder, error)) from error
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint, if its folder is still there."""
@@ -257,7 +257,7 @@ def _restore_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, A
                 group[key] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples, such as betas
 
 
-def _make_empty(folder: Path) -> None:
+def _make_empty_folder(folder: Path) -> None:
     """Make a folder, without what an interrupted save left in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

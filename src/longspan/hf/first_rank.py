@@ -25,7 +25,7 @@ class FirstRank:
     >>> first = FirstRank(world, {"weights": lambda: read_all(weights_by_name(model, world))})
     >>> rewards = first.run(lambda: reward(answers), "rewards")
 
-    `calls` are what all ranks run together, by name, as `calling` says. Results travel by pickle.
+    `calls` are what all ranks run together, by name (`call_on_others`). Results travel by pickle.
     """
 
     def __init__(self, world: World, calls: Mapping[str, Callable[..., Any]]) -> None:
@@ -41,8 +41,8 @@ class FirstRank:
     def run(self, work: Callable[[], Result], what: str) -> Result:
         """Return the result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
 
-        Where the work raises, the first rank raises its error, and the others CommError (or that LongspanError) with
-        its text and `what` was worked at.
+        Where the work raises, the first rank raises its error; the others raise the same one if it is a LongspanError,
+        else CommError with its text and `what`, words for the work's result.
         """
         if self.works:
             return work()
@@ -61,8 +61,11 @@ class FirstRank:
         return result
 
     @contextmanager
-    def calling(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Let the work communicate inside: the others meanwhile run `calls[name](*arguments)`."""
+    def call_on_others(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Have the other ranks run `calls[name](*arguments)` while this one, inside, takes part in it.
+
+        Outside of work of the first rank it does nothing: all ranks get here by themselves.
+        """
         if not self.works:
             yield
             return

@@ -88,7 +88,7 @@ class GenerationPart(StockTrainer):
         All ranks iterate; inside rollout_func, a reward or `_generate_single_turn`, which run on the first rank, the
         first does and the others follow. Adapters are merged, unless `merge_adapter` is False.
         """
-        with self._first.calling("weights", merge_adapter):
+        with self._first.call_on_others("weights", merge_adapter):
             weights = iter(longspan.weights_by_name(self.model, self.world, merge_adapter=merge_adapter))
             try:
                 for name_and_weight in weights:  # noqa: UP028 (a consumer that stops early must not close it)

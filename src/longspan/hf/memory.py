@@ -24,7 +24,7 @@ FEW_ROWS = 256  # of another one, which may read files
 _log = logging.getLogger(__name__)
 
 
-def checkpoints(args: Any) -> bool:
+def asks_recomputation(args: Any) -> bool:
     """Whether arguments ask for recomputation."""
     return any(getattr(args, name, None) for name in CHECKPOINTING)
 
@@ -37,11 +37,12 @@ def computes_in_bfloat16(args: Any) -> bool:
 def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     """Return the configuration of a trainer's plans, with rows of a slot, and the plan of memory where one is made.
 
-    It is made on GPUs, on CPUs within `memory_bytes`, unless `memory` is "none" or recomputation was asked for: where
-    the arguments differ from the default of their class (TRL's recompute by default). Entered by all ranks.
+    A plan of memory is made on GPUs, and on CPUs if `memory_bytes` is set, but not if `memory` is "none" or the user
+    asked for recomputation. TRL's arguments ask for it by default, so it counts as asked for only if they differ from
+    the default of their class. Entered by all ranks.
     """
     config, args = _run_config(trainer), trainer._stock_arguments
-    if checkpoints(args) and not _is_default(args):
+    if asks_recomputation(args) and not _has_default_recomputation(args):
         config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
     gpu = trainer.world.device.type == "cuda"
     lengths = _document_lengths(trainer)
@@ -73,19 +74,18 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
         return options
     options = replace(options, compiled=config.train.compiled)
     if memory is None:
-        return replace(options, activation_checkpointing="full" if checkpoints(args) else False)
-    gathers = not memory.gathered_once
+        return replace(options, activation_checkpointing="full" if asks_recomputation(args) else False)
     return replace(
         options,
         measures=memory.measures,
         host_bytes=memory.host.kept,
-        reshard_after_forward=gathers,
+        reshard_after_forward=not memory.gathered_once,
         mlp_tile_rows=memory.mlp_tile_rows,
         segment_layers=memory.segment_layers if set(memory.measures) != {"none"} else 0,  # of layers that recompute
     )
 
 
-def _is_default(args: Any) -> bool:
+def _has_default_recomputation(args: Any) -> bool:
     """Return whether arguments leave recomputation as their class has it by default."""
     default = {key.name: key.default for key in fields(args)}
     return all(getattr(args, name, None) == default.get(name) for name in CHECKPOINTING)
@@ -103,7 +103,7 @@ def _run_config(trainer: Any) -> RunConfig:
     adapter = find_adapter(model)
     lora = LoraSection()
     if adapter is not None:
-        targets = getattr(adapter.config, "target_modules", None)
+        targets = getattr(adapter.config, "target_modules", None)  # a string is a pattern; () is the default
         lora = replace(lora, rank=adapter.config.r, targets=() if isinstance(targets, str) else tuple(targets or ()))
     return replace(config, model=model_keys, train=replace(config.train, optimizer=name, lr=1e-3), lora=lora)
 

@@ -78,9 +78,10 @@ class OneProcess:
         home = make_home(ranks)
         if cls.now is None:
             device: Any = PartialState().device
-            one_process = cls(home, World(home, device="cpu" if device.type == "cpu" else None).open())
+            world = World(home, device="cpu" if device.type == "cpu" else None)  # None: this rank's GPU
+            one_process = cls(home, world.open())
             try:
-                one_process._tell_accelerate()
+                one_process._patch_libraries()
             except BaseException:
                 one_process._close()
                 raise
@@ -111,7 +112,7 @@ class OneProcess:
             setattr(owner, name, value)
         PartialState._shared_state.clear()
         PartialState._shared_state.update(self._state)
-        if AcceleratorState._shared_state:  # it reads the number of processes of the other
+        if AcceleratorState._shared_state:  # this entry is its own; others it reads in PartialState
             AcceleratorState._shared_state["distributed_type"] = self._state["distributed_type"]
         self.world.close()
 
@@ -125,7 +126,7 @@ class OneProcess:
 
     # ---- accelerate
 
-    def _tell_accelerate(self) -> None:
+    def _patch_libraries(self) -> None:
         """Patch transformers and accelerate so that they see one process, and refuse a stock trainer meanwhile."""
         PartialState._shared_state.update(self._state_of_one_process())
         make_stock, save_stock = Trainer.__init__, Trainer.save_model
@@ -153,7 +154,7 @@ class OneProcess:
 
         def set_up_devices(args: TrainingArguments) -> torch.device:
             """Set up devices as transformers does, under accelerate's own state."""
-            return one._run_with_state_kept(lambda: set_up.func(args))
+            return one._run_under_stock_state(lambda: set_up.func(args))
 
         devices = cached_property(set_up_devices)
         devices.__set_name__(TrainingArguments, "_setup_devices")
@@ -175,8 +176,11 @@ class OneProcess:
         self._patched.append((owner, name, owner.__dict__[name]))
         setattr(owner, name, value)
 
-    def _run_with_state_kept(self, work: Callable[[], torch.device]) -> torch.device:
-        """Run `work` under accelerate's own state, then put the present one back: arguments make the state anew."""
+    def _run_under_stock_state(self, work: Callable[[], torch.device]) -> torch.device:
+        """Run `work` under the state that accelerate had before any trainer of ours, then put the present one back.
+
+        Setting up the devices of arguments writes into the state, so the present one is kept whole.
+        """
         states = [(kind, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState)]
         PartialState._shared_state.update(self._state)
         try:

@@ -18,7 +18,7 @@ REFERENCE = "ref"  # TRL's name of the copy of a trained adapter that it keeps f
 
 
 def clear_device_map(args: Any) -> None:
-    """Let TRL load models without a device_map: to it one process has all GPUs, over which it would spread them.
+    """Have TRL load models without a device_map: it sees one process, and would spread a model over all GPUs.
 
     Raises ConfigError for a device_map of the user's.
     """
@@ -48,7 +48,7 @@ class PreferencesPart(StockTrainer):
         dataset = copy.copy(dataset)
         path_of = dataset._get_cache_file_path
         dataset._get_cache_file_path = lambda fingerprint: self._cache_of_first_rank(path_of(fingerprint))
-        self.accelerator.every_rank_writes = True  # into the file of `_cache_of_first_rank`, which may be its own
+        self.accelerator.every_rank_writes = True  # each into the file that `_cache_of_first_rank` gives it
         reference.inner_model.eval()
         try:
             return super()._precompute_ref_logps(dataset, name, batch_size)
@@ -92,7 +92,10 @@ class PreferencesPart(StockTrainer):
 
 
 def take_reference_adapter(model: Any) -> Any:
-    """Remove TRL's copy of a model's adapter, before `prepare`; returns its configuration, or None without a copy."""
+    """Remove TRL's copy of a model's adapter, before `prepare`; returns its configuration, or None without a copy.
+
+    An only adapter of this name is no copy, but the one that is trained.
+    """
     configs = getattr(model, "peft_config", {})
     if REFERENCE not in configs or len(configs) == 1:
         return None

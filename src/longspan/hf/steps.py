@@ -56,15 +56,15 @@ class StepsPart(StockTrainer):
 
     _guesses = True  # whether steps run ahead of the Trainer's loss
 
-    _coming: Sequence[Any] = ()  # batches of the optimizer step that begins
+    _coming: Sequence[Any] = ()  # batches of the optimizer step that begins; () once its first batch is called
     _moved: Sequence[tuple[Any, Any]] = ()  # batches of this optimizer step on the host, and on the device
     _next_step: ComingStep | None = None  # prepared while the device worked on the step before
-    _step_batches = 1  # how many those of the newest step are
+    _step_batches = 1  # how many batches the newest step has
     _items: float | None = None  # targets of the batches that come, where the Trainer counts them
-    _measured: tuple[float, Any] = 0.0, None  # the norm of gradients as a step left them, and which these are
+    _measured: tuple[float, Any] = 0.0, None  # the norm of the last step's gradients, and their `gradient_versions`
     _guessed: Sequence[Document] = ()  # documents that ran ahead since the last optimizer step
     _last_plan: tuple[Any, Any] = None, None  # what the newest plan is made for, and the plan
-    _cut = False  # a callback ended an epoch before the Trainer called the model with all of them
+    _cut = False  # whether a callback ended an epoch before the Trainer called the model with all batches of a step
 
     @cached_property
     def _host_batches(self) -> HostBatches:
@@ -94,9 +94,9 @@ class StepsPart(StockTrainer):
         """Return the plan of documents; the last one is kept, as both passes of a step have the same."""
         targets = sum(document.targets for document in documents)
         lengths = [len(document) for document in documents]
-        about = (training, targets, lengths)
-        if self._last_plan[0] != about:
-            self._last_plan = about, self._make_plan(documents, training=training)
+        key = (training, targets, lengths)
+        if self._last_plan[0] != key:
+            self._last_plan = key, self._make_plan(documents, training=training)
         return self._last_plan[1]
 
     def _make_plan(self, documents: Sequence[Document], *, training: bool) -> Plan:
@@ -149,10 +149,9 @@ class StepsPart(StockTrainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
-        # What is ahead still was not asked for: a callback ended the epoch in the middle of a step.
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu"))
         self._coming, self._items = batches, None if items is None else float(items)
-        if self._facade.ahead:
+        if self._facade.ahead:  # of the step before: a callback ended its epoch before all batches were called
             self._cut, self._facade.ahead = True, []
         return batches, move_to_device(items, device) if isinstance(items, Tensor) else items
 
@@ -193,17 +192,17 @@ class StepsPart(StockTrainer):
         return move_to_device(data, self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
 
     def _run_ahead(self, batches: Sequence[Any]) -> None:
-        """Run a step as that of the cross entropy, whose coefficients are known before the Trainer's loss.
+        """Run a step as if its loss were the cross entropy, whose coefficients are known before the Trainer's loss.
 
-        If its loss then asks for others, the step is run again.
+        If the Trainer's loss then has other coefficients, `_finish_step` runs the step again.
         """
         step, self._next_step = self._next_step, None
-        if step is None or not step.is_of(batches):
-            step = self._read_coming(batches, self._items)
+        if step is None or not step.has_batches(batches):
+            step = self._read_coming_step(batches, self._items)
         if step is None:
             return
         values = self._run_step(step.documents, names=self._facade.head.values, coming=step)
-        self._guessed = [*self._guessed, *step.documents]  # a stream that ended in the middle of a step goes on with it
+        self._guessed = [*self._guessed, *step.documents]  # a step that a stream's end cut runs ahead in two parts
         self._facade.ahead = [
             AheadBatch(entries, rows, Offset(values, first), versions_of(entries))
             for entries, rows, first in zip(
@@ -211,8 +210,8 @@ class StepsPart(StockTrainer):
             )
         ]
 
-    def _read_coming(self, batches: Sequence[Any], items: float | None) -> ComingStep | None:
-        """Return the step of the cross entropy over batches; None if they have no targets, or one has no labels."""
+    def _read_coming_step(self, batches: Sequence[Any], items: float | None) -> ComingStep | None:
+        """Return the step of the cross entropy over batches; None if no batch has a target, or one lacks labels."""
         if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
             return None
         rows, documents, firsts = read_step(batches, items)
@@ -225,23 +224,23 @@ class StepsPart(StockTrainer):
     def _work_meanwhile(self) -> None:
         """Prepare the next step, then wait for the device within the limit of this one.
 
-        A rank whose collator was slow may come to the sums later than that, as between steps.
+        From then on the limit is at least that between steps, as ranks with slow collators come to the sums late.
         """
-        self._prepare_next()
+        self._prepare_next_step()
         if self.world.device.type == "cuda":
             torch.cuda.current_stream(self.world.device).synchronize()
         set_timeout(self.world, max(self.world.watch.timeout, self._usual_timeout))
 
-    def _prepare_next(self) -> None:
+    def _prepare_next_step(self) -> None:
         """Make the next step's batches, documents and plan while the device works; the step itself raises errors."""
         if self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
         with suppress(Exception):
             batches = self._host_batches.make(self._step_batches)
-            is_new = all(batch is not old for batch in batches for old, _ in self._moved)
+            is_new = all(batch is not old for batch in batches for old, _ in self._moved)  # not at an epoch's end
             if batches and is_new and self._guesses:
                 items = self._get_num_items_in_batch(batches, torch.device("cpu"))
-                self._next_step = self._read_coming(batches, None if items is None else float(items))
+                self._next_step = self._read_coming_step(batches, None if items is None else float(items))
 
     def _finish_step(self) -> None:
         """Run the step by the coefficients that the Trainer's loss left, unless it ran ahead with the same ones."""
@@ -261,7 +260,7 @@ class StepsPart(StockTrainer):
             return
         if guessed:
             self._facade.inner_model.zero_grad()
-        if guessed and not cut:
+        if guessed and not cut:  # a step that a callback cut says nothing about the loss
             self._guesses = False
             _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
         refuse_two_pass_dropout(self._facade.inner_model, "losses that are not the mean cross entropy")
@@ -269,7 +268,7 @@ class StepsPart(StockTrainer):
         if documents:
             self._run_step(documents)
             return
-        self._measured = 0.0, None
+        self._measured = 0.0, None  # all coefficients are 0, and so are the gradients, without a pass
         for parameter in self._facade.inner_model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)

@@ -141,7 +141,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     def _report_errors_to_others(self) -> Iterator[None]:
         """Put an error of this rank inside, as of a collator or a metric, into the failure report of ranks that wait.
 
-        All ranks wait at the end, so that none goes on without one whose metric failed.
+        An error that all ranks raise is in no need of a report. All ranks wait at the end, so that none goes on without
+        one whose metric failed.
         """
         try:
             yield
@@ -167,7 +168,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
 
 def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:
-    """Return the arguments with what transformers would checkpoint turned off: `prepare` does it."""
+    """Turn off recomputation in arguments, and return them: `prepare` sets it up, not transformers."""
     for name in CHECKPOINTING:
         if getattr(args, name, None):
             setattr(args, name, False)

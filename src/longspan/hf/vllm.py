@@ -34,7 +34,7 @@ class LongspanVLLM(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Give vLLM the weights: the server, or the engine of every rank, which then all enter."""
-        with nullcontext() if self.mode == "server" else self._trainer._first.calling("vllm", "sync_weights"):
+        with nullcontext() if self.mode == "server" else self._trainer._first.call_on_others("vllm", "sync_weights"):
             super().sync_weights()
 
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> Any:
@@ -43,7 +43,7 @@ class LongspanVLLM(VLLMGeneration):
         if self.mode == "server":
             return first.run(lambda: make(prompts, images, num_generations, profiler), "answers")
         asleep = self._llm_weights_sleeping
-        with profiler or nullcontext(), first.calling("vllm", "make_shares", prompts, num_generations, asleep):
+        with profiler or nullcontext(), first.call_on_others("vllm", "make_shares", prompts, num_generations, asleep):
             return self.make_shares(prompts, num_generations, asleep)
 
     def make_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
@@ -64,6 +64,7 @@ class LongspanVLLM(VLLMGeneration):
             lambda: make(prompts_here, None, num_generations),
             lambda error: CommError(f"vLLM failed to make answers: {one_line(error)}"),
         )
+        # vLLM gives several lists, such as ids and log-probabilities, with an entry for each answer, or None for one.
         fields_of_ranks = zip(*self._world.control.gather_objects(answers, "answers of vLLM"), strict=True)
         return tuple(
             None
@@ -88,11 +89,8 @@ class RankAccelerator:
 @contextmanager
 def replace_vllm(trainer: Any) -> Iterator[None]:
     """Let the modules of a trainer's classes make LongspanVLLM inside where they make VLLMGeneration."""
-    modules = [
-        module
-        for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__)
-        if vars(module := sys.modules[name]).get("VLLMGeneration") is VLLMGeneration
-    ]
+    modules_of_bases = [sys.modules[name] for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__)]
+    modules = [module for module in modules_of_bases if vars(module).get("VLLMGeneration") is VLLMGeneration]
 
     def make(*args: Any, **keywords: Any) -> LongspanVLLM:
         """Make the vLLM of this trainer with the arguments of TRL's."""

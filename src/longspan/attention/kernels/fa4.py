@@ -35,7 +35,7 @@ def device_lack(device: torch.device) -> str:
 def _kernel_interface() -> Any:
     """Import the module with the kernel's two calls, once.
 
-    Its compiler's notes to its own authors are left out.
+    Warnings that mean the kernel's authors are not shown: those of the import, and one of every compilation.
     """
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     with warnings.catch_warnings():
@@ -61,7 +61,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     assert call.dropout is None
     q, k, v, out, lse = saved
     options: dict[str, Any] = {}
-    if out.ndim == 2:  # the kernel takes dout · out − dlse of each row
+    # `out` may be the deltas, dout · out. The kernel computes dout · out − dlse: with out 0 and dlse −deltas the same.
+    if out.ndim == 2:
         options["dlse"] = _lay_out_lse(-out, launch)
         out = torch.zeros_like(dout)
     tensors, lengths = _kernel_arguments(launch, q, k, v, out, dout)

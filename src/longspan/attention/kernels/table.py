@@ -197,7 +197,10 @@ def choose_kernel(call: AttendCall, name: str | None = None) -> Kernel:
 
 
 def find_kernel(name: str, hint: str | None = None) -> Kernel:
-    """Find the row of the table with this name. Raises AttentionError if there is none."""
+    """Find the row of the table with this name.
+
+    Raises AttentionError if there is none; the message ends with `hint` (None: with all names).
+    """
     for kernel in KERNELS:
         if kernel.name == name:
             return kernel

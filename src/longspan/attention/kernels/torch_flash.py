@@ -85,7 +85,7 @@ def _is_causal(launch: Launch) -> bool:
 
 
 def _mask_arguments(launch: Launch) -> dict[str, int]:
-    """Return the mask in the kernel's words, where −1 is no limit; a causal mask is a flag of its own."""
+    """Return the mask in the kernel's words: a limit that is left out is none, and a causal mask has its own flag."""
     if _is_causal(launch):
         return {}
     limits = {"window_size_left": launch.left, "window_size_right": launch.right}

@@ -82,11 +82,11 @@ def forward(
 ):
     """Compute out and lse of ROWS rows of a head in one pass over their keys with a running largest score.
 
-    It is the forward pass of FlashAttention 2 (arXiv:2307.08691, algorithm 1). The first program id is a block of rows
-    in `blocks` (its tile, and its first row in the tile), the second a head. `*_ends` are the boundaries of tiles among
-    the rows and among the keys, `*_row` and `*_head` strides, `group` the query heads of a key/value head. The last row
-    of a tile is aligned to its last key; a row sees the keys from `left` before to `right` after the one that it is
-    aligned to.
+    It is the forward pass of FlashAttention 2 (arXiv:2307.08691, algorithm 1). Exponentials are powers of 2, so scores
+    are multiplied by log₂ e. The first program id is a block of rows in `blocks` (its tile, and its first row in the
+    tile), the second a head. `*_ends` are the boundaries of tiles among the rows and among the keys, `*_row` and
+    `*_head` strides, `group` the query heads of a key/value head. The last row of a tile is aligned to its last key; a
+    row sees the keys from `left` before to `right` after the one that it is aligned to.
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1).to(tl.int64)

@@ -111,7 +111,7 @@ class Processor:
         `among` is how many images its document has; some processors decide by it whether to cut the image into tiles.
         """
         grid, several = self.grid(size), self._sees_others and among > 1
-        key = grid or (several, None if self.all_alike else size)  # the text depends on these alone
+        key = grid or (several, None if self.has_fixed_placeholders else size)  # the text depends on these alone
         if key not in self._texts:
             self._texts[key] = _call_processor(self.name, size, lambda: self._text_of_blank(size, grid, several))
         return self._texts[key]
@@ -133,7 +133,7 @@ class Processor:
         return IN_DOCUMENT in self.stock.image_processor.model_input_names
 
     @cached_property
-    def all_alike(self) -> bool:
+    def has_fixed_placeholders(self) -> bool:
         """Return whether images of every size take the same placeholders."""
         try:
             counts = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))

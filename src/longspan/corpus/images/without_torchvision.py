@@ -69,7 +69,7 @@ def load_stock_processor(folder: Path) -> Any:
 
     stock = _stock_class(_class_name(folder))
 
-    def parts(cls: Any, path: Any, *_: Any, **__: Any) -> list[Any]:
+    def load_parts(cls: Any, path: Any, *_: Any, **__: Any) -> list[Any]:
         """Load only the tokenizer and the image processor; the stock method would load the video processor too."""
         loaders = {
             "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **FOLDER_OPTIONS),
@@ -77,8 +77,9 @@ def load_stock_processor(folder: Path) -> Any:
         }
         return [loaders[name]() if name in loaders else None for name in cls.get_attributes()]
 
-    unchecked = {"_get_arguments_from_pretrained": classmethod(parts), "check_argument_for_proper_class": _no_check}
-    processor = type(stock.__name__, (stock,), unchecked).from_pretrained(folder, **FOLDER_OPTIONS)
+    # A subclass that neither loads nor checks the part for video.
+    methods = {"_get_arguments_from_pretrained": classmethod(load_parts), "check_argument_for_proper_class": _no_check}
+    processor = type(stock.__name__, (stock,), methods).from_pretrained(folder, **FOLDER_OPTIONS)
     for attribute in ("image_processor", "image_token"):
         if getattr(processor, attribute, None) is None:
             raise DataError(
@@ -160,12 +161,14 @@ class VideoProcessor:
         max_pixels in place of the edges of `size`.
         """
         settings = _read_settings(folder)
-        names = [name for name in (settings.get("video_processor_type"), _OF_PROCESSORS.get(_class(stock))) if name]
+        names = [
+            name for name in (settings.get("video_processor_type"), _OF_PROCESSORS.get(_stock_name(stock))) if name
+        ]
         kind = names[0].removesuffix("Fast") if names else ""
         if kind not in _DEFAULTS or getattr(stock, "video_token_id", None) is None:
             raise DataError(
                 f"videos are processed here as {' and '.join(_DEFAULTS)} do, and {folder} has a "
-                f"{kind or _class(stock)}; give frames as images, each with its place in the text"
+                f"{kind or _stock_name(stock)}; give frames as images, each with its place in the text"
             )
         defaults = _DEFAULTS[kind] | _ALL
         settings = defaults | {key: value for key, value in settings.items() if value is not None}
@@ -247,9 +250,10 @@ class VideoProcessor:
     def _sides_of_frames(self, frames: int, size: Size, factor: int) -> Size:
         """Return the height and width of frames by the class's formula and bounds.
 
-        Where pixels of a frame are capped, the most tokens of a video are shared out over its frames, and a frame may
-        have at least 1.05 times the fewest pixels (0.9 and 1.05 are the class's). Qwen2-VL bounds the pixels of a
-        frame, later classes those of the whole video.
+        `size` bounds the pixels of a frame in Qwen2-VL, and those of the whole video in later classes. If
+        `cap_pixels_per_frame` is set, `max_video_tokens` are a second bound: in Qwen2-VL of a video, shared out over
+        its frames, in later classes of one frame. A frame may always have 1.05 times the fewest pixels (0.9 and 1.05
+        are the classes').
         """
         resize: Any = import_module(_RESIZE[self.kind]).smart_resize
         fewest_pixels, most_pixels = self.settings["size"]["shortest_edge"], self.settings["size"]["longest_edge"]
@@ -270,7 +274,7 @@ class VideoProcessor:
         return resize(frames, *size, **bounds)
 
 
-def _class(stock: Any) -> str:
+def _stock_name(stock: Any) -> str:
     """Return the name of the stock class of a processor that was loaded without its parts for video."""
     return type(stock).__name__
 

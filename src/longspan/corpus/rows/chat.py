@@ -62,7 +62,9 @@ class ChatEncoding:
         for i in learnt:
             beginning = messages[: i + 1]
             kinds = kinds_of_parts(beginning)
-            yield self._encode_sample(beginning, tools, [i], media.first(kinds.count("image"), kinds.count("video")))
+            yield self._encode_sample(
+                beginning, tools, [i], media.first_files(kinds.count("image"), kinds.count("video"))
+            )
 
     def _encode_sample(
         self,
@@ -75,7 +77,7 @@ class ChatEncoding:
         marks = self.template.has_marks(tools)
         rendered = self.template.render(messages, tools, marks=marks)
         if not self.settings.parse_special_tokens:
-            self._check_tokens(rendered.text, messages, tools)
+            self._check_special_tokens(rendered.text, messages, tools)
         if marks:
             spans = Spans(marked_spans(messages, rendered, self.template, tools, learnt))
         else:
@@ -93,7 +95,7 @@ class ChatEncoding:
         ids, offsets = self.tokenizer.parsing(True).encode_with_spans(text)
         return ids, np.where(tokens_in_spans(offsets, spans), ids, NO_TARGET)
 
-    def _check_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
+    def _check_special_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
         """Raise RowError if a rendering has other special tokens than one of the same chat with harmless texts.
 
         Several texts can form a token together that is in none of them.

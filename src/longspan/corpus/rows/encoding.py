@@ -51,7 +51,7 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
         try:
             check_keys(row.values, "text")
             text = require_string(require_key(row.values, "text"), "text")
-            results.append(tokenizer.encode([text])[0] if len(text) > PIECE else None)  # a long one may be a bad row
+            results.append(tokenizer.encode([text])[0] if len(text) > PIECE else None)  # None: encoded below
         except (RowError, LongTextError) as error:
             results.append(BadRow(row.where, str(error)))
         else:
@@ -112,7 +112,7 @@ def _check_one_document(values: Mapping[str, Any], length: int) -> None:
 
 
 def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
-    """Read a mask of zeros and ones, one for each of so many tokens, as booleans. Raises RowError for other values."""
+    """Read a mask of zeros and ones, one for each of `length` tokens, as booleans. Raises RowError for other values."""
     mask = _check_length(_read_integers(values, name), name, length)
     if bad := [int(value) for value in mask if value not in (0, 1)]:
         raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
@@ -122,7 +122,8 @@ def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
     """Return a list of a row as an array of integers (n,). Raises RowError for anything else.
 
-    numpy itself raises for lists of different lengths, so those become arrays of objects, which are refused here.
+    A list with an entry that is no number becomes an array of objects, which is refused here: numpy would raise an
+    error of its own where the entries are lists of different lengths.
     """
     if not isinstance(values, list | np.ndarray):
         raise RowError(f"{name} is {type_name(values)}; give a list of integers: {preview(values)}")
@@ -178,7 +179,10 @@ class RowEncoding:
             _ = self._chat  # raises DataError without a chat template
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
-        """Encode rows in their order; a conversation that is split gives a sample for each turn."""
+        """Encode rows in their order; a conversation that is split gives a sample for each turn.
+
+        Texts without media are encoded together, which is faster.
+        """
         if self.kind == "text" and not any(self._may_show(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encode_row(i, row)]

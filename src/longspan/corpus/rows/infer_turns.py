@@ -80,9 +80,10 @@ class _Conversation:
 
     def messages_around(self, start: int, stop: int) -> range:
         """Return the messages from the last one with a text before a span to the first one with a text after it."""
-        first_text, behind = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
-        first = self.ends[first_text - 1][1] if first_text else 0
-        return range(first, (self.ends[behind][1] if behind < len(self.ends) else len(self.messages) - 1) + 1)
+        before, to_stop = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))  # counts
+        first = self.ends[before - 1][1] if before else 0
+        last = self.ends[to_stop][1] if to_stop < len(self.ends) else len(self.messages) - 1
+        return range(first, last + 1)
 
 
 def find_assistant_spans(
@@ -95,8 +96,8 @@ def find_assistant_spans(
 ) -> Spans:
     """Find the spans of the `learnt` messages of an assistant in the rendering `text` of all messages.
 
-    With counts of what of these messages is not in the rendering: thoughts and cut texts, other texts, and messages
-    without a text. Raises RowError for a span that its surroundings do not determine.
+    Also counts what the rendering lacks of these messages: thoughts (left out whole, or cut off an answer), other
+    texts, and messages that have no text. Raises RowError for a span that its surroundings do not determine.
     """
     fields = texts_of_messages(messages)
     conversation, ends = _locate_turns(fields, messages, text, template, tools)
@@ -122,7 +123,7 @@ def marked_spans(
     of learnt messages and of others.
     """
     answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
-    if answers == set(learnt):
+    if answers == set(learnt):  # then no mark is another message's
         return rendered.marks
     conversation, _ = _locate_turns(texts_of_messages(messages), messages, rendered.text, template, tools)
     spans = list[tuple[int, int]]()
@@ -201,8 +202,8 @@ def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
 def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
     """Find where the model begins to generate: after the prompt, or where the turn's first text begins."""
     text, turn_before, first = conversation.text, conversation.turn_before(turn), turn.fields[0]
-    words = first.value.strip() if isinstance(first.value, str) else ""
-    begin = turn.ends[0] - len(words) if text[: turn.ends[0]].endswith(words) else turn.ends[0]
+    first_text = first.value.strip() if isinstance(first.value, str) else ""
+    begin = turn.ends[0] - len(first_text) if text[: turn.ends[0]].endswith(first_text) else turn.ends[0]
     for prompt in tokens.prompts:
         if (at := text.rfind(prompt, turn_before.ends[-1], begin)) >= 0:
             return at + len(prompt)
@@ -223,8 +224,8 @@ def _find_end_of_question(conversation: _Conversation, turn: _Turn, before: _Tur
     except RowError:  # a conversation that begins with the assistant
         return None
     text, end = conversation.text, before.ends[-1]
-    words = str(before.fields[-1].value).rstrip()[-_CONTEXT:] if before.fields else ""
-    begin = end - len(words) if words and text[:end].endswith(words) else end
+    last_words = str(before.fields[-1].value).rstrip()[-_CONTEXT:] if before.fields else ""
+    begin = end - len(last_words) if last_words and text[:end].endswith(last_words) else end
     length = longest_overlap(prompt.text, text[begin : turn.ends[0]])
     return begin + length if length > end - begin else None
 
@@ -232,8 +233,7 @@ def _find_end_of_question(conversation: _Conversation, turn: _Turn, before: _Tur
 def longest_overlap(text: str, other: str) -> int:
     """Return how many characters, at most, both end `text` and begin `other`; both may be long.
 
-    >>> longest_overlap("who?<a>", "<a>I")
-    3
+    After _MOST_WORK characters were compared in vain, only overlaps of up to _HEAD characters are looked for.
     """
     head, work = other[:_HEAD], _MOST_WORK
     at = text.find(head, max(0, len(text) - len(other))) if len(other) >= _HEAD else -1
@@ -251,7 +251,7 @@ def locate_ends(
     """Find the ends of each text in the rendering, in characters; empty for a text that is not in it.
 
     All are marked in one rendering. If that fails, blank texts, which a template may leave out, stay unmarked, and if
-    that fails too, each has its own rendering; fields that are added to the messages (`added`) always have one.
+    that fails too, each has its own rendering. A field whose value is no text (`added`) always has its own.
     """
     marks = _make_marks(text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]
@@ -288,7 +288,7 @@ def _locate_marks(
 
 
 def _locate_mark(rendered: str, mark: str, text: str, field: Field) -> list[int]:
-    """Return where the mark stands in the first rendering, which must end with what follows it; [] without a mark."""
+    """Return where a mark in `rendered` stands in `text`, which must end with what follows the mark; [] without one."""
     at = rendered.rfind(mark)
     if at < 0:
         return []

@@ -19,7 +19,7 @@ def rows_line(encoding: RowEncoding) -> str:
     around = around_line(encoding.tokenizer)
     treatment = {
         "text": around,
-        "messages": "" if encoding.kind != "messages" else _template_line(encoding),
+        "messages": "" if encoding.kind != "messages" else _template_line(encoding),  # others may have no template
         "prompt+completion": f"{around}; targets are the completion and its end",
         "input_ids": "taken as they are; targets are those that labels or masks name, or all",
     }
@@ -68,6 +68,7 @@ def around_line(tokenizer: TextTokenizer) -> str:
     parts = [f"begins with {opening}"] * bool(opening) + [f"ends with {closing}"] * bool(closing)
     if not parts:
         return "nothing is put around a text: the tokenizer names no token for its beginning or its end"
+    # An end alone may be the one that longspan adds.
     return f"each text {' and '.join(parts)}, as the tokenizer says" if opening else f"each text {parts[0]}"
 
 

@@ -57,9 +57,9 @@ def kinds_named(text: str, name_pattern: re.Pattern[str]) -> list[str]:
 
 def count_plain_names(values: Mapping[str, Any]) -> Counter[str]:
     """Count the texts of a row in which each of `<image>`, `<video>` and `<audio>` is plain text."""
-    bare = [NAMED[kind] for kind in NAMED if kind not in kinds_by_name(values)]
+    plain_names = [NAMED[kind] for kind in NAMED if kind not in kinds_by_name(values)]
     texts = [text for key in ("messages", *_TEXTS) for _, text in strings(values.get(key), key)]
-    return Counter(name for text in texts for name in bare if name in text)
+    return Counter(name for text in texts for name in plain_names if name in text)
 
 
 def has_media_keys(values: Mapping[str, Any]) -> bool:
@@ -68,7 +68,10 @@ def has_media_keys(values: Mapping[str, Any]) -> bool:
 
 
 def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
-    """Return which media a row has under keys, optionally only in lists: images, videos or audios; None: nothing."""
+    """Return "images", "videos" or "audios", the first of which a row has a value under a key; None if there is none.
+
+    With `lists` only values that are lists count.
+    """
     present = ((keys[0], values.get(key)) for keys in _KEYS.values() for key in keys)
     return next((media for media, value in present if value and (isinstance(value, list) or not lists)), None)
 
@@ -121,7 +124,7 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
     ):
         if names and entries:
             raise RowError(f'{len(entries)} parts bring {kind}s, and the row has "{kind}s" too; give them in one place')
-    if not media:
+    if not media:  # with media the names in texts are counted where the row is encoded
         texts = [text for key in _TEXTS if isinstance(text := row.values.get(key), str)]
         check_counts([kind for text in texts for kind in kinds_named(text, pattern)], media, "its texts")
     return values, media
@@ -135,7 +138,7 @@ class _PartMedia:
         self._folder, self._counts = folder, Counter[str]()
 
     def extract_media(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
-        """Replace media by bare parts in messages, and by parts in texts with one of the `name_pattern`."""
+        """Return messages whose media are bare parts; a text that names media (`name_pattern`) becomes parts, too."""
         new_messages = list[Any]()
         for i, message in enumerate(messages):
             content = message.get("content") if isinstance(message, dict) else None
@@ -156,6 +159,7 @@ class _PartMedia:
         if kind is None:
             _check_shows_nothing(part, name)
             return part
+        # Beside its media a part may have the number of an image, or the times of a video's frames.
         keys = ("type", *_BRING[kind], *(("index",) if kind == "image" else TIMES))
         check_entry_keys(part, keys, name)
         self._count_part(part.get("index"), kind, name)

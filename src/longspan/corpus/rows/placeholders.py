@@ -98,10 +98,10 @@ class RowImages:
         except RowError:
             return token
         between = text.split(_WORDS[0])[-1].split(_WORDS[1])[0]
-        return between if between.count(token) == 1 and between in text else token
+        return between if between.count(token) == 1 else token
 
     def _processor_tokens(self, kinds: Sequence[str]) -> dict[str, str]:
-        """Return the processor's tokens of these kinds, without those that it lacks."""
+        """Return the processor's token for images and, if `kinds` has videos and the processor too, for videos."""
         tokens = {"image": self.processor.token}
         if "video" in kinds:
             with suppress(DataError):
@@ -129,6 +129,7 @@ class RowImages:
                 )
         items = tuple(self._process_size(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
         sizes = [len(token) for token in marks]
+        # Where each placeholder begins in the text, and by how much those before it have grown.
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum([0, *sizes[:-1]])[: len(sizes)]
         grown_before = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(items, sizes, strict=True))])
         moved_spans = tuple(
@@ -160,7 +161,7 @@ class RowImages:
         check_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed
-        for i, piece in enumerate(pattern.split(text)):
+        for i, piece in enumerate(pattern.split(text)):  # what stands between names of media
             check_strings(piece, f"its text (piece {i + 1})", special)
         expanded = self.expand(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
         ids = self.tokenizer.parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
@@ -207,7 +208,7 @@ class RowImages:
     def _frame_groups(
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
     ) -> Iterator[SampleImage]:
-        """Yield the groups of frames of a video with placeholders at these places (n,)."""
+        """Yield the groups of frames of a video, which share its placeholders, at these places (n,), evenly."""
         size, (groups, height, width) = self._videos.group, grid
         if len(places) % groups:
             raise RowError(

@@ -115,7 +115,7 @@ class RowMedia:
     def __len__(self) -> int:
         return len(self.images) + len(self.videos)
 
-    def first(self, images: int, videos: int) -> "RowMedia":
+    def first_files(self, images: int, videos: int) -> "RowMedia":
         """Return the first `images` images and `videos` videos."""
         return RowMedia(self.images[:images], self.videos[:videos])
 

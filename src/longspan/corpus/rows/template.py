@@ -101,9 +101,9 @@ class ChatTemplate:
     ) -> Rendered:
         """Render messages. Raises RowError if the template raises.
 
-        With `prompt` the text ends where an answer begins; with `marks` it has the spans that the template marks as
-        generated.
-        A text becomes a list of parts, or a list a text, if the template reads only the other form.
+        With `prompt` the text ends where an answer begins; with `marks` the spans that the template marks as generated
+        are returned too. A content that is a text becomes a list of parts, or a list a text, if the template reads only
+        the other form.
         """
         contents = [self._contents.get((m["role"], bool(tools)), _TEXT).fit_content(m) for m in messages]
         return self._render_messages(contents, tools, prompt=prompt, marks=marks)
@@ -126,10 +126,11 @@ class ChatTemplate:
         as_text, one_part, several_parts = (
             "".join(self._render_content(role, content, tools).split()) for content in contents
         )
-        reads = all(word in several_parts for word in _WORDS) and (
+        # Several parts are read if all are shown, and no other way than one text, unless texts are not shown.
+        reads_parts = all(word in several_parts for word in _WORDS) and (
             several_parts == as_text or words_text not in as_text
         )
-        return _Contents(text=words_text in as_text or words_text not in one_part, parts=reads)
+        return _Contents(text=words_text in as_text or words_text not in one_part, parts=reads_parts)
 
     def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
         """Render a short conversation with a message of this role and content; "" if the template refuses it.

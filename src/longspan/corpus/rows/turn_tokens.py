@@ -42,7 +42,7 @@ class TurnTokens:
         return any_of_pattern(self.ends | self.headers | self.special)
 
     @cached_property
-    def _marks(self) -> re.Pattern[str]:
+    def _risky_characters(self) -> re.Pattern[str]:
         """Return the pattern of characters with which a text can form a token.
 
         They are the first and last ones of tokens, and all of their characters except letters, digits and blanks.
@@ -57,36 +57,37 @@ class TurnTokens:
         return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else "(?!)")
 
     @cached_property
-    def _marks_and_plain(self) -> re.Pattern[str]:
-        """A pattern for names of `plain` tokens, which stay as they are as templates look for them, and for `_marks`.
+    def _risky_or_plain(self) -> re.Pattern[str]:
+        """A pattern for names of `plain` tokens, then for `_risky_characters`.
 
-        Names come first, so that a name is matched as a whole.
+        Templates look for these names, so they stay as they are; they come first, to be matched as a whole.
         """
         plain = any_of_pattern(self.plain - self.ends - self.headers)
-        return re.compile(f"{plain.pattern}|{self._marks.pattern}") if plain else self._marks
+        return re.compile(f"{plain.pattern}|{self._risky_characters.pattern}") if plain else self._risky_characters
 
     def is_harmless(self, value: Any) -> bool:
         """Whether no string in a value has a character of the tokens."""
-        return not any(self._marks.search(text) for _, text in strings(value, ""))
+        return not any(self._risky_characters.search(text) for _, text in strings(value, ""))
 
     def make_harmless(self, value: Any) -> Any:
         """Replace the characters in a value with which its strings, or several of them, could form a token."""
         replaced = lambda match: match.group() if match.group() in self.plain else _HARMLESS  # noqa: E731
-        return map_strings(value, lambda text: self._marks_and_plain.sub(replaced, text))
+        return map_strings(value, lambda text: self._risky_or_plain.sub(replaced, text))
 
     def find_end_of_turn(self, text: str, start: int, limit: int, turn: str) -> int:
         """Find the end of the turn whose last text ends at `start`: after the first token there that ends turns.
 
-        Another special token ends it too, if it is the only one before the next turn or the end of the text. No other
-        turn may begin before the end. A turn at the end of the text needs no such token. Raises RowError otherwise.
+        Another special token ends it too, if nothing but blanks stands between that token and the next turn or the end
+        of the text. No other turn may begin before the end. The last turn of the text needs no token at its end. Raises
+        RowError otherwise.
         """
         tokens = list(self.any_token.finditer(text, start, limit)) if self.any_token else []
         inside = list(takewhile(lambda token: token.group() not in self.headers - self.ends, tokens))
         for i, token in enumerate(inside):
             if token.group() in self.ends | self.closing:
-                return self._last_end(inside[i:]).end()
-        behind = tokens[len(inside)].start() if len(inside) < len(tokens) else len(text)
-        if inside and not text[inside[0].end() : behind].strip():
+                return self._find_end_token(inside[i:]).end()
+        next_turn = tokens[len(inside)].start() if len(inside) < len(tokens) else len(text)
+        if inside and not text[inside[0].end() : next_turn].strip():
             return inside[0].end()
         if limit == len(text) and not tokens:
             return max(start, len(text.rstrip()))
@@ -96,7 +97,7 @@ class TurnTokens:
             "or mark what the assistant says in the template with {% generation %}"
         )
 
-    def _last_end(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
+    def _find_end_token(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
         """Return the first of these tokens, or the first that ends generation if only tokens stand before it.
 
         A token that begins a turn, or any text between two tokens, ends the search.

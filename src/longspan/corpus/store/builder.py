@@ -84,7 +84,11 @@ class Recipe:
 
     @property
     def encoder(self) -> DocumentEncoder:
-        """Return the encoder of rows, for any process; stored tokens have two bytes if all ids fit."""
+        """Return the encoder of rows, for any process.
+
+        Stored tokens have two bytes if every id of the tokenizers fits; rows that bring ids, and tokens that are not
+        stored, get four.
+        """
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
         return DocumentEncoder(
             self.encodings, self.longest, "<u2" if fits_uint16 and self.stored else "<u4", self.skip_bad
@@ -132,8 +136,8 @@ class _Writer:
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         """Open the files of a corpus: a column for each fact of its documents, and their tokens if they are stored.
 
-        A corpus that is not stored has the places of its rows in their files instead. Several sources make a column
-        more.
+        Without stored tokens there are columns of the rows' places in their files instead, and with several sources one
+        of the sources' numbers.
         """
         self._recipe, self._folder = recipe, folder
         columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4"}
@@ -243,7 +247,10 @@ class _Progress:
             yield batch
 
     def log_batch(self, batch: Sequence[FileChunk], writer: _Writer) -> None:
-        """Log the progress after this batch, if some seconds have passed."""
+        """Log the progress after this batch, if some seconds have passed.
+
+        A chunk's `end` counts the bytes read of its own file; those of the files before are added.
+        """
         last = batch[-1]
         while self._file < last.file:
             self._bytes_before += self._sizes[self._file]

@@ -48,7 +48,8 @@ class Cache:
     ) -> tuple[Path, bool]:
         """Return the folder of the documents with this key, and whether it was built now.
 
-        It is built where it is missing, or where `is_whole` says that files are damaged. Other runs wait meanwhile.
+        Documents are built if the folder is missing, or if `is_whole` says that files in it are damaged. Other runs
+        wait meanwhile.
         """
         folder = self.folder / key[:40]
         if folder.is_dir() and is_whole(folder):
@@ -100,7 +101,7 @@ def _move_folder(partial: Path, folder: Path) -> None:
             raise
 
 
-def cannot_keep(folder: Path, error: OSError) -> DataError:
+def cache_error(folder: Path, error: OSError) -> DataError:
     """Return the error for a cache that cannot be written."""
     free = ""
     with suppress(OSError):

@@ -127,7 +127,7 @@ class _BatchDocuments:
         """
         if encoding.kind == "text":
             texts = (row.values.get("text") for row in rows)
-            self._notes.special.update(encoding.tokenizer.count_special(t for t in texts if isinstance(t, str)))
+            self._notes.special.update(encoding.tokenizer.count_special_tokens(t for t in texts if isinstance(t, str)))
         self._notes.names_as_text.update(encoding.names_as_text(rows))
         previous_row, start = -1, 0
         for sample in encoding.encode(rows):
@@ -143,10 +143,10 @@ class _BatchDocuments:
     def _add_sample(self, sample: Sample, place: tuple[int, int], start: int, where: str) -> None:
         """Add the documents of a sample; its tokens are the row's tokens from `start` on.
 
-        `place` is the number of its file and row, `where` the words for that in messages. Ids that the type of numbers
-        cannot hold, and images longer than a document, make the row a bad one. Long samples are cut outside of images,
-        which move to their places in the documents. Codes are labels in short; without them every token but the first
-        is a target.
+        `place` are the number of the row's file and the row's position there; `where` names the row in messages. Ids
+        that the type of tokens cannot hold, and images longer than a document, make the row a bad one. Long samples are
+        cut outside of images, which move to their places in the documents. Codes are labels in short
+        (`encode_labels`); without codes every token but the first is a target.
         """
         ids, codes = sample.ids, encode_labels(sample.ids, sample.labels)
         limit = np.iinfo(self._encoder.dtype).max
@@ -156,8 +156,8 @@ class _BatchDocuments:
         uncut = [(image.start, image.stop) for image in sample.images]
         most_tokens = self._encoder.longest
         if most_tokens and (largest_span := max((stop - start for start, stop in uncut), default=0)) > most_tokens:
-            limit = f"max_document_tokens is {most_tokens}, and an image is not cut; raise it, or set it to 0"
-            self.add_bad(BadRow(where, f"an image takes {largest_span} tokens: {limit}"))
+            reason = f"max_document_tokens is {most_tokens}, and an image is not cut; raise it, or set it to 0"
+            self.add_bad(BadRow(where, f"an image takes {largest_span} tokens: {reason}"))
             return
         for document_rows in cut_row(len(ids), codes, most_tokens, self._notes.left_out, uncut):
             inside = (image for image in sample.images if document_rows.start <= image.start < document_rows.stop)

@@ -59,6 +59,10 @@ class StreamedTokens:
     """The tokens of documents, made from their rows, whose places are in the documents' folder (a `TokenSource`)."""
 
     def __init__(self, folder: Path, manifest: Manifest, encodings: Encodings) -> None:
+        """Map the folder's columns, one value a document: file, position of the row, and first token in the row.
+
+        Which source a document is of is a column only with several sources. `encodings` is called at the first read.
+        """
         self._sources = SourceLines(folder)
         self._positions, self._starts = map_array(folder / "positions.npy"), map_array(folder / "starts.npy")
         self._origins = map_array(folder / "origins.npy")

@@ -20,7 +20,7 @@ Batch = Sequence[FileChunk]
 
 
 def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: int) -> Iterator[tuple[Batch, Encoded]]:
-    """Yield each batch with its documents, in order, encoded by so many processes; with one worker in this process.
+    """Yield each batch with its documents, in order; encoded by `workers` processes, or in this one if that is 0 or 1.
 
     Raises DataError for a row that gives no document, and if a process ended.
     """
@@ -37,9 +37,9 @@ class _Encoders:
 
     def __init__(self, encoder: DocumentEncoder, count: int) -> None:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokenizing")
-        self._all = [_Encoder(encoder) for _ in range(count)]
+        self._workers = [_Encoder(encoder) for _ in range(count)]
         self._idle = SimpleQueue[_Encoder]()
-        for worker in self._all:
+        for worker in self._workers:
             self._idle.put(worker)
         self._most = 2 * count  # batches in flight: one that each worker encodes, and one that waits for it
 
@@ -48,7 +48,7 @@ class _Encoders:
 
     def __exit__(self, *_: object) -> None:
         """End the workers first: a thread that waits for one returns then."""
-        for worker in self._all:
+        for worker in self._workers:
             worker.end()
         self._threads.shutdown(cancel_futures=True)
 
