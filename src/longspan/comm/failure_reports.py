@@ -93,8 +93,8 @@ class FailureReports:
     def report(self, activity: Activity, since: float) -> FailureReport:
         """Return the report of a collective that this rank entered at the monotonic time `since`.
 
-        It is the last report where that was requested after `since`, else the next one. The first rank to request that
-        collects the answers and posts the report; the others wait for it.
+        If this rank has answered for a report since then, that report is of the same failure; otherwise the next one is
+        requested. The first rank to request a report collects the answers and posts the report; the others wait for it.
         """
         number, me = self._answered + (since > self._answered_at), str(self._rank)
         requests_it = self._store.compare_set(f"{number}/requested", "", me) == me.encode()

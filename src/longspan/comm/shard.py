@@ -265,7 +265,7 @@ class SequenceShard(Immutable):
         return _Gather.apply(x_local, self)  # pyright: ignore[reportReturnType]
 
     def _packed_order_on_device(self, starts: tuple[int, ...]) -> Tensor:
-        """Return `packed_order` on the device, worked out once."""
+        """Return `packed_order` for these starts, on the device; it is computed again only where the starts differ."""
         if self.derived.packed_order is None or self.derived.packed_order[0] != starts:
             order = to_device(packed_order(self.micro_batch, starts), self.device)
             self.derived._set(packed_order=(starts, order))

@@ -120,6 +120,7 @@ def _part_rows(part: ShardPart, base: int) -> tuple[Integers, Integers]:
     """
     segments = part.segments()
     sizes = segments.stop - segments.start
+    # within a segment, position − local row is the same for all rows: start − offset
     positions = np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes)
     lengths = np.asarray(part.group.lengths, dtype=np.int64)
     starts = np.cumsum(lengths) - lengths

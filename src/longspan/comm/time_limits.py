@@ -60,7 +60,7 @@ class TimeLimits:
             self._steps.append(time.monotonic() - started)
 
     def around_end_of_step(self) -> AbstractContextManager[None]:
-        """A context of what the ranks do after a step: a logger may upload its row on the first of them."""
+        """A context for what the ranks do after a step, when a logger of the first rank may upload its row."""
         return self._limit_waits(LONG if self._has_loggers else self._step_limit)
 
     @contextmanager
@@ -90,5 +90,5 @@ class TimeLimits:
         set_timeout(self._world, seconds)
         try:
             yield
-        finally:  # also after an error, before which a run saves
+        finally:  # after an error too, as the run then saves a checkpoint before it ends
             set_timeout(self._world, usual_timeout)

@@ -59,7 +59,7 @@ class Operation:
         self.started = 0.0
         self.limit: float = watch.timeout  # seconds
         self.step = step  # that errors name; None: the world's
-        if step is None and watch.named is not None:
+        if step is None and watch.named is not None:  # inside `naming`, errors name the step that it was given
             self.step = watch.named.step
         self.outer: Operation | None = None
 

@@ -89,7 +89,7 @@ def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -> None:
-    """Scale all gradients, in place, by max_norm / norm where their `norm` exceeds `max_norm`; not between ranks.
+    """Scale all gradients, in place, by max_norm / norm where their `norm` exceeds `max_norm`; never communicates.
 
     Gradients in half precision are multiplied in float32 and rounded once.
     """

@@ -278,7 +278,7 @@ def _reorder_runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Ten
 
 
 def wide(x: Tensor) -> Tensor:
-    """A tensor in half precision in float32, in which it is summed over ranks; another as it is."""
+    """Return a half-precision tensor in float32, the dtype of sums over ranks; a tensor of another dtype as it is."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 

@@ -102,7 +102,8 @@ class ProcessGroups:
         """Have torch make a group, and record it in `made`; None where this rank is no member."""
         started, timeout = time.monotonic(), timedelta(seconds=seconds)
         options = _high_priority_options(timeout) if kind in AHEAD and "nccl" in backend else None
-        takes_host_values = kind in ("control", "saves") or backend != "gloo"  # then tensors travel over NCCL
+        # only host values travel over this group's gloo side: its tensors, if it has any, go over NCCL
+        takes_host_values = kind in ("control", "saves") or backend != "gloo"
         connecting = defer_connections() if takes_host_values else nullcontext()
         with self.watch.during(f"making the {kind} group", ranks, is_work=True), connecting:
             group = dist.new_group(

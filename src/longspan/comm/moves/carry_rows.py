@@ -24,11 +24,12 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class DeviceMoves:
-    """RowMoves with their indices on a device, some runs of indices as slices; names as there.
+    """RowMoves with their indices on a device, some runs of indices as slices; fields named as there mean the same.
 
-    Where nothing arrives, x itself is the pool. Where rows arrive and none is a sum, `local` are the rows of x for the
-    whole result (any where another row arrives), and `arrived` are where arriving rows, in order, go in the result; it
-    is None where one of them goes to several places. Indices that such a movement does not use are empty.
+    Rows reach the result in one of three ways, and indices that a way does not use are empty. Nothing arrives: x itself
+    is the pool. Each arriving row goes to one place, and no row is a sum: no pool is made; `local` are the rows of x for
+    all places (any row of x where another row arrives), and `arrived` the places of arriving rows, in the order of
+    arrival. All other moves: through the pool, with `arrived` None.
     """
 
     sends: tuple[int, ...]
@@ -83,7 +84,10 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
 
 
 def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Integers]:
-    """Return the indices of DeviceMoves by the names of its fields, without the pairs."""
+    """Return the indices of DeviceMoves by the names of its fields, without the pairs.
+
+    `arriving` is how many rows arrive. Indices that are not used, as with `direct` those of the pool, are empty.
+    """
     none = moves.places[:0]
     local, arrived = (none, none) if direct else _direct_indices(moves, arriving)
     from_pool = not direct and not len(arrived) and arriving + len(moves.stays) > 0
@@ -160,10 +164,10 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
 
 
 def _copy_staying_rows(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
-    """Copy rows that stay to their places in the result, or into the pool behind those that arrive.
+    """Copy rows that stay while others travel: to their places in the result, or into the pool behind arriving rows.
 
-    Where arriving rows are written to their places, so are these, and places of no row are set to zero; otherwise the
-    result is made from the pool.
+    With `arrived` there is no pool: staying rows fill the result, and its absent rows are set to zero now, before the
+    arriving rows are written. A pool that is x itself needs no copy.
     """
     if moves.arrived is not None:
         if len(moves.local):
@@ -174,7 +178,7 @@ def _copy_staying_rows(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tens
 
 
 def _zero_absent_rows(result: Tensor, moves: DeviceMoves) -> None:
-    """Set the places of no row to zero."""
+    """Set the rows of the result that no member has to zero."""
     if len(moves.absent):
         result.index_fill_(0, moves.absent, 0)
 
@@ -205,7 +209,10 @@ def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
 
 
 def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
-    """Fill the result from the pool of rows that arrived and those that stay; rows of several sources are summed."""
+    """Fill the result from the pool of rows that arrived and those that stay; rows of several sources are summed.
+
+    With `arrived` the pool has only arriving rows; with `direct` the pool is the result already.
+    """
     if moves.arrived is not None:
         _set_rows(result, moves.arrived, pool)
     elif moves.zeros:

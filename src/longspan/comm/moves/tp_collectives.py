@@ -40,7 +40,7 @@ def tp_copy(x: Tensor, world_key: int) -> Tensor:
 
 @outside_graphs
 def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
-    """Copy as `tp_copy` does, a parameter: a gradient in half precision is summed in float32 and rounded once."""
+    """Return a parameter as `tp_copy` does; its gradient in half precision is summed in float32 and rounded once."""
     if not torch.is_grad_enabled():
         return x
 
