@@ -22,7 +22,7 @@ def scale_positions(
     *,
     cut_by: str = "data.max_document_tokens =",
 ) -> PreTrainedConfig:
-    """Return a configuration whose positions are scaled by `model.rope_scaling` to a longest document of `longest` tokens.
+    """Return a configuration whose positions are scaled by `model.rope_scaling` to a document of `longest` tokens.
 
     Raises ConfigError where the document has more tokens than the model then has positions; the error names the
     document's source, `origin`, and `cut_by`, the key or flag that cuts documents. Raises ModelError where the model

@@ -27,8 +27,8 @@ class DeviceMoves:
     """RowMoves with their indices on a device, some runs of indices as slices; fields named as there mean the same.
 
     Rows reach the result in one of three ways, and indices that a way does not use are empty. Nothing arrives: x itself
-    is the pool. Each arriving row goes to one place, and no row is a sum: no pool is made; `local` are the rows of x for
-    all places (any row of x where another row arrives), and `arrived` the places of arriving rows, in the order of
+    is the pool. Each arriving row goes to one place, and no row is a sum: no pool is made; `local` are the rows of x
+    for all places (any row of x where another row arrives), and `arrived` the places of arriving rows, in the order of
     arrival. All other moves: through the pool, with `arrived` None.
     """
 

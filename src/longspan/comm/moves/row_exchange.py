@@ -115,7 +115,7 @@ class _ExchangeRows(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, None]:
-        """Return the gradient of x, carried back to the ranks that have its rows, and that of the anchor, of no elements."""
+        """Return the gradient of x, carried back to the ranks that have its rows, and the anchor's, of no elements."""
         gradient = ctx.move.back(gradients[0])
         return gradient, gradient.new_zeros(ctx.shape), None
 

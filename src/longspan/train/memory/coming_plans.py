@@ -59,7 +59,7 @@ class ComingSteps:
         return [choice.plan(self.lengths_of_step(step), self.home) for choice in choices for step in steps]
 
     def fullest_steps(self, choice: PlanChoice) -> Sequence[int]:
-        """Return the few steps with most rows in a slot, by plans whose prices are simple and take a millisecond."""
+        """Return the FEW_STEPS steps with most rows in a slot; plans of a simple cost, of a millisecond each, tell."""
         if len(self.steps) <= FEW_STEPS:
             return self.steps
         simple = replace(choice, options=replace(choice.options, cost=Cost(), cp_comm_type="p2p"))
@@ -74,8 +74,8 @@ class ComingSteps:
     def limit_plans(self, config: RunConfig, plans: Sequence[Plan]) -> list[Plan]:
         """Return, as a list of one, a plan that fills every slot to its limit of rows, as a later step may.
 
-        A slot gets no more rows than any of these plans has tokens. The list is empty where all steps were looked at,
-        or rows have no limit.
+        A slot gets no more rows than the largest of `plans` has tokens. The list is empty where all steps were looked
+        at, or rows have no limit.
         """
         cap = PlanChoice.training(config, heads=self.heads).options.max_tokens_per_slot
         if not cap or self._sees_all_steps(config):

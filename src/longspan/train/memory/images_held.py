@@ -62,6 +62,7 @@ def measure_images(model: MultimodalModel, rows: float, world: World, *, uses: i
     for encoder in model.encoder_settings.values():
         slot_rows = UNEVEN * rows / encoder.world.home.slots
         tokens = image_tokens(model.config)
+        # an image's row has one part for the embedding, and one for each decoder layer that it is added to
         width = model.config.get_text_config().hidden_size * (1 + encoder.deep_layers)
         itemsize = next(encoder.module.parameters()).element_size()
         step_bytes += 2 * uses * width * itemsize * UNEVEN * rows / world.home.slots

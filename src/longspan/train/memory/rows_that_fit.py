@@ -210,11 +210,12 @@ def fit_by_probes(
 ) -> RowsThatFit:
     """Run two or three probes, and agree on the rows that fit on every rank.
 
-    Two small probes give a line; where half of the rows that fit by it are more than both had, a third has those and
-    corrects it. A `first_guess` takes the place of the second and third, unless it is no larger than the first: a line
-    takes two sizes. `below`: so many rows did not fit before; no probe has as many, nor has the result. What `images`
-    hold is taken off the budget. Raises ConfigError where fewer rows than two probes need are left, or images do not
-    fit, and on a rank that runs out of memory in a probe.
+    Two small probes give a line of bytes by rows. If half of the rows that fit by this line are more than either probe
+    had, a third probe has that half and corrects the line. A probe of `first_guess` rows takes the place of the second
+    and third, unless it has no more rows than the first: a line takes two sizes. The first probe runs twice (`warm`),
+    as a first step also makes buffers that stay. `below` is a number of rows that did not fit before (None: none is
+    known); probes and result have fewer. What `images` hold is taken off the budget. Raises ConfigError where fewer
+    rows than two probes need are left, or images do not fit, and on a rank that runs out of memory in a probe.
     """
     budget = activation_budget(config, model, optimizer, world.device)
     if images is not None:

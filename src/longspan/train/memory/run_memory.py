@@ -93,7 +93,10 @@ class RunMemory:
         return min(choices, key=lambda choice: choice[0])[1]
 
     def _choose_under_limit(self, rows: int, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
-        """Choose the plan of memory under a limit of rows; returns the seconds of the heaviest steps, and the plan."""
+        """Choose the plan of memory under a limit of rows; returns the seconds of the heaviest steps, and the plan.
+
+        Only these steps are planned, as several limits are compared.
+        """
         config = replace(self.config, context=replace(self.config.context, max_tokens_per_slot=rows))
         ahead = replace(self.ahead, few=True)
         steps = ahead.fullest_plans(config, self._plan_cost())
@@ -164,7 +167,7 @@ def plan_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> Me
         return None
 
     def plan_run_memory() -> MemoryPlan | None:
-        """Plan it on the first rank; None where bytes cannot be counted."""
+        """Plan the run's memory on the first rank; None where bytes cannot be counted."""
         with suppress(PlanError):
             return run.plan_memory(chosen)
 
@@ -187,7 +190,7 @@ def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
 def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
     """Return the bytes that this rank may fill of its device and of its host, which its host's ranks share.
 
-    Of a host that does not tell its free memory it is none.
+    The host's bytes are 0 where its free memory is not known.
     """
     host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
     if config.train.memory_bytes:

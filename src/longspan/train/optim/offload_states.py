@@ -202,7 +202,7 @@ class OffloadedStates(Optimizer):
             bucket.group.update({key: value for key, value in group.items() if key != "params"})
 
     def _store_bucket(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[Tensor]:
-        """Begin to copy updated states to the host; returns those that must stay on the device until they are there."""
+        """Begin to copy updated states to the host; returns the tensors to keep on the device until all are copied."""
         pairs = list[tuple[Tensor, Tensor]]()
         for part, new_state in zip(bucket.parts, states, strict=True):
             state = self.state[part.parameter]
@@ -229,7 +229,8 @@ class OffloadedStates(Optimizer):
     def _host_tensor(self, parameter: nn.Parameter, name: str, value: Tensor, *, whole: bool) -> Tensor:
         """Return the tensor of the host for a state of this parameter: made once, and the same in later steps.
 
-        It is like `value`; where that is a part's, like the parameter, with the type of `value`.
+        `whole`: `value` is the state of the whole parameter, and the host's tensor has its shape and type. Otherwise
+        `value` is the state of a part, and the host's tensor has the parameter's shape and the type of `value`.
         """
         like, local = (value if whole else parameter.detach()), local_tensor(parameter.detach())
         if (shape := local_tensor(like).shape) != local.shape:  # a state of another shape, such as a sum of each row
@@ -313,7 +314,7 @@ class _Copies:
 
 
 def _has_numbers(value: Any) -> bool:
-    """Return whether a state is more than a count: it waits on the host."""
+    """Return whether a state is a tensor with dims, which waits on the host, and not a count."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 

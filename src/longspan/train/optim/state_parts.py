@@ -157,7 +157,7 @@ class StateSizes:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Measure nothing yet; rounding by chance leaves it to the class that it wraps how states grow."""
+        """Measure nothing yet. Under rounding by chance, the class that updates says whether states count by number."""
         self._optimizer = optimizer
         kind = optimizer.kind if isinstance(optimizer, StochasticRounding) else type(optimizer)
         self._by_number = kind in BY_NUMBER
@@ -189,7 +189,8 @@ class StateSizes:
         parameter = nn.Parameter(values)
         parameter.grad = torch.zeros_like(values)
         shadow = make_shadow(self._optimizer, self._optimizer.param_groups[group], [parameter])
-        if self._by_number and (first := self._first_state(group)):  # Adagrad's constructor makes states in torch 2.11
+        # Adagrad makes states in its constructor (torch 2.11), which a shadow does not run: it begins with those.
+        if self._by_number and (first := self._first_state(group)):
             shadow.state[parameter] = {
                 name: value.flatten()[:1].expand_as(values).clone() if waits_on_host(value, values) else deepcopy(value)
                 for name, value in first.items()
