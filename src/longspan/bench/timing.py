@@ -61,7 +61,8 @@ def profile_in_turn(
 ) -> tuple[dict[str, float], list[dict[str, Any]], float]:
     """Profile runs one after another, behind one that does not count; returns what `profile_run` does, of the mean run.
 
-    On a GPU, a run is from the end of what the one before launched to the end of what it launches itself.
+    On a GPU, a run is from the end of what the one before launched to the end of what it launches itself. On a CPU,
+    where nothing of a run is left when it returns, one run is profiled.
     """
     if world.device.type != "cuda":
         return profile_run(run, world)
@@ -71,7 +72,7 @@ def profile_in_turn(
 def gaps_in_turn(
     run: Callable[[], object], world: World, repeats: int = 2, *, trace: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Profile runs one after another with the host's calls: what the host did while nothing ran on the GPU, a run.
+    """Profile runs one after another, and return what the host did while nothing ran on the GPU, of the mean run.
 
     `trace` is the file (.json.gz) that gets all that was recorded.
     """

@@ -126,7 +126,7 @@ def _parse_counts(flag: str, text: str) -> tuple[int, ...]:
 
 
 def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibration:
-    """Fit a machine to the samples; a known device of this name, or another one, gives what was not measured."""
+    """Fit a machine to the samples; what was not measured is that of this device if it is known, else of another."""
     known = find_device(measured.device)
     base = known or (Machine.known("H200") if settings.backend == "nccl" else Machine.cpus())
     base = replace(
@@ -213,14 +213,14 @@ def calibration_text(record: dict[str, Any]) -> str:
             head,
             text_table(("what", "measured ms", "predicted ms", "error", ""), rows),
             text_table(("what", "TFLOP/s"), products),
-            _figure_rows(of_machine),
+            _figure_table(of_machine),
             _fit_errors_line(record),
             f"measured in {record['seconds']:.0f} s",
         ]
     )
 
 
-def _figure_rows(measured: Machine) -> str:
+def _figure_table(measured: Machine) -> str:
     """Write the figures of a machine, and speeds of its links in bytes/s for long messages."""
     rows = [(name, f"{value:.4g}", _sample_mark(measured, name)) for name, value in measured.rates().items()]
     for level in LEVELS:

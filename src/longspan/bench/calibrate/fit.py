@@ -214,7 +214,7 @@ def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str,
 
 
 def _ring_wait(calibration: Calibration, sample: Sample) -> float:
-    """Return what one step of a ring takes in one pass beyond the kernels of the call: of degree − 1 in each of two."""
+    """Return the mean seconds that one step of a ring takes beyond the call's kernels; degree − 1 steps in each pass."""
     assert sample.group and sample.call
     price = calibration.machine.attention_seconds(sample.group, sample.call)["p2p"]
     exposed_seconds = sample.seconds - calibration.call_seconds - (price.seconds - price.exposed)
@@ -229,10 +229,10 @@ def _type_seconds(machine: Machine, sample: Sample) -> float:
 
 def _scale_rates(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the rates that are never measured, scaled from the base's by how fast the measured device is."""
-    usual = _layer_rate(base)
-    faster = figures.get("product_flops_per_second", usual) / usual
+    base_rate = _layer_rate(base)
+    product_ratio = figures.get("product_flops_per_second", base_rate) / base_rate
     memory_ratio = figures.get("memory_bytes_per_second", base.memory_bytes_per_second) / base.memory_bytes_per_second
-    rates = {name: getattr(base, name) * faster for name in NEVER_MEASURED if name.endswith("_flops_per_second")}
+    rates = {name: getattr(base, name) * product_ratio for name in NEVER_MEASURED if name.endswith("_flops_per_second")}
     return rates | {"channel_seconds": base.channel_seconds / memory_ratio}
 
 

@@ -52,7 +52,7 @@ class LinkTrials:
         slots = world.home.slots
         self.hosts: tuple[tuple[int, ...], ...] = launcher_hosts(slots, self.node_size)
         self.host: tuple[int, ...] = self.hosts[world.slot // self.node_size]
-        self.even: bool = len({len(host) for host in self.hosts}) == 1
+        self.even: bool = len({len(host) for host in self.hosts}) == 1  # all hosts have as many slots
         for degree in {len(self.host) if self.even else 1, slots}:  # communicators, as a run of this degree has them
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
 
@@ -80,7 +80,7 @@ class LinkTrials:
         yield from self._size_trials("inside", "gather", lambda size: self._gather_call(together, size // (width - 1)))
         yield from self._size_trials("inside", "point", lambda size: self._shift_call(together, size))
         yield from self._size_trials("inside", "point_alone", lambda size: self._shift_call(pair, size))
-        if self.even:
+        if self.even:  # each host is a replica of a home, and replicas have as many slots
             home = Layout(self.world.home.slots, dp_replicate=len(self.hosts))
             yield from self._sharded_trials("inside", self.world.open_inner(home), width, 1)
 

@@ -63,8 +63,8 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
     names: tuple[str, ...]
     _ends: Integers  # where each rank's rows end, among the rows of all documents (ranks,)
     _facts: Facts
-    _brought: Rows
-    _here: Rows
+    _brought: Rows  # of the documents that this rank read
+    _here: Rows  # that can be read on this rank: those it brought, or those that it computes under a plan
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

@@ -214,7 +214,7 @@ class DocumentPasses:
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
         sums = collect_log_probs(passes, ahead, self._chunk_rows).sums
-        self._loss_ahead, self._coefficients = self._take_sets(self._sets_across, sums)
+        self._loss_ahead, self._coefficients = self._compute_set_losses(self._sets_across, sums)
         self.forward_twice: int = len(indices)
 
     def loss_ahead(self) -> float:
@@ -230,8 +230,8 @@ class DocumentPasses:
             ids = sorted({document for documents in sets for document in documents})
             sums = np.zeros(len(coefficients))
             sums[ids] = self._world.control.sum_over_slots(local[ids].tolist(), "log-probabilities of documents")
-            loss, inside = self._take_sets(sets, sums)
-            coefficients = coefficients + inside
+            loss, coefficients_inside = self._compute_set_losses(sets, sums)
+            coefficients = coefficients + coefficients_inside
         # Every slot has the loss of the sets, and losses are summed over slots.
         total = torch.tensor(loss if self._world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
         if not torch.is_grad_enabled():
@@ -244,7 +244,7 @@ class DocumentPasses:
 
         return total + chunked_loss(hidden, targets.targets, slopes_only, head, self._chunk_rows)
 
-    def difference(self) -> bool:
+    def differs_on_ranks(self) -> bool:
         """Return whether the function gave other losses or derivatives on some ranks; entered by all."""
         return self._check.differ(self._world)
 
@@ -253,8 +253,8 @@ class DocumentPasses:
         groups = batch.shard.micro_batch.groups
         return self._sets_inside.get(self._index[groups[0].documents[0]], []) if groups else []
 
-    def _take_sets(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
-        """Run the caller's function over sets: their loss, and coefficients (D,). An error is kept in `error`."""
+    def _compute_set_losses(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
+        """Compute the loss of sets by the caller's function, and its coefficients (D,); an error is kept in `error`."""
         if self.error is None:
             try:
                 loss, coefficients = set_losses(self._function, sets, sums)

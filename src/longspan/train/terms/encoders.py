@@ -131,7 +131,7 @@ class Encoding:
         """
         with ExitStack() as stack:
             for modality_pass in self._parts:
-                stack.enter_context(modality_pass.open())
+                stack.enter_context(modality_pass.step_context())
             with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
                 self._raise_errors_together([modality_pass.encode() for modality_pass in self._parts])
                 for modality_pass in self._parts:

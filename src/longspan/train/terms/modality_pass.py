@@ -126,7 +126,7 @@ class ModalityPass:
         ]
 
     @contextmanager
-    def open(self) -> Iterator[None]:
+    def step_context(self) -> Iterator[None]:
         """Return a context in which the encoder's modules are in their modes for the step.
 
         At its end the encoder's gradients are summed over its slots, and no parameter stays gathered.
@@ -143,9 +143,8 @@ class ModalityPass:
                 yield
                 has_ended = True
             finally:
-                if not (
-                    self.trains and has_ended
-                ):  # a pass that was broken off: later ones would take stale parameters
+                # Only a backward pass frees gathered parameters, which would be stale in the next step.
+                if not (self.trains and has_ended):
                     reshard(module)
                 for wave in self.waves:
                     wave.output, wave.deliveries = None, []

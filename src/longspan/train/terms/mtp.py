@@ -183,6 +183,6 @@ def depths_line(config: RunConfig, configuration: Any) -> str:
     """Write where the depths' weights come from, for the log of a run that begins."""
     folder = depth_weights(config, configuration)
     source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
-    frozen = ", which stay as they are beside their adapters" if config.lora.rank else ""
-    frozen = ", trained whole beside the model's adapter" if config.mtp.train_whole else frozen
-    return f"multi-token prediction: {plural(config.mtp.depths, 'depth')}, {source}{frozen}"
+    adapter_note = ", which stay as they are beside their adapters" if config.lora.rank else ""
+    adapter_note = ", trained whole beside the model's adapter" if config.mtp.train_whole else adapter_note
+    return f"multi-token prediction: {plural(config.mtp.depths, 'depth')}, {source}{adapter_note}"
