@@ -37,10 +37,10 @@ def set_timeout(world: World, seconds: float) -> None:
 
 
 @contextmanager
-def allowing(world: World, seconds: float) -> Iterator[None]:
+def longer_timeout(world: World, seconds: float) -> Iterator[None]:
     """Let this rank wait for the others for at least `seconds` inside, as while one of them writes a file.
 
-    >>> with allowing(world, 600):
+    >>> with longer_timeout(world, 600):
     ...     world.control.barrier("the last rank has written")
     """
     usual_timeout = world.watch.timeout

@@ -78,7 +78,7 @@ class LocalRank:
         self.killed_by = 0  # the signal that it died of
         self.waiting = True  # for its answer
 
-    def receive(self) -> None:
+    def receive_answer(self) -> None:
         """Take the answer from the pipe; a pipe that ends without one means that the process died."""
         try:
             self.answer = pickle.loads(self.pipe.recv_bytes())
@@ -194,7 +194,7 @@ class LocalRanks:
 
     def _take_answer(self, rank: LocalRank) -> None:
         """Receive a rank's answer; a death is posted for the other ranks, a failure is noted."""
-        rank.receive()
+        rank.receive_answer()
         if rank.death is not None:
             self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)
         if rank.has_failed:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 from longspan.errors import CommError
 from longspan.launch.orphans import stop_without_launcher
-from longspan.launch.stop_signals import pass_over, unblock_signals
+from longspan.launch.stop_signals import disregard_signals, unblock_signals
 from longspan.launch.worker import pickle_error
 
 READY = b"ready"  # what a rank that takes tasks sends once nothing is left of the one before
@@ -61,7 +61,7 @@ class State(Protocol):
     """What calls may change in a process, as it was before them."""
 
     def restore(self) -> None:
-        """Put it back."""
+        """Put the process back into this state."""
         ...
 
 
@@ -172,7 +172,7 @@ def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, e
 
 
 def _main_module() -> dict[str, Any]:
-    """Return the folder and the program of the launcher, whose functions a task may name."""
+    """Return the folder and the program of the launcher, whose functions a task may name, for `spawn.prepare`."""
     main = sys.modules.get("__mp_main__")
     folder: dict[str, Any] = {"dir": str(Path.cwd())}
     if main is not None and (spec := getattr(main, "__spec__", None)) is not None:
@@ -199,7 +199,7 @@ def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
     """Make one call and send what it returned or raised; signals are heeded only in the call."""
     os.environ.clear()
     os.environ.update(task.environment)
-    pass_over(task.ignored)
+    disregard_signals(task.ignored)
     try:
         with unblock_signals():
             fn, args = pickle.loads(task.payload)
@@ -269,6 +269,6 @@ def stack_text(folder: Path, index: int) -> str:
     """
     path = folder / f"rank-{index}.txt"
     text = path.read_text() if path.exists() else ""
-    head, current, thread = text.partition("Current thread")
-    lines = [*head.splitlines()[:1], *(current + thread).splitlines()] if current else text.splitlines()
+    before, current, thread = text.partition("Current thread")
+    lines = [*before.splitlines()[:1], *(current + thread).splitlines()] if current else text.splitlines()
     return "\n".join(lines[:14])

@@ -43,7 +43,10 @@ def interruptible() -> Iterator[None]:
     raised_at = [-SAME_PRESS]  # the time of the last Interrupted
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        """Raise Interrupted, but once for the signals of one press: a terminal may send more than one."""
+        """Raise Interrupted, but once for the signals of one press: a terminal may send more than one.
+
+        The signal may be that of a terminal that closed, to which nothing can be written any more.
+        """
         now = time.monotonic()
         leave_closed_output()
         if now - raised_at[0] > SAME_PRESS:
@@ -57,10 +60,10 @@ def interruptible() -> Iterator[None]:
         _restore_handlers(old_handlers)
 
 
-def pass_over(numbers: Collection[int]) -> None:
+def disregard_signals(numbers: Collection[int]) -> None:
     """Let signals do nothing in this process until a handler of theirs is set; processes it starts do not inherit it.
 
-    >>> pass_over([signal.SIGUSR1])
+    >>> disregard_signals([signal.SIGUSR1])
     """
     _set_handler(lambda number, frame: None, numbers)
 
@@ -132,7 +135,10 @@ class Forwarding:
         _restore_handlers(self._old_handlers)
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
-        """Send a notice or a first request to end on to the ranks; kill them at a second request."""
+        """Send a notice or a first request to end on to the ranks; kill them at a second request.
+
+        The signal may be that of a terminal that closed, to which nothing can be written any more.
+        """
         now = time.monotonic()
         leave_closed_output()
         if number in NOTICES:

@@ -201,8 +201,8 @@ def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: W
         step()
         peaks.append(torch.cuda.max_memory_allocated())
     room = _MEMORY_SHARE * torch.cuda.get_device_properties(world.device).total_memory - peaks[1]
-    of_layer = max(peaks[2] - peaks[1], 0) / 2
-    counts = world.control.gather_objects(layers.count if not of_layer else int(max(room, 0) / of_layer))
+    layer_bytes = max(peaks[2] - peaks[1], 0) / 2  # 0: layers keep nothing that shows, and all fit
+    counts = world.control.gather_objects(int(max(room, 0) / layer_bytes) if layer_bytes else layers.count)
     layers.recomputed = layers.count - min(layers.count, *counts)
     torch.cuda.empty_cache()
 
