@@ -24,6 +24,7 @@ class AnsweringThread:
     """Answers for the rank of a watch from `start` to `stop`; in a world of one process the thread does not start."""
 
     def __init__(self, watch: Watch) -> None:
+        """Prepare the thread of this watch, which `start` starts."""
         self.watch = watch
         self._late: Operation | None = None  # the collective that was late when this thread last looked
         self._left_since: float | None = None  # when this rank first saw that another has left with an error

@@ -31,6 +31,7 @@ class ControlGroup:
     """
 
     def __init__(self, home: Layout, plane: tuple[int, ...], groups: ProcessGroups) -> None:
+        """Make the group over all ranks of the home; small values go over it in rounds of pairs, large ones by gloo."""
         self.home: Layout = home
         self.plane: tuple[int, ...] = plane
         self._groups = groups

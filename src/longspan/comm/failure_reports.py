@@ -53,6 +53,7 @@ class FailureReports:
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str) -> None:
+        """Begin without a report; `ranks` are all of the world, of which `rank` is this one."""
         self._rank, self._ranks, self._root, self._prefix = rank, tuple(ranks), root, prefix
         self._store = PrefixStore(prefix, root)
         self._processes = processes_of_torchrun()  # process ids of ranks on this host
@@ -203,9 +204,9 @@ def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[s
 
 
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
-    """Return what each rank does and what torch recorded there.
+    """Return a line for each rank: what the rank does, and what torch recorded on it.
 
-    Ranks that are not in the collective that failed come first.
+    Ranks that are not in `operation`, the collective that failed, come first.
     """
     ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
     lines = [f"rank {rank} is {activities[rank].text}{_rank_end_text(activities[rank])}" for rank in ranks[:NAMED]]

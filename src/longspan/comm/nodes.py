@@ -35,7 +35,7 @@ class Nodes:
 
 
 def read_nodes(store: Store, prefix: str, size: int) -> Nodes | None:
-    """Return the nodes that the ranks of a world wrote into its store when they came; None if there is only one."""
+    """Return the nodes by the names that each rank wrote into the world's store as it came; None for a single node."""
     keys = [f"rank/{rank}" for rank in range(size)]
     names: list[bytes] = PrefixStore(prefix, store).multi_get(keys)  # pyright: ignore[reportAttributeAccessIssue]
     ranks = dict[str, list[int]]()

@@ -130,7 +130,10 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 
 def _open_world(store: Store, place: Place, timeout: float) -> str:
-    """Open a world on rank 0 once all others have joined it; where one has left it meanwhile, begin another."""
+    """Open a world on rank 0 once all others have joined it; returns its prefix.
+
+    The first rank to add to `_DECIDED` decides: where another rank has left the world meanwhile, rank 0 begins another.
+    """
     prefix, world_store = "", store
     for _ in _iterate_pauses(place.size, timeout):
         if not prefix:

@@ -81,7 +81,7 @@ class ShardPart(Immutable):
 
 
 def parts_of_slot(micro_batch: MicroBatch, slot: int, world_key: int, padding: int) -> tuple[ShardPart, ...]:
-    """Return a slot's parts of its groups, in plan order, and behind them one of `padding` rows where there are any."""
+    """Return a slot's parts of its groups, in plan order, and a last part of `padding` rows unless that is 0."""
     groups = [*micro_batch.groups_of(slot)]
     if padding:
         groups.append((-1, Group(slots=(slot,), documents=(-1,), lengths=(padding,))))

@@ -23,6 +23,7 @@ class StopSignal:
     """
 
     def __init__(self, save_on: Collection[str] = ()) -> None:
+        """Begin without a signal; `save_on` are the names of signals that ask for a save, such as "SIGUSR1"."""
         self.received = self.save_asked = ""
         self._save_on = {signal.Signals[name] for name in save_on}
         self._received_at = self._save_at = -SAME_PRESS

@@ -39,6 +39,7 @@ class TimeLimits:
     """
 
     def __init__(self, world: World, *, is_automatic: bool = True, has_loggers: bool = False) -> None:
+        """Begin a session of no steps, whose first ones have the longest limit."""
         self._world, self._is_automatic, self._has_loggers = world, is_automatic, has_loggers
         self._steps = deque[float](maxlen=MEASURED)  # seconds of the last usual steps
         self._steps_begun, self._step_limit = 0, LONG  # steps begun, and the limit of the current one in seconds

@@ -52,6 +52,7 @@ class Operation:
     def __init__(
         self, watch: "Watch", what: str, ranks: Sequence[int], step: int | None = None, *, is_work: bool = False
     ) -> None:
+        """Describe the collective `what` between these ranks; its time and limit count from when it is entered."""
         self.watch: Watch = watch
         self.what: str = what
         self.ranks: Sequence[int] = ranks
@@ -94,6 +95,7 @@ class Watch:
     def __init__(
         self, rank: int, ranks: Sequence[int], timeout: float, reports: FailureReports | None, *, gpu: bool = False
     ) -> None:
+        """Begin in no collective; `timeout` is the limit of each in seconds, `ranks` are all ranks of the world."""
         self.rank: int = rank
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.timeout: float = timeout
@@ -214,7 +216,7 @@ class Watch:
         return False
 
     def _failure_report(self, operation: Operation) -> FailureReport:
-        """Return the report of a collective: the first rank that notices the failure requests it, and all read it."""
+        """Return the report of a collective that failed: the first rank that notices requests it, and all read it."""
         if self.reports is None:
             return FailureReport(("this process has no store to ask through",))
         try:

@@ -148,7 +148,7 @@ class World:
         self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
-        """Make what the ranks talk through, with keys of this prefix in their store, at the step of open worlds."""
+        """Make what the ranks talk through, under keys of this prefix in the store; the step is that of open worlds."""
         reports = None
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             reports = FailureReports(self.rank, self.home.ranks, new_connection(store), f"{prefix}/watch")

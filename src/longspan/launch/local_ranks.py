@@ -70,6 +70,7 @@ class LocalRank:
     """One process, its answer when it has come, and what it was doing when its time was up."""
 
     def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
+        """Take a process that was started as rank `index`; its answer comes through `pipe`."""
         self.index: int = index
         self.process: ForkServerProcess = process
         self.pipe = pipe
@@ -89,7 +90,7 @@ class LocalRank:
         self.waiting = False
 
     def send_task(self, task: Task) -> None:
-        """Send a task to a rank that takes them through its pipe."""
+        """Send a task through the pipe, to a rank that was started without one."""
         self.waiting: bool = True
         self.answer = None
         self.pipe.send_bytes(pickle.dumps(task))
@@ -116,6 +117,11 @@ class LocalRanks:
         *,
         ignored: Sequence[int] = (),
     ) -> None:
+        """Start the fork server and a store for n ranks, but no rank yet.
+
+        Ranks write their stacks into `folder` and run with `threads` threads of torch. `payload` is the one call,
+        pickled; None: calls come from `start_call`, and `state` reads in each rank what is restored between them.
+        """
         self._context = start_fork_server()
         self.store = start_store_server()
         self.folder = folder
@@ -221,7 +227,7 @@ class LocalRanks:
         return error
 
     def _rank_to_blame(self) -> LocalRank:
-        """Return the rank whose failure counts: the likeliest to have caused those of the others.
+        """Return the rank whose failure is raised: the likeliest to have caused the failures of other ranks.
 
         A killed rank comes before one with an error of its own, that before one that saw another's failure.
         """

@@ -18,7 +18,7 @@ _OPTIONS = "RES_OPTIONS"  # of the resolver: resolv.conf(5)
 
 @contextmanager
 def _no_questions() -> Iterator[None]:
-    """Let threads that begin inside ask name servers nothing; what torch warns of it is not printed."""
+    """Let threads that begin inside ask no name server; standard error, where torch warns of that, goes nowhere."""
     earlier_options, stderr = os.environ.get(_OPTIONS), os.dup(2)
     os.environ[_OPTIONS] = "attempts:0"
     with Path(os.devnull).open("w") as null:

@@ -143,9 +143,9 @@ def _run_rank(
 
 
 def _cuda_is_unusable() -> bool:
-    """Return whether something that the fork server imported has used CUDA, which no process forked from it can then.
+    """Return whether a module used CUDA as the fork server imported it: then no process forked from the server can.
 
-    torchao does where there is a GPU, and transformers imports it where it is installed.
+    torchao uses CUDA where there is a GPU, and transformers imports torchao where it is installed.
     """
     import torch
 
@@ -196,7 +196,7 @@ def continue_restarted_rank() -> NoReturn:
 
 
 def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
-    """Make one call and send what it returned or raised; signals are heeded only in the call."""
+    """Make one call, and send what the function returned or raised; signals are heeded only while it runs."""
     os.environ.clear()
     os.environ.update(task.environment)
     disregard_signals(task.ignored)
@@ -214,7 +214,7 @@ def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
 
 
 def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
-    """Make one call after another until the launcher closes the pipe; no call sees anything of those before it."""
+    """Make one call after another until the launcher closes the pipe; no call sees what an earlier one changed."""
     while True:
         try:
             task: Task = pickle.loads(pipe.recv_bytes())
@@ -255,7 +255,7 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int 
 
 
 def _error_answer(error: BaseException) -> Answer:
-    """Return an error as an answer: pickled, as text, and whether it only shows another rank's failure."""
+    """Return an answer with an error, pickled and as text, and with whether another rank's failure was its cause."""
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".strip()
     consequence = bool(getattr(error, "seen_from_outside", False))

@@ -168,7 +168,7 @@ def _is_ignored(number: int) -> bool:
 
 
 def _set_handler(handler: Any, numbers: Any) -> dict[int, Any]:
-    """Set a handler of signals, where this thread may; returns those that were there."""
+    """Set a handler of signals, and return the old handlers by signal; only the main thread may, others do nothing."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}

@@ -115,7 +115,7 @@ def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -
 
 
 def _parse_counts(flag: str, text: str) -> tuple[int, ...]:
-    """Parse different counts, sorted; at least two, to tell the cost of one more from a cost that is always there."""
+    """Parse two or more different counts, sorted. By two, a cost of each is told from a cost that is always there."""
     try:
         counts = sorted({int(word) for word in text.split(",")})
     except ValueError:

@@ -130,7 +130,7 @@ class LinkTrials:
             yield Trial(sample, make(size), turns)
 
     def _exchange_call(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
-        """Return a call that sends `block` bytes to each of the partners, without this slot, and receives as many."""
+        """Return a call that sends `block` bytes to each partner but this slot, and receives as much from each."""
         slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
         runs = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
         x = self._byte_buffer(sum(runs))

@@ -226,7 +226,7 @@ class _Bench:
         return Trial(sample, self._step_call(self._plan_step(length, 1, 1), backward=False))
 
     def _plan_step(self, length: int, per_slot: int, count: int) -> Plan:
-        """Plan `count` micro-batches with so many documents of one length on every slot."""
+        """Plan `count` micro-batches with `per_slot` documents of this length on every slot."""
         home = self.replicas.home
         plan = plan_fixed([length] * (per_slot * count * home.slots), home, 1, max_tokens_per_slot=per_slot * length)
         assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
@@ -257,7 +257,7 @@ class _Bench:
         return Trial(sample, lambda: torch.mul(x, 2.0, out=into), 4)
 
     def _attention_trial(self, length: int, count: int, *, fitted: bool) -> Trial:
-        """Return the trial of attention, forward and backward, over so many documents on each slot."""
+        """Return the trial of attention, forward and backward, over `count` documents of this length on each slot."""
         plan = plan_fixed([length] * (count * self.world.home.slots), self.world.home, 1)
         flops = self.shape.flops(count * length**2)
         sample = Sample(
@@ -271,9 +271,9 @@ class _Bench:
         return Trial(sample, self._attend_call(plan))
 
     def _group_type_trials(self, level: Level, degree: int, length: int, *, fitted: bool) -> Iterator[Trial]:
-        """Yield trials of one document for every group of so many slots, under each type that its heads allow.
+        """Yield trials of attention over groups of `degree` slots, a document of `length` tokens each, by type.
 
-        a2a+p2p with a level of 1 is left out: it is another of the types.
+        Types that the heads do not allow are left out, and a2a+p2p with a level of 1, which is a2a or p2p.
         """
         plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
         group = plan.micro_batches[0].groups[0]

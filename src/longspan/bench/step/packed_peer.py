@@ -49,7 +49,7 @@ class PackedBatch:
 
     @classmethod
     def of(cls, documents: Sequence[SyntheticDocument], device: torch.device) -> "PackedBatch":
-        """Pack documents. None of them: one token without a target, so that the rank takes part in all collectives."""
+        """Pack documents, or one token without a target for a rank that has none and still enters all collectives."""
         documents = documents or synthetic_documents([1], 2)
         lengths = [len(document) for document in documents]
         ids = torch.cat([torch.from_numpy(document[np.arange(len(document))]) for document in documents])
@@ -72,7 +72,7 @@ class PackedBatch:
 
 
 def pack_on_ranks(lengths: Sequence[int], ranks: int, max_rows: int) -> list[list[list[int]]]:
-    """Return the documents of every rank's micro-batches, by index; each rank has as many micro-batches.
+    """Return the documents of every rank's micro-batches, by index; all ranks have the same number of micro-batches.
 
     >>> pack_on_ranks([8, 8, 8, 8], ranks=2, max_rows=16)
     [[[0, 2]], [[1, 3]]]
@@ -214,7 +214,7 @@ def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: W
 def make_packed_step(
     settings: StepSettings, world: World
 ) -> Iterator[tuple[Callable[[], None], list[float], dict[str, Any]]]:
-    """Make a step, the list of the losses of those that ran, and what a record says of it.
+    """Make a step, the list of the losses of all steps that ran, and facts about the step for a record.
 
     Raises ValueError for what the stack does not offer.
     """

@@ -65,7 +65,7 @@ class Handle:
         return self._result
 
     def then(self, finish: Callable[[Any], Any]) -> "Handle":
-        """A handle of the same exchange whose result is made from this one's."""
+        """Return a handle of the same exchange, whose result is what `finish` makes of this handle's result."""
         return Handle(self._operation, (), finish=lambda: finish(self.wait()))
 
 
@@ -270,7 +270,7 @@ class Channel:
 
 
 def _reorder_runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return x (sum of counts, …), runs of `counts` rows, with its runs in another order; x itself if it has that."""
+    """Return x (sum of counts, …), runs of `counts` rows, with its runs in this order; x itself for ascending order."""
     if list(order) == sorted(order):
         return x
     runs = x.split(list(counts))
@@ -295,7 +295,7 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Append zero rows to x (n, …) until it has `rows`: contiguous, (rows, …)."""
+    """Return x (n, …) with zero rows appended: (rows, …), contiguous."""
     if x.shape[0] == rows:
         return x.contiguous()
     padded = x.new_zeros((rows, *x.shape[1:]))

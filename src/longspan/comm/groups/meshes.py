@@ -80,9 +80,7 @@ class Meshes:
 
     @cached_property
     def _root_mesh(self) -> DeviceMesh:
-        """Return the mesh (replicate, slots of one replica, tp) of this stage, whose slices are `fsdp` and `tp`: FSDP2
-        joins them.
-        """
+        """Return the mesh (replicate, slots of one replica, tp) of this stage. Its slices are `fsdp` and `tp`."""
         home = self._home
         width = home.slots // home.dp_replicate
         by_stage = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width, home.tp)

@@ -62,6 +62,7 @@ class ProcessGroups:
     """The communicators of one world, made by all its ranks in one order and looked up by rank tuple."""
 
     def __init__(self, *, backend: str, timeout: float, watch: Watch) -> None:
+        """Begin without communicators; new ones have this backend and time-out in seconds unless `make_group` says."""
         self.watch = watch
         self._shareable: ByRanks = {}
         self.made: list[GroupRecord] = []

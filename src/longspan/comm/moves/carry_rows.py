@@ -141,10 +141,7 @@ def _as_slice(rows: Integers) -> slice | None:
 
 
 def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
-    """Bring rows to where the target has them: x are this member's rows of the source, the result its rows of the
-    target.
-
-    Entered by all members that send or receive.
+    """Return this member's rows of the target, from x, its rows of the source; entered by all that send or receive.
 
     The rows go in one message for each pair of members. In several, packed and unpacked while others travel, the same
     rows take longer on H200s over NVLink: each message has fewer bytes (bench/records/bridge-parts-4xH200.md).

@@ -129,7 +129,7 @@ class GradientRing:
         self._handle = self._channel.shift(total, arriving, self._label)
 
     def finish(self, addends: Sequence[Addend]) -> Block:
-        """Return the gradient of one's own block, summed over all members: (counts[index], …) for each tensor of it."""
+        """Return the gradient of one's own block, summed over all members: (counts[index], …) for each tensor in it."""
         assert self._step == self._channel.degree - 1, (self._step, self._channel.degree)
         return split_columns(self._add_to_sum(self._channel.index, addends), self._row_shapes)
 

@@ -110,7 +110,10 @@ def tp_place(world_key: int) -> tuple[int, int]:
 
 
 def _run_collective(channel: Channel, what: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
-    """Start a collective, order the stream behind it, and note it for failure reports."""
+    """Start a collective by `start`, let what is launched next wait for it, and note it for failure reports.
+
+    `received` is the tensor that the collective fills.
+    """
     with channel.watch.during(what, channel.ranks) as operation:
         work = start(channel.group)
         work.wait()

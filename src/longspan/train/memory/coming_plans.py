@@ -85,14 +85,14 @@ class ComingSteps:
         return [probe_plan(config, self.home, max(rows, multiple), self.heads)]
 
     def _sees_all_steps(self, config: RunConfig) -> bool:
-        """Return whether every coming step is looked at: if they are few, or their plans of one degree are quick."""
+        """Return whether every coming step is looked at: steps are few, or have plans of one degree, made quickly."""
         if self.last - self.first <= FEW_STEPS:
             return True
         one_degree = PlanChoice.training(config, heads=self.heads).has_one_degree
         return one_degree and not self.few and self.steps.stop == self.last
 
     def heaviest_steps(self) -> Sequence[int]:
-        """Return the step with the longest document and the step with most tokens; one step if these are the same."""
+        """Return the step with the longest document and the step with most tokens, which may be one step."""
         lengths = {step: self.lengths_of_step(step) for step in self.steps}
         longest_step = max(lengths, key=lambda step: max(lengths[step], default=0))
         return sorted({longest_step, max(lengths, key=lambda step: sum(lengths[step]))})

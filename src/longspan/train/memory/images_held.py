@@ -52,10 +52,10 @@ class ImagesHeld:
 
 
 def measure_images(model: MultimodalModel, rows: float, world: World, *, uses: int = 1) -> ImagesHeld:
-    """Measure the bytes that steps with so many rows of images take on the rank that needs most; entered by all ranks.
+    """Measure the bytes that images of a step take on the rank that needs most; entered by all ranks.
 
-    `rows` are those of a step on all slots together. `uses`: how often a row is held, once for its own place and once
-    for each depth of multi-token prediction; with its gradient, twice as often.
+    `rows` are the rows of images of a step on all slots together. `uses` is how often a rank holds such a row: once for
+    the row's own place, and once for each depth of multi-token prediction. Each use has a gradient as well.
     """
     step_bytes = wave = 0.0
     wave_rows, row = 0, 0.0

@@ -68,7 +68,7 @@ def measure_state_bytes(choice: OptimizerChoice, model: nn.Module) -> int:
 def _measure_tensor_states(
     choice: OptimizerChoice, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Measure the bytes of states that an optimizer has for a parameter of this shape, by one step of it."""
+    """Measure the bytes of an optimizer's states for a parameter of this shape, by one step of that parameter."""
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = choice.build([parameter])
@@ -126,7 +126,7 @@ def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Ro
 
 
 def use_measured_rows(config: RunConfig, world: World, log: LogLine) -> RunConfig:
-    """Put the number that the run measured before, if it did, in place of "auto"; entered by all ranks."""
+    """Put the rows that an earlier start of the run measured, if any, in place of "auto"; entered by all ranks."""
     if config.context.max_tokens_per_slot != AUTO:
         return config
     file, ranks, keys = Path(config.run.dir) / FILE, len(world.home.ranks), memory_keys(config)
@@ -191,7 +191,7 @@ def read_training_rows(config: RunConfig) -> RunConfig:
 
 
 def _set_eval_rows(config: RunConfig, rows: int) -> RunConfig:
-    """Set so many rows where evaluation, of the held-out documents or of a set, takes "auto"."""
+    """Set `rows` in place of "auto" in evaluations, of the held-out documents and of each set."""
     if config.context.evaluation.max_tokens_per_slot == AUTO:
         config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot=rows))
     sets = (replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.eval)
@@ -278,7 +278,7 @@ class _Probes:
         return self._round_rows(min(guess, self._row_limit / 2))
 
     def choose_second_rows(self) -> int:
-        """Choose the rows of the second probe: more than the first had if they surely fit, otherwise half as many.
+        """Choose the rows of the second probe: more than the first if these surely fit, else half of the first.
 
         More means a quarter more at least, as closer probes make no good line; and at most half of the rows that are
         known not to fit, as a probe must not run out of memory.

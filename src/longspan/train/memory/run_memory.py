@@ -75,7 +75,7 @@ class RunMemory:
         return needs.under(key_measures(self.config, needs) if chosen is None else chosen.measures)
 
     def choose_memory(self, budget: MemoryBudget) -> MemoryPlan:
-        """Choose the fastest measures that fit, and the rows of a slot with which they do where these are "auto".
+        """Choose the fastest measures that fit, and with them the rows of a slot where these are "auto".
 
         Numbers of rows with which nothing fits are left out. Raises PlanError, with the bytes, where none is left.
         """

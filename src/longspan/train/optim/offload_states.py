@@ -121,8 +121,8 @@ class OffloadedStates(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; moments are copied to the host's memory, whatever device they come from.
 
-        The inner optimizer loads settings and single numbers (`small`), with all that its class checks and converts;
-        its states then move here, next to the moments on the host. Hooks that torch runs around loading run here.
+        The inner optimizer loads settings and single numbers (`small`), which its class checks and converts. Then these
+        numbers move from its state to this one, next to the moments. Hooks that torch runs around loading run here.
         """
         state_dict = {**state_dict}
         for before in self._optimizer_load_state_dict_pre_hooks.values():

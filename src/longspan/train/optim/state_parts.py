@@ -105,9 +105,9 @@ class Bucket:
 def cut_buckets(
     optimizer: Optimizer, sizes: "StateSizes", bucket_bytes: int, *, every: bool = False
 ) -> Iterator[Bucket]:
-    """Cut the parameters that have gradients, or `every` one, into buckets whose states take so many bytes at most.
+    """Cut the parameters with gradients, or `every` parameter, into buckets whose states take `bucket_bytes` at most.
 
-    Only a parameter that must stay whole may take more.
+    Only a bucket of a single parameter that must stay whole may take more.
     """
     for index, group in enumerate(optimizer.param_groups):
         plain, parts, filled = bool(group.get("fused") or group.get("foreach")), list[Part](), 0.0
@@ -129,7 +129,7 @@ def cut_buckets(
 def _split_parameter(
     optimizer: Optimizer, parameter: nn.Parameter, number_bytes: float, bucket_bytes: int, *, plain: bool
 ) -> Iterator[Part]:
-    """Split a parameter into parts whose states fill a bucket; into one if they take less, or if it must stay whole.
+    """Split a parameter into parts whose states fill a bucket; one that takes less, or must stay whole, is one part.
 
     A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
     """
@@ -259,10 +259,9 @@ def _update_difference(
 ) -> str:
     """Describe how an update of all parameters differs from updates of one after another; "" if it does not.
 
-    Parameters of these shapes are made in the types and on the devices of those in `like`.
-
     Two equal sets of random parameters take STEPS steps along equal gradients, one set at once, the other parameter by
     parameter. Neither values nor the group's settings, in which some optimizers count steps, may differ in one bit.
+    Parameters have these `shapes`, and the types and devices of the parameters in `like`.
     """
     draws = torch.Generator().manual_seed(0)
     values = [

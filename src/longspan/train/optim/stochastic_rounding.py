@@ -95,7 +95,7 @@ class StochasticRounding(Optimizer):
         return state
 
     def _round_value(self, value: Any, parameter: nn.Parameter, key: Key, stream: int) -> Any:
-        """Round an updated float32 value to bfloat16 if its parameter is in it; counts of steps and the like stay."""
+        """Round an updated float32 tensor of a bfloat16 parameter to bfloat16; counts of steps and the like stay."""
         if not _is_wide(value) or parameter.dtype != torch.bfloat16:
             return value
         return round_by_places(value, key, self._bits.places(parameter), stream)

@@ -146,7 +146,7 @@ class _Local:
         self._documents.append(columns | bits)
 
     def describe_share(self) -> _Share:
-        """Describe to the other ranks what this one brings.
+        """Return what this rank tells the others of its documents.
 
         The digest, by which copies are refused, is left out unless two documents differ: ranks may well have drawn one
         document each, and the same.
@@ -158,7 +158,7 @@ class _Local:
         return _Share(facts, tuple(sorted(name[1:] for name in names)), self._labelled, digest)
 
     def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Return all rows (n, columns); of the columns only weights may be missing in a document: they are 1 there."""
+        """Return all rows (n, columns). Only weights may be missing in a document, whose rows then have weight 1."""
         weight_bits = np.float64(1).view(np.int64)
         rows = [
             np.stack([document.get(name, np.broadcast_to(weight_bits, len(document[IDS]))) for name in columns], axis=1)
@@ -232,7 +232,7 @@ def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] 
 
 
 def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
-    """Raise DataError, on every rank, where documents of some ranks have values that those of others have not."""
+    """Raise DataError, on every rank, unless the documents of all ranks have values of the same names."""
     having = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if len(share.facts)]
     all_names = sorted({name for _, share in having for name in share.names})
     for name in all_names:

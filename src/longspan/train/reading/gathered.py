@@ -223,7 +223,7 @@ def _one_run(start: int, stop: int) -> Integers:
 
 
 def _merge_runs(runs: Integers) -> Integers:
-    """Merge runs of rows (n, 2), the first row and the end of each, that may overlap to ascending ones that do not."""
+    """Merge runs of rows (n, 2), (first row, end), that may overlap, to ascending runs that do not."""
     if not len(runs):
         return runs
     runs = runs[np.argsort(runs[:, 0], kind="stable")]

@@ -40,7 +40,7 @@ class EncodersTerm(Term):
     """
 
     def __init__(self, model: MultimodalModel, inputs: StepInputs, items: ItemTable, depths: int = 0) -> None:
-        """Take what waves are planned from; `read` plans them, also for the `depths` of multi-token prediction."""
+        """Keep what waves are planned from; `read` plans the waves, also for `depths` of multi-token prediction."""
         self._model, self._inputs, self._items, self._depths = model, inputs, items, depths
         self._micro_batches: Sequence[MicroBatch] = ()
         self._encoding: Encoding | None = None
@@ -125,7 +125,7 @@ class Encoding:
 
     @contextmanager
     def passes_context(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> Iterator[None]:
-        """Encode and deliver before the body, which runs the language model; bring gradients back after it.
+        """Encode and deliver rows, let the `with` block run the language model, then bring gradients back.
 
         `micro_batches` are those of the `batches`, equal to those that the waves were planned for.
         """
@@ -155,7 +155,7 @@ class Encoding:
         return self._world.watch.naming(part, self._world.home.ranks)
 
     def _raise_errors_together(self, errors: Sequence[ModelError | None]) -> None:
-        """Raise on every rank where any encoder made other rows than its items take."""
+        """Raise, on every rank, the first of `errors` that any rank has, as for an encoder that made too few rows."""
         error = next((error for error in errors if error is not None), None)
         if self._world.control.any_rank(error is not None):
             raise_first_error(self._world, error)
