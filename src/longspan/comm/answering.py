@@ -50,7 +50,7 @@ class AnsweringThread:
         while not self._stop.wait(interval):
             self._end_with_stuck_device()
             self._end_with_stuck_host()
-            if reports is None or launcher_is_gone():
+            if reports is None or launcher_is_gone():  # there is no store to ask any more
                 continue
             try:
                 if silent_since < math.inf:  # the last question failed
@@ -119,6 +119,7 @@ class AnsweringThread:
             self._left_since = time.monotonic() if reports.has_departures() else None
         elif time.monotonic() - self._left_since > LEFT_SECONDS:
             watch = self.watch
+            # a collective that the program has left and its GPU has not
             unfinished = None if watch.last is None or watch.last[1]() else watch.last[0]
             operation = watch.current or watch.named or unfinished
             if operation is not None:

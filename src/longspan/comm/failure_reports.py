@@ -179,7 +179,7 @@ class FailureReports:
         return self._store.get(key).decode()
 
     def _cause_lines(self, departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> list[str]:
-        """Say which ranks left with an error, died or do not answer."""
+        """Say which ranks left with an error, died or do not answer; errors that echo another rank's are left out."""
         causes = [entry for entry in departures.values() if not entry["echo"]]
         lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
         lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]

@@ -136,7 +136,7 @@ class World:
         return self
 
     def _take_place(self, place: Place) -> None:
-        """Set this rank's place and device. An error here is this rank's only: nothing was communicated yet."""
+        """Set this rank's place, device and usual machine. An error is this rank's only: nothing was sent yet."""
         backend, device, max_groups = self._arguments
         self.rank: int = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)

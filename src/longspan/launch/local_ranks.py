@@ -222,8 +222,8 @@ class LocalRanks:
         else:
             error = first.answer.error(first.index)
         for rank in [rank for rank in self.ranks if rank is not first and (rank.has_failed or rank.waiting)][:4]:
-            end = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
-            error.add_note(f"rank {rank.index}: {end}")
+            outcome = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
+            error.add_note(f"rank {rank.index}: {outcome}")
         return error
 
     def _rank_to_blame(self) -> LocalRank:

@@ -242,7 +242,8 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
                     passes.mean(loss).backward()
                 total += loss.detach()
     if passes.backward and free and (fsdp_modules(model) or not batches):
-        # Over sharded parameters this pass sums the gradients of all slots, which all enter it.
+        # Over sharded parameters this pass sums the gradients of all slots, which all enter it. Over whole ones it
+        # gives a slot without micro-batches its gradients, which are zero.
         _batch_loss(passes, padding_batch(passes.plan, passes.world, passes.depths)).backward()
     return total
 

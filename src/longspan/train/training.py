@@ -286,7 +286,7 @@ class Training:
     def take_step(
         self, plan: Plan, documents: Any, step: int, meanwhile: Callable[[], None] | None = None
     ) -> StepResult:
-        """Take one optimizer step, counted from 0, at its learning rate; `documents` are those of the plan.
+        """Take the optimizer step of number `step`, from 0, at its learning rate; `documents` are those of the plan.
 
         `meanwhile` is what `run_step` takes.
         """

@@ -103,7 +103,7 @@ def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -
         raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
     return CalibrationSettings(
         preset=flags.preset or defaults["preset"],
-        layers=flags.layers or (0 if flags.preset else defaults["layers"]),
+        layers=flags.layers or (0 if flags.preset else defaults["layers"]),  # 0: all, of a preset that flags name
         dtype=flags.dtype or ("bfloat16" if backend == "nccl" else "float32"),
         document=flags.document or defaults["document"],
         ranks=ranks,

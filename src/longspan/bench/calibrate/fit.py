@@ -206,9 +206,9 @@ def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str,
         replace(calibration.machine, step_seconds=seconds) for seconds in (0.0, 1.0)
     )
     prices = np.array([_type_seconds(machine_without_steps, sample) for sample in samples])
-    messages = np.array([[_type_seconds(machine_of_one_second, sample)] for sample in samples]) - prices[:, None]
+    slopes = np.array([[_type_seconds(machine_of_one_second, sample)] for sample in samples]) - prices[:, None]
     seconds = np.array([sample.seconds for sample in samples])
-    step = least_squares(messages, seconds - prices - calibration.call_seconds, seconds)[0]
+    step = least_squares(slopes, seconds - prices - calibration.call_seconds, seconds)[0]
     waits = [_ring_wait(calibration, s) for s in samples if s.cp_comm_type == "p2p" and s.level == "inside"]
     return {"step_seconds": step} | ({"ring_wait_seconds": float(np.median(waits))} if waits else {})
 

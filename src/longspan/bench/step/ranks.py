@@ -47,7 +47,7 @@ def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
         settings = replace(settings, config=set_node_size(settings.config, world))
         use_machine(settings.config, world, partial(_log_first_rank, rank))
         record = _empty_record(settings, world)
-        for name, measure in _measure_cases(settings, world):
+        for name, measure in _list_cases(settings, world):
             row = {"name": name} | measure()
             record |= {key: row.pop(key) for key in ("cost", "memory") if key in row}
             record["rows"].append(row)
@@ -67,7 +67,7 @@ def _empty_record(settings: StepSettings, world: World) -> dict[str, Any]:
     return {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json(), "memory": None, **about, "rows": []}
 
 
-def _measure_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def _list_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Yield each row's name and the function that measures it: every planner over one model, then the peers.
 
     The model is freed before a peer makes its own.

@@ -75,6 +75,7 @@ def fixed_keys(config: RunConfig) -> FixedMemory:
     train, by_hand = config.train, config.train.memory == "none"
     measure = key_checkpointing(train) or ("none" if by_hand else None)
     states = None if train.optimizer in MOMENTS and not by_hand else False
+    # A key that is set is fixed. One that is not (False or 0) is off by hand, and else the plan's choice (None).
     return FixedMemory(
         measure=measure,
         layers=None if measure is None else train.recompute_layers,

@@ -47,7 +47,7 @@ def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer,
     train, on_host = config.train, isinstance(optimizer, OffloadedStates)
     states = 0 if optimizer.state or on_host else measure_state_bytes(OptimizerChoice.of(train), model)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # what the allocator keeps and does not use counts as free then
         taken_bytes = torch.cuda.memory_allocated(device) + CONTEXT_BYTES
         most_bytes = train.memory_fraction * (torch.cuda.mem_get_info(device)[0] + taken_bytes)
         return (train.memory_bytes or most_bytes) - taken_bytes - states

@@ -143,7 +143,8 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
     def read_column(self, column: str, document: int, positions: Any) -> Integers:
         """Return what a column has for these positions of a document, an array or an index such as a slice.
 
-        Raises IndexError outside it, DataError for rows that are not here."""
+        Raises IndexError for positions outside the document, DataError for rows that are not on this rank.
+        """
         length, local_rows = int(self._facts.lengths[document]), self._here
         positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
         if positions.size and not (positions.min() >= 0 and positions.max() < length):
