@@ -133,7 +133,7 @@ class FailureReports:
                 return FailureReport(tuple(causes), tuple(_activity_lines(remaining, operation)), own_error, self._rank)
             time.sleep(0.05)
 
-    def first_node(self) -> str:
+    def first_node_text(self) -> str:
         """Return where the store is served, by rank 0 or its torchrun, as the end of a message.
 
         It is empty if there is one node.
@@ -185,7 +185,7 @@ class FailureReports:
         lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
         silent = [rank for rank in missing if rank not in deaths]
         if silent:
-            ranks_text = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe(silent)
+            ranks_text = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe_ranks(silent)
             lines.append(f"{ranks_text} do not answer: killed, cut off or stopped")
         return lines
 

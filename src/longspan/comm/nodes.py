@@ -17,10 +17,10 @@ class Nodes:
     names: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
 
-    def describe(self, ranks: Sequence[int]) -> str:
+    def describe_ranks(self, ranks: Sequence[int]) -> str:
         """Name ranks by their nodes.
 
-        >>> Nodes(("node 0", "node 1"), ((0, 1), (2, 3))).describe([1, 2, 3])
+        >>> Nodes(("node 0", "node 1"), ((0, 1), (2, 3))).describe_ranks([1, 2, 3])
         'rank(s) (1) of node 0 and all ranks (2, 3) of node 1'
         """
         parts, rank_set = list[str](), set(ranks)

@@ -111,7 +111,7 @@ class Watch:
         self.background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
         # The last collective that was waited for, and how to ask whether the device is past it.
         self.last: tuple[Operation, Callable[[], bool]] | None = None
-        self._passed = torch.cuda.Event() if gpu else None  # recorded by `mark`
+        self._passed = torch.cuda.Event() if gpu else None  # recorded by `watch_stream`
 
     def during(self, what: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
         """A context in which this rank is in the collective `what` with `ranks`."""
@@ -142,7 +142,7 @@ class Watch:
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self.last = operation, lambda: _has_passed(lambda: all(work.is_completed() for work in works))
 
-    def mark(self, operation: Operation) -> None:
+    def watch_stream(self, operation: Operation) -> None:
         """Note a collective whose works are not at hand: it has passed when the device's stream is past this point."""
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self._passed.record()
@@ -223,7 +223,7 @@ class Watch:
             return self.reports.report(self.activity(), operation.started)
         except RuntimeError:
             served = "the store does not answer, so the rank or launcher that served it is gone"
-            return FailureReport((served + self.reports.first_node(),))
+            return FailureReport((served + self.reports.first_node_text(),))
 
     def _detail_lines(self) -> list[str]:
         """Return what else helps whoever reads a report: notes, files, and what NCCL says."""

@@ -201,8 +201,8 @@ class World:
         if error is not None:
             self.watch.leave(error)
         self._answering.stop()
-        self.meshes.forget()
-        groups = self.process_groups.forget()
+        self.meshes.forget_meshes()
+        groups = self.process_groups.drop_groups()
         del _worlds[self.key]
         for name in MEMBERS:
             vars(self).pop(name, None)

@@ -58,7 +58,7 @@ class Handle:
                 if self._work_bytes < EVENT_BYTES:
                     operation.watch.watch_works(operation, self._works)
                 else:
-                    operation.watch.mark(operation)
+                    operation.watch.watch_stream(operation)
         if self._finish is not None:
             self._result = self._finish()
         self._works, self._keep, self._finish = (), None, None

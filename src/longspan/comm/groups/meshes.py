@@ -63,7 +63,7 @@ class Meshes:
         self._check_axis(EP, self._home.ep)
         return self._slice_root(self._expert_root_mesh, (EP,))
 
-    def forget(self) -> None:
+    def forget_meshes(self) -> None:
         """Clear torch's caches of these meshes, whose groups are about to be destroyed.
 
         torch (2.11 to 2.13) keeps a mesh with the sharding of every operation that it has seen on DTensors, and meshes

@@ -151,7 +151,7 @@ class ProcessGroups:
             if group is not None:
                 self.set_parent(name, group)
 
-    def forget(self) -> list[ProcessGroup]:
+    def drop_groups(self) -> list[ProcessGroup]:
         """Drop every reference, so that the groups can be freed; returns those to destroy, which no world shares."""
         for shareable in self._used:
             shareable.users -= 1

@@ -27,9 +27,9 @@ class DeviceMoves:
     """RowMoves with their indices on a device, some runs of indices as slices; fields named as there mean the same.
 
     Rows reach the result in one of three ways, and indices that a way does not use are empty. Nothing arrives: x itself
-    is the pool. Each arriving row goes to one place, and no row is a sum: no pool is made; `local` are the rows of x
-    for all places (any row of x where another row arrives), and `arrived` the places of arriving rows, in the order of
-    arrival. All other moves: through the pool, with `arrived` None.
+    is the pool. Each arriving row goes to one place, and no row is a sum: the pool has arriving rows alone; `local` are
+    the rows of x for all places (any row of x where another row arrives), and `arrived` the places of arriving rows, in
+    the order of arrival. All other moves: through a pool of arriving and staying rows, with `arrived` None.
     """
 
     sends: tuple[int, ...]
@@ -163,8 +163,8 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
 def _copy_staying_rows(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
     """Copy rows that stay while others travel: to their places in the result, or into the pool behind arriving rows.
 
-    With `arrived` there is no pool: staying rows fill the result, and its absent rows are set to zero now, before the
-    arriving rows are written. A pool that is x itself needs no copy.
+    With `arrived`, staying rows go directly into the result, and its absent rows are set to zero, before the arriving
+    rows are written. A pool that is x itself needs no copy.
     """
     if moves.arrived is not None:
         if len(moves.local):

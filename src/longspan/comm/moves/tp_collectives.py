@@ -120,7 +120,7 @@ def _run_collective(channel: Channel, what: str, start: Callable[[ProcessGroup],
         if received.nbytes < EVENT_BYTES:  # an event takes the host as long as the collective itself
             channel.watch.watch_works(operation, (work,))
         else:
-            channel.watch.mark(operation)
+            channel.watch.watch_stream(operation)
 
 
 def _all_reduce(x: Tensor, world_key: int, what: str) -> Tensor:

@@ -36,7 +36,7 @@ class ImagesHeld:
     wave_rows: int
     row: float
 
-    def check(self, budget: float) -> None:
+    def check_budget(self, budget: float) -> None:
         """Raise ConfigError where a wave, or what is held, does not fit a budget of bytes."""
         if self.wave > budget:
             raise ConfigError(

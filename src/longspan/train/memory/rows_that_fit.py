@@ -219,17 +219,17 @@ def fit_by_probes(
     """
     budget = activation_budget(config, model, optimizer, world.device)
     if images is not None:
-        run_on_every_rank(world, partial(images.check, budget), ConfigError)
+        run_on_every_rank(world, partial(images.check_budget, budget), ConfigError)
         budget -= images.held
     probes = _Probes(config, find_language_model(model), world, budget, below)
-    probes.run(probes.first, warm=True)
+    probes.run_probe(probes.first, warm=True)
     if first_guess is not None and (rows := probes.guess_rows(first_guess)) > probes.first:
-        probes.run(rows)
+        probes.run_probe(rows)
         return probes.fit_largest_probes()
-    probes.run(probes.choose_second_rows())
+    probes.run_probe(probes.choose_second_rows())
     third_rows = probes.choose_third_rows()
     if third_rows > probes.largest_rows:
-        probes.run(third_rows)
+        probes.run_probe(third_rows)
     return probes.fit_largest_probes()
 
 
@@ -260,7 +260,7 @@ class _Probes:
         """The rows of the largest probe."""
         return max(rows for rows, _ in self._probed)
 
-    def run(self, rows: int, *, warm: bool = False) -> None:
+    def run_probe(self, rows: int, *, warm: bool = False) -> None:
         """Run one probe and share its bytes with the other ranks; with `warm` after one whose bytes do not count, which
         makes what a first step makes once.
         """

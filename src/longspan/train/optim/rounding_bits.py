@@ -58,8 +58,8 @@ class Places(NamedTuple):
     def of(cls, shape: Sequence[int], block: Sequence[slice]) -> "Places":
         """Return the places of a block of a tensor of this shape: a slice for each dim.
 
-        `levels` are (count, stride) from the last dim to the first: a dim whose stride continues that of the level
-        before is joined to it, as all dims behind one that is cut are. Two cut dims make three levels at most.
+        `levels` are (count, stride), from the last dim to the first. A dim joins the level before if all dims of that
+        level are whole; otherwise it begins a new level. A tensor that is cut along two dims has three levels at most.
 
         >>> Places.of((4, 6), (slice(2, 4), slice(3, 6)))
         Places(offset=15, inner=3, rows=2, near=6, far=0, start=0)

@@ -225,7 +225,7 @@ class PlanChoice:
         """Return the planners' options on a home: the cost of its slots, and micro-batches for its stages."""
         return replace(self.options, cost=self._slot_cost(home), micro_batch_multiple=home.pp)
 
-    def check(self, longest: int, home: Layout, title: str) -> None:
+    def check_longest_document(self, longest: int, home: Layout, title: str) -> None:
         """Plan one document of `longest` tokens, or raise ConfigError with the keys that do not fit."""
         try:
             self.plan((longest,), home)

@@ -89,9 +89,8 @@ def read_rows(
             length = shard_part.group.lengths[local]
             stop = min(stop, length)  # a document laid out longer than it is ends in padding
             if stop > start:
-                reader.read_run(
-                    shard_part.group.documents[local], start, stop, shard_part.start + offset, length=length
-                )
+                document, row = shard_part.group.documents[local], shard_part.start + offset
+                reader.read_run(document, start, stop, row, length=length)
     return reader.batch(shard)
 
 

@@ -132,7 +132,7 @@ class SameOnRanks:
         self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
         self._sizes = np.zeros((2, 2))
 
-    def add(self, loss: float, coefficients: Floats, *, inside: bool) -> None:
+    def add_sums(self, loss: float, coefficients: Floats, *, inside: bool) -> None:
         """Add the loss of some sets, and the coefficients of all documents (D,); `inside` sets are in one micro-batch.
 
         Coefficients are added with a weight for each document, so that swapped ones do not give the same sum.
@@ -142,7 +142,7 @@ class SameOnRanks:
         self._sums[kind] = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind]) + sums
         self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
 
-    def differ(self, world: World) -> bool:
+    def differ_on_ranks(self, world: World) -> bool:
         """Return whether a rank that has sums has others than the rest; what is not finite is not compared.
 
         One collective gives the largest sums, the largest negated sums (so the smallest), and the largest sizes.
@@ -246,7 +246,7 @@ class DocumentPasses:
 
     def differs_on_ranks(self) -> bool:
         """Return whether the function gave other losses or derivatives on some ranks; entered by all."""
-        return self._check.differ(self._world)
+        return self._check.differ_on_ranks(self._world)
 
     def _batch_sets(self, batch: LocalBatch) -> list[tuple[int, ...]]:
         """Return the sets that a micro-batch holds; any of its documents has its index."""
@@ -258,7 +258,7 @@ class DocumentPasses:
         if self.error is None:
             try:
                 loss, coefficients = set_losses(self._function, sets, sums)
-                self._check.add(loss, coefficients, inside=sets is not self._sets_across)
+                self._check.add_sums(loss, coefficients, inside=sets is not self._sets_across)
                 return loss, coefficients
             except Exception as error:  # of the caller's function
                 self.error = error

@@ -51,14 +51,14 @@ class EncodersTerm(Term):
         passes = {"backward": inputs.backward, "depths": self._depths}
         self._micro_batches = inputs.plan.micro_batches
         self._encoding = encoding = take_encoding(self._model, inputs.plan, table, **passes)
-        read = partial(encoding.read, inputs.documents.documents)
+        read = partial(encoding.read_items, inputs.documents.documents)
         read_and_agree(read, table.digest(), inputs.world, what="lists of items")
 
     def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Plan the waves of some micro-batches and read the inputs of this rank's items."""
         self._micro_batches = micro_batches
         self._encoding = Encoding(self._model, self._inputs.plan, micro_batches, self._items, backward=False)
-        self._encoding.read(self._inputs.documents.documents)
+        self._encoding.read_items(self._inputs.documents.documents)
 
     def passes_context(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
         """Encode before the passes of the language model, and bring gradients back after them."""
@@ -76,7 +76,7 @@ class EncodersTerm(Term):
 
 
 class Encoding:
-    """All waves of some micro-batches of a plan. Enter `passes_context` once `read` has succeeded on all ranks."""
+    """All waves of some micro-batches of a plan. Enter `passes_context` once all ranks have read their items."""
 
     def __init__(
         self,
@@ -114,10 +114,10 @@ class Encoding:
         """The items that this rank reads, as documents number them."""
         return [number for part in self._parts for number in part.items_here]
 
-    def read(self, documents: Any) -> None:
+    def read_items(self, documents: Any) -> None:
         """Read what this rank encodes from the documents; raises whatever they raise."""
         for part in self._parts:
-            part.read(documents)
+            part.read_items(documents)
 
     def not_finite(self) -> list[str]:
         """Return the items for which this rank read something that is not finite."""
@@ -133,7 +133,7 @@ class Encoding:
             for modality_pass in self._parts:
                 stack.enter_context(modality_pass.step_context())
             with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
-                self._raise_errors_together([modality_pass.encode() for modality_pass in self._parts])
+                self._raise_errors_together([modality_pass.encode_waves() for modality_pass in self._parts])
                 for modality_pass in self._parts:
                     modality_pass.deliver_rows(micro_batches, batches)
             yield

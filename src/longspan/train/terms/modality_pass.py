@@ -106,7 +106,7 @@ class ModalityPass:
         """The items that this rank encodes, as documents number them."""
         return [self.items.numbers[item] for wave in self.waves for item in wave.items]
 
-    def read(self, documents: Any) -> None:
+    def read_items(self, documents: Any) -> None:
         """Read the inputs of this rank's items, and bind the waves of an encoder whose slots share items."""
         for wave in self.waves:
             if self.encoder.max_cp > 1:
@@ -149,7 +149,7 @@ class ModalityPass:
                 for wave in self.waves:
                     wave.output, wave.deliveries = None, []
 
-    def encode(self) -> ModelError | None:
+    def encode_waves(self) -> ModelError | None:
         """Run the encoder over all waves; returns the error of a wave that made other rows than its items take."""
         error: ModelError | None = None
         for wave in self.waves:  # all of them, whatever one made: other ranks may wait in the collectives of an encoder
