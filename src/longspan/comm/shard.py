@@ -203,12 +203,12 @@ class SequenceShard(Immutable):
         """Return the same shard with runs of rows that see each other in both directions, as tokens of an image may.
 
         `spans[d]` are the half-open runs of positions of document d, ascending; documents of other micro-batches, and
-        documents left out, may be among them or not. Every member of a group gives the same. Under a causal mask,
+        documents left out, may be among them or not. All members of a group pass the same spans. Under a causal mask,
         within a window too, a row of a run then sees the later rows of its run as well.
 
         >>> shard = bind(plan.micro_batches[0], world).with_spans({3: [(5, 261)]})
 
-        Raises LayoutError, naming the document, for runs that are empty, overlap or lie outside it.
+        Raises LayoutError, naming the document, for runs that are empty, overlap or lie outside the document.
         """
         groups = self.micro_batch.groups
         return self._with_spans(tuple(Spans.of(spans, group.documents, group.lengths) for group in groups))

@@ -49,7 +49,8 @@ class TimeLimits:
     def around_step(self, predicted: float, *, is_usual: bool = True) -> Iterator[None]:
         """Bound how long ranks wait within one step that is predicted to take `predicted` seconds.
 
-        The time of one that is not `is_usual`, as of a profiled step, does not count for later limits.
+        The first steps have the longest limit. Their time, and that of a step that is not `is_usual`, such as a
+        profiled one, does not count for later limits.
         """
         self._steps_begun += 1
         is_known = self._steps_begun > FIRST_STEPS

@@ -35,10 +35,9 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let a first signal that stops raise Interrupted inside; so does one that comes more than a second later.
+    """Let signals that stop raise Interrupted inside: the first, and each that comes more than a second after the last.
 
-    In another thread than the main one, which does not receive signals, nothing is done; a signal that is ignored stays
-    so.
+    Ignored signals stay ignored. In threads other than the main one, which alone receives signals, nothing is done.
     """
     raised_at = [-SAME_PRESS]  # the time of the last Interrupted
 

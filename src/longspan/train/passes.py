@@ -191,8 +191,8 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     with ExitStack() as stack:
         for term in passes.terms:
             stack.enter_context(term.passes_context(batches))
-        ahead = sum(term.prepare_passes(passes, batches) for term in passes.terms)
-        return ahead + _run_batches(passes, batches)
+        loss_ahead = sum(term.prepare_passes(passes, batches) for term in passes.terms)
+        return loss_ahead + _run_batches(passes, batches)
 
 
 def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
@@ -274,14 +274,14 @@ def _call_inputs(batch: LocalBatch) -> dict[str, Any]:
 
 
 def _batch_positions(batch: LocalBatch) -> dict[str, Tensor]:
-    """Return positions (n, 1, T) that documents bring in several parts; none if they are the shard's."""
+    """Return the argument for positions (n, 1, T) that documents bring in several parts; {} for plain positions."""
     if batch.positions is None:
         return {}
     return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
 
 
 def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
-    """Return the ids (depths, T) that depths of multi-token prediction read; none if no depth runs."""
+    """Return the argument for the ids (depths, T) that depths of multi-token prediction read; {} if no depth runs."""
     if not passes.depths:
         return {}
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}

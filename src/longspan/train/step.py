@@ -179,7 +179,7 @@ def token_log_probs(
 
     >>> token_log_probs(model, plan, documents, world, also=["entropy"]).value("entropy", 3)
 
-    `temperature` divides logits before the softmax, so that all of these are those of a sampler at that temperature.
+    `temperature` divides logits before the softmax, so that all these numbers are of a sampler at that temperature.
 
     The model runs in evaluation mode, as by `run_step(…, backward=False)`, under any plan of these documents. All ranks
     call it together; it refuses what `run_step` refuses. Raises LossError for another name in `also`, CommError where

@@ -109,16 +109,16 @@ class LinkTrials:
     def _sharded_trials(self, level: Level, world: World, width: int, together: int) -> Iterator[Trial]:
         """Yield trials of FSDP2's collectives on its mesh's group: bfloat16 parameters, float32 gradients.
 
-        `width` slots shard the parameters. Where `together` of them share a host's way to others, each receives so many
-        times the bytes that are counted.
+        `width` slots shard the parameters. `together` of these share the links of one host, where a size counts once
+        for all of them, so that each slot receives `together` times the size.
         """
         group = world.meshes.fsdp.get_group("slots")
-        of_block = lambda size: size * together // (width - 1)  # noqa: E731
+        shard_bytes = lambda size: size * together // (width - 1)  # noqa: E731
         yield from self._size_trials(
-            level, "sharded_gather", lambda size: self._gather_parameters(group, width, of_block(size))
+            level, "sharded_gather", lambda size: self._gather_parameters(group, width, shard_bytes(size))
         )
         yield from self._size_trials(
-            level, "sharded_reduce", lambda size: self._reduce_gradients(group, width, of_block(size))
+            level, "sharded_reduce", lambda size: self._reduce_gradients(group, width, shard_bytes(size))
         )
 
     def _size_trials(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:

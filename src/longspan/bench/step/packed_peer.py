@@ -122,8 +122,8 @@ def _attend_by_fa4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest:
     from flash_attn.cute.interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    longest_of = {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    out = flash_attn_varlen_func(q, k, v, **lengths, **longest_of, softmax_scale=scale, causal=True)
+    limits = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    out = flash_attn_varlen_func(q, k, v, **lengths, **limits, softmax_scale=scale, causal=True)
     return out[0] if isinstance(out, tuple) else out
 
 

@@ -53,7 +53,8 @@ class DeviceMoves:
 def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     """Return the same moves, ready to be carried out on a device; their indices go there in one copy.
 
-    Indices that follow each other become slices. `direct`: rows arrive in the target's order, and need no pool.
+    Indices that follow each other become slices. `direct`: arriving rows and then those that stay are the result, in
+    this order. The tensors of all indices come in one list: those of the fields, then source and target of each pair.
     """
     arriving = sum(moves.receives)
     pool_rows = arriving + len(moves.stays)
@@ -112,7 +113,8 @@ def _pool_places(places: Integers, moves: RowMoves, arriving: int) -> Integers:
 def _direct_indices(moves: RowMoves, arriving: int) -> tuple[Integers, Integers]:
     """Return `local` and `arrived` of DeviceMoves, by which rows go to their places without the pool.
 
-    Both are empty where the result is made from the pool: where rows arrive in another order than the target's.
+    Both are empty where the pool is needed: rows arrive in another order than the target's, go to several places or
+    are summed, or none arrives.
     """
     arrived = np.flatnonzero((moves.places >= 0) & (moves.places < arriving))
     in_order = arrived[np.argsort(moves.places[arrived], kind="stable")]

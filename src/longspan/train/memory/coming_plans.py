@@ -45,11 +45,10 @@ class ComingSteps:
         return range(self.first, min(self.last, self.first + MOST_STEPS))
 
     def fullest_plans(self, config: RunConfig, cost: Cost) -> list[Plan]:
-        """Return the plans of the steps with the fullest slots, if all steps are looked at, otherwise of the heaviest.
+        """Return the plans, by each planner, of the coming steps that need most memory.
 
-        Each step is planned by each planner.
-
-        Raises PlanError for documents that fit no group.
+        Those are the steps with the fullest slots if all steps are looked at; otherwise the step with the longest
+        document and the one with most tokens. Raises PlanError for documents that fit no group.
         """
         choices = [
             PlanChoice.training(planner_config, cost=cost, heads=self.heads)

@@ -175,7 +175,7 @@ def _use_rows(config: RunConfig, fit: RowsThatFit, log: LogLine) -> RunConfig:
 def read_training_rows(config: RunConfig) -> RunConfig:
     """Put the rows that the run measured for training in place of "auto"; for evaluation only.
 
-    Evaluation keeps less than training, so they fit on other ranks too. Raises ConfigError where there are none.
+    Evaluation keeps less than training, so these rows fit on any ranks. Raises ConfigError if none were measured.
     """
     if config.context.evaluation.max_tokens_per_slot != AUTO:
         return config

@@ -146,7 +146,7 @@ def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | 
 def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
     """Return the plan of memory and "", or None and why the model's bytes cannot be counted.
 
-    Raises ConfigError where they can, and nothing fits.
+    Raises ConfigError if the bytes can be counted and nothing fits.
     """
     try:
         ModelNumbers.of(run.model, run.ahead.home, run.settings)
@@ -195,7 +195,8 @@ def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
     host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
     if config.train.memory_bytes:
         return config.train.memory_bytes, host
-    # The context is there by now and counts as free, since plans count its bytes; it may be smaller than they say.
+    # The CUDA context exists by now. Its bytes count as free, as a plan of memory counts them among its own; `min`, as
+    # the context may be smaller than CONTEXT_BYTES.
     free, all_bytes = torch.cuda.mem_get_info(world.device)
     return int(config.train.memory_fraction * min(all_bytes, free + CONTEXT_BYTES)), host
 

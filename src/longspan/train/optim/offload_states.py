@@ -96,7 +96,7 @@ class OffloadedStates(Optimizer):
     def device_bytes(self) -> int:
         """The most bytes of the device that states take during a step in which every parameter has a gradient.
 
-        They are those of the two consecutive buckets with most, for one is fetched while the one before is updated.
+        They are those of the two consecutive buckets with most bytes: one is fetched while the one before is updated.
         Where an optimizer makes new tensors for states, those of one parameter come on top.
         """
         sizes = [b.bytes for b in cut_buckets(self.inner, self._sizes, self._bucket_bytes, every=True)]

@@ -174,7 +174,7 @@ class StateSizes:
         return sum(-(-max(size * scale, 1) // ALIGNMENT) * ALIGNMENT for size in self._bytes[key])
 
     def total_bytes(self) -> int:
-        """Return the bytes of all states of the parameters that are here."""
+        """Return the bytes of all states of this rank: of its parameters that take a gradient."""
         groups = enumerate(self._optimizer.param_groups)
         return sum(
             self.parameter_bytes(index, p) for index, group in groups for p in group["params"] if p.requires_grad

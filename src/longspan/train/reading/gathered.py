@@ -151,7 +151,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
             raise IndexError(f"positions {positions.min()} to {positions.max()} of a document of {length} tokens")
         rows = positions + int(self._facts.starts[document])
         places = np.searchsorted(local_rows.numbers, rows)
-        is_here = places < len(local_rows.numbers)
+        is_here = places < len(local_rows.numbers)  # and the row at that place is the one that was looked for
         is_here[is_here] = local_rows.numbers[places[is_here]] == rows[is_here]
         if not is_here.all():
             raise DataError(

@@ -208,6 +208,7 @@ class DocumentPasses:
 
     def look_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
         """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks."""
+        # −1, of a document that the plan left out, stands for any micro-batch: the step raises when it counts targets.
         indices = sorted({self._index.get(document, -1) for documents in self._sets_across for document in documents})
         if not indices:
             return

@@ -158,7 +158,7 @@ class ModalityPass:
             with torch.set_grad_enabled(self.trains and not self.encoder.recompute):
                 output = self._call_encoder(wave)
             error = error or self._rows_error(wave, output)
-            # Of a wave that only enters the collectives no row is used, but its graph is, for those of backward.
+            # A wave that only enters the collectives delivers no row; its graph enters the collectives of backward.
             wave.output = None if error else output if wave.works else output[:0]
         return error
 
@@ -196,9 +196,9 @@ class ModalityPass:
         """Exchange the rows of every wave, and give each shard of these micro-batches the rows at its placeholders.
 
         A micro-batch takes its rows from those of the waves, in order, as one leaf of the graph, whose gradient goes
-        back to the encoders later. Rows of the embedding are spliced in at each depth of prediction (`ahead` 0 is the
-        model itself); those for deeper layers are added there, in the model only. The outputs are dropped if the
-        encoder runs again for backward, or is not trained.
+        back to the encoders later. The first part of a row replaces an embedding, at each depth of prediction (`ahead`
+        0 is the model itself); its further parts are added to outputs of decoder layers, in the model only. The outputs
+        are dropped if the encoder runs again for backward, or is not trained.
         """
         arrived: list[Tensor] = []
         for wave in self.waves:
