@@ -145,6 +145,7 @@ class SequenceShard(Immutable):
         padding: int = 0,
         seed: tuple[int, int] = (0, 0),
     ) -> None:
+        """Lay out a slot's rows of a micro-batch, and `padding` rows behind them, with their indices on the device."""
         parts = parts_of_slot(micro_batch, slot, world_key, padding)
         rows, positions, documents, cu_seqlens = lay_out(micro_batch, parts)
         self._set(

@@ -228,7 +228,7 @@ class World:
         self._inner_worlds.push(lambda kind, *_: action() if kind is None else None)
 
     def prepare(self, plan: Plan) -> None:
-        """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks.
+        """Make communicators for the groups of this plan that gain from one and lack it; entered by all ranks.
 
         Those are the groups of a plan whose groups all have one degree, and groups that recur in the micro-batches of
         the plans prepared so far, up to `max_groups` for each slot; all others talk point to point on the plane's

@@ -61,7 +61,7 @@ def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 does not serve the store, this process does
         "OMP_NUM_THREADS": threads,
     }
-    if sys.platform == "linux":
+    if sys.platform == "linux":  # over the loopback network, unless the user has named another
         variables |= {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
     return {name: str(value) for name, value in variables.items()}
 

@@ -87,7 +87,7 @@ def describe_main(payload: bytes) -> dict[str, Any]:
 
     It is empty if the payload refers to none of it.
     """
-    if b"_main__" not in payload:
+    if b"_main__" not in payload:  # as in __main__, and in a worker's own __mp_main__
         return {}
     main = sys.modules["__main__"]
     name, file = getattr(main.__spec__, "name", None), getattr(main, "__file__", None)

@@ -219,10 +219,10 @@ def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """Run the passes of a model that is whole on every rank; returns the sum of the loss of this rank's rows.
 
-    In free mode slots run different numbers of micro-batches, so they may not meet in them: parameters are gathered
-    before all, and a last pass over padding sums gradients. In lockstep slots enter each pass together. Loads
-    of experts that a whole step counts need a forward pass of every micro-batch before the first backward: an
-    additional one, which in lockstep leaves out the first, as its own pass counts.
+    In free mode slots run different numbers of micro-batches, so no collective of all slots may be inside: parameters
+    are gathered before all passes, and a last pass over padding sums gradients. In lockstep slots enter each pass
+    together. Where loads of experts count for a whole step, every micro-batch runs forward once more before the first
+    backward pass; in lockstep the first micro-batch does not, as its own forward pass comes before that.
     """
     model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)

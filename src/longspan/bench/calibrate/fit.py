@@ -166,7 +166,7 @@ def _fit_memory(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
 
 
 def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]) -> float:
-    """Set the rate of products and the seconds of a micro-batch; return the seconds of a step without any.
+    """Set the rate of products and the seconds of a micro-batch; return the seconds of a step without micro-batches.
 
     Attention's seconds are taken off first, by the figures that were fitted before.
     """

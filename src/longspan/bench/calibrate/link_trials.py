@@ -34,8 +34,8 @@ _reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or di
 def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
     """List sizes of messages in bytes, each with whether the wires are fitted to it.
 
-    The others test the fit: geometric means of neighbours, in multiples of 64 bytes. None lies between the two
-    smallest, which are mostly latency.
+    The further sizes test the fit: geometric means of neighbours, in multiples of 64 bytes. None lies between the two
+    smallest, whose messages take mostly latency.
     """
     between = [round((a * b) ** 0.5) // 64 * 64 for a, b in pairwise(sizes[1:])]
     return sorted([*((size, True) for size in sizes), *((size, False) for size in between)])

@@ -158,7 +158,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
 
 
 def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
-    """Measure the stock step of one sequence that is compared with; an error becomes a row that says so."""
+    """Measure the peer's step of one sequence, by stock Hugging Face; an error becomes a row that says so."""
     try:
         with make_peer_step(settings, world) as (step, losses):
             return measure_steps(settings, step, world) | {"loss": losses[0]}
@@ -167,7 +167,7 @@ def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
 
 
 def _measure_packed_peer(settings: StepSettings, world: World) -> dict[str, Any]:
-    """Measure the step of packed documents that is compared with; an error becomes a row that says so."""
+    """Measure the peer's step of packed documents; an error becomes a row that says so."""
     try:
         with make_packed_step(settings, world) as (step, losses, facts):
             return measure_steps(settings, step, world) | {"loss": losses[0]} | facts

@@ -156,7 +156,7 @@ class Channels:
             torch.cuda.synchronize(self._device)
 
     def make_communicators(self, plan: Plan) -> None:
-        """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks."""
+        """Make communicators for the groups of this plan that gain from one and lack it; entered by all ranks."""
         for slots in self._choice.choose_groups(plan):
             for plane in self._home.planes():
                 ranks = tuple(plane[slot] for slot in slots)

@@ -197,7 +197,10 @@ def _set_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
 
 
 def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
-    """Return x with the gradients of a row's second and further uses here added to that of its first use."""
+    """Return x with the gradients of a row's second and further uses here added to that of its first use.
+
+    With `widened`, half precision becomes float32 first, in which rows are summed.
+    """
     if moves.widened:
         x = wide(x)
     if moves.folds:

@@ -27,7 +27,7 @@ def run_memory_settings(
         state_numbers=state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets,
-        adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),
+        adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),  # adapters are in float32 at least
         depths=config.mtp.depths,
         gathered_once=not parallel.reshard_after_forward,
         offload_states=train.offload_states,

@@ -284,8 +284,8 @@ class _Probes:
         known not to fit, as a probe must not run out of memory.
         """
         rows, bytes_of_ranks = self._probed[0]
-        room = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
-        larger = self._round_rows(min(self._sizes[1], rows * room, self._row_limit / 2))
+        times = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
+        larger = self._round_rows(min(self._sizes[1], rows * times, self._row_limit / 2))
         return larger if larger >= rows + rows // 4 else self._round_rows(rows / 2)
 
     def choose_third_rows(self) -> int:

@@ -71,7 +71,7 @@ class Update(NamedTuple):
 def takes_update(update: Update) -> bool:
     """Return whether the kernel updates these tensors: contiguous ones of a GPU, in float32 or bfloat16.
 
-    Rows of random bits' places have fewer than 2³¹ numbers, which the kernel divides in 32 bits.
+    `places` may only have rows of fewer than 2³¹ numbers, as the kernel divides by their length in 32 bits.
     """
     parameter, gradient, mean, square = tensors = update[:4]
     return (

@@ -121,8 +121,8 @@ class OffloadedStates(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; moments are copied to the host's memory, whatever device they come from.
 
-        The inner optimizer loads settings and single numbers (`small`), which its class checks and converts. Then these
-        numbers move from its state to this one, next to the moments. Hooks that torch runs around loading run here.
+        The inner optimizer loads settings and single numbers (`small`), which its class checks and converts; then the
+        numbers move into this optimizer's state, next to the moments. Hooks that torch runs around loading run here.
         """
         state_dict = {**state_dict}
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -278,7 +278,7 @@ class _Copies:
     ) -> torch.cuda.Event | None:
         """Copy the second tensor of each pair into the first, on a stream after what is computed now.
 
-        Returns the event after which all are copied; without a stream (None) they are when it returns None.
+        Returns the event after which all pairs are copied; None without a stream, as they are copied by then.
         """
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))

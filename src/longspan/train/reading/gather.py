@@ -50,8 +50,8 @@ def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocument
     >>> documents = share_documents(corpus.select([3, 7, 1]), world)
 
     The documents keep their numbers. Shares have about as many tokens each; `documents` and their lengths are the same
-    on every rank. It is for documents that take long to read, such as texts that are tokenized then: otherwise a rank
-    with some rows of a document would read all of it. Raises DataError on every rank where one cannot read its share.
+    on every rank. Use this for documents that take long to read, such as texts that are tokenized then: otherwise each
+    rank with some rows of a document would read all of it. Raises DataError on every rank if one cannot read its share.
     """
     shares = deal_documents([len(document) for document in documents], len(world.home.ranks))
     share = shares[world.home.ranks.index(world.rank)]

@@ -44,7 +44,7 @@ def read_inputs_and_labels(
     """Read token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
 
     `documents[d]` is asked for the positions that this rank holds, and for the next one where a label needs it.
-    Whatever it holds in the places of `items`, id 0 and label −100 stand there.
+    In the places of `items` ids are 0 and labels −100, whatever the document holds there.
     Raises DataError, naming document and position, for what is not a token id of the vocabulary.
     """
     batch = read_rows(documents, shard, vocabulary, items)

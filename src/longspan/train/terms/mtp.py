@@ -78,8 +78,8 @@ class DepthsTerm(Term):
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
         """Count the targets of each depth on all slots."""
-        last = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
-        counted_batches = batches if last else ()  # of a pipeline, stages in the middle read no labels
+        reads_labels = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
+        counted_batches = batches if reads_labels else ()
         local = [
             sum(int((batch.deeper[d].labels != NO_TARGET).sum()) for batch in counted_batches)
             for d in range(self.depths)
