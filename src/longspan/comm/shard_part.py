@@ -94,8 +94,8 @@ def parts_of_slot(micro_batch: MicroBatch, slot: int, world_key: int, padding: i
 def to_device(x: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
     """Return an array as a tensor on `device`; on a CPU it shares the array's memory.
 
-    On a GPU it goes through page-locked memory and the host does not wait. From ordinary memory CUDA would let all
-    queued work end first, so that every micro-batch would begin with an empty queue.
+    To a GPU the array goes through page-locked memory, and the host does not wait. From ordinary memory CUDA would let
+    all queued work end first, so that every micro-batch would begin with an empty queue.
     """
     tensor: Any = torch.from_numpy(x)
     if torch.device(device).type != "cuda":

@@ -41,7 +41,7 @@ LOOPBACK = "127.0.0.1"  # where local ranks and their launcher listen: nothing o
 def start_store_server() -> Any:
     """Return a store in this process on a free port, which all ranks share and only processes of this host reach.
 
-    Its messages may be Python objects, and torch's own server would listen on every network of the host.
+    No other host may: messages of a store may be Python objects. torch's own server would listen on every network.
     """
     from torch.distributed import TCPStore
 

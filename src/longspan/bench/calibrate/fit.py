@@ -184,7 +184,10 @@ def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]
 
 
 def _fit_wires(samples: Sequence[Sample], level: Level) -> dict[str, Wire]:
-    """Fit the wires of a level by kind; none if one of the kinds that a link must have was not measured."""
+    """Fit the wires of a level by kind; none if one of the kinds that a link must have was not measured.
+
+    Those of sharded parameters are fitted only if all of them were measured.
+    """
     points = {
         kind: [(s.bytes, s.seconds) for s in samples if (s.level, s.kind) == (level, kind)]
         for kind in (*KINDS, *SHARDED_KINDS)

@@ -88,8 +88,8 @@ class LinkTrials:
         """Yield the trials of messages between hosts.
 
         All slots exchange and gather; point to point, each slot sends to the slot at its place in the next host. In
-        `point_alone` only the first slot of each host sends. A gather's bytes count once for all slots of a host, which
-        share what arrives, so that each receives `host_slots` times as many.
+        `point_alone` only the first slot of each host sends. The size of a gather counts once for all slots of a host,
+        which share what arrives: each slot receives `host_slots` times the size.
         """
         world, hosts, slots = self.world, self.hosts, self.world.home.slots
         everyone = world.channels.find_channel(range(slots))

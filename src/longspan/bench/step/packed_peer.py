@@ -189,8 +189,8 @@ class CompiledLayers:
 def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: World) -> None:
     """Recompute as few layers as fit in the device's memory.
 
-    By the peaks of two steps: with all layers recomputed, and with all but two, which differ by what two layers keep.
-    All ranks recompute as many as the one with the least room. On a CPU nothing is recomputed.
+    How many fit follows from the peaks of two steps, with all layers recomputed and with all but two: these differ by
+    what two layers keep. All ranks recompute as many as the one with the least room. On a CPU nothing is recomputed.
     """
     if world.device.type != "cuda":
         return

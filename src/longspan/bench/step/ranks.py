@@ -51,7 +51,7 @@ def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
             row = {"name": name} | measure()
             record |= {key: row.pop(key) for key in ("cost", "memory") if key in row}
             record["rows"].append(row)
-            _keep_row(record, settings, rank)
+            _report_row(record, settings, rank)
     return record
 
 
@@ -220,7 +220,7 @@ def _profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
     return world.control.broadcast_object({"parts": parts | {"step": seconds}, "kernels": kernels})
 
 
-def _keep_row(record: dict[str, Any], settings: StepSettings, rank: int) -> None:
+def _report_row(record: dict[str, Any], settings: StepSettings, rank: int) -> None:
     """Write and print a finished row, so that rows survive an interruption."""
     if rank:
         return

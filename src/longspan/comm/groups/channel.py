@@ -235,7 +235,7 @@ class Channel:
         communicator = self._communicator_to_gather(counts)
         if communicator is None:
             return tuple(accumulate(counts[:-1], initial=0))
-        # torch sorts the ranks of a group, and every member sends as many rows
+        # torch sorts the ranks of a group, and every member sends max(counts) rows, padding included
         return tuple(dist.get_group_rank(communicator, rank) * max(counts) for rank in self.ranks)
 
     def _communicator_to_gather(self, counts: Sequence[int]) -> ProcessGroup | None:

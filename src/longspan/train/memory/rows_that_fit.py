@@ -146,7 +146,7 @@ def measure_rows(
     image_rows: float = 0.0,
     first_guess: int | None = None,
 ) -> RunConfig:
-    """Put a number that is measured now in place of "auto"; entered by all ranks.
+    """Measure how many rows of a slot fit, and put them in place of "auto"; entered by all ranks.
 
     `image_rows` are the rows of images in a step, on all slots together, of a model that has an encoder; `first_guess`
     is how many rows of a slot a plan of memory has room for.

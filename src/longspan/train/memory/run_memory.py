@@ -180,7 +180,8 @@ HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading document
 def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
     """Return the bytes that a rank may fill of its device and of its host.
 
-    They are the least of all ranks, which call it together; the control channel gives maxima, so bytes go negative.
+    Each is the least of all ranks, which call this together: the largest of the negative bytes, as the control group
+    has only a maximum.
     """
     device, host = _rank_budget(config, world)
     negative_bytes = world.control.largest_of([-float(device), -float(host)], "the least free memory")

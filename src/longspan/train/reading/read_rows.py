@@ -182,7 +182,7 @@ class _Reader:
         return labels
 
     def _read_values(self, valued: Any, document: int, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
-        """Read the numbers of a document at these positions. Raises DataError where others have other names."""
+        """Read the numbers of a document at these positions. Raises DataError for names that other documents lack."""
         values = valued.token_values(positions) if isinstance(valued, Valued) else {}
         self._names.check_names(document, values)
         for name, numbers in values.items():

@@ -93,7 +93,7 @@ class StepDocuments:
         )
 
     def move_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
-        """Return the same documents, and where rows move between ranks, with those of this rank; entered by all ranks.
+        """Return the same documents; if their rows move between ranks, with this rank's rows; entered by all ranks.
 
         Raises DataError for documents of another world.
         """

@@ -132,9 +132,9 @@ def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
             "before prepare"
         )
     rules = call_rules(model)
-    if seeing := ["a prefix"] if rules.prefix else [f"an {modality}" for modality in rules.in_spans]:
+    if spans := ["a prefix"] if rules.prefix else [f"an {modality}" for modality in rules.in_spans]:
         raise ModelError(
-            f"mtp= was given, and rows of {' and '.join(seeing)} see each other in {name}: at a depth a row would see "
+            f"mtp= was given, and rows of {' and '.join(spans)} see each other in {name}: at a depth a row would see "
             "later ones that hold the tokens it is to predict; leave mtp= out"
         )
     digest = hashlib.sha256(f"{mtp} {depths}".encode()).hexdigest()
