@@ -177,4 +177,4 @@ def test_ranks_with_their_nodes() -> None:
     reports.nodes = nodes
     assert reports.first_node_text() == "; it was served on node 0, with ranks (0, 1)"
     many = Nodes(tuple(f"node {i}" for i in range(12)), tuple((i,) for i in range(12)))
-    assert many.describe(range(1, 12)).endswith("all ranks (8) of node 8 and 3 more nodes")
+    assert many.describe_ranks(range(1, 12)).endswith("all ranks (8) of node 8 and 3 more nodes")

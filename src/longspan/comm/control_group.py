@@ -51,7 +51,8 @@ class ControlGroup:
     def agree(self, digest: str, *, flag: bool = False, what: str = "plans", hint: str = "") -> bool:
         """Compare a hexadecimal digest over all ranks; returns whether the `flag` is set on any of them.
 
-        Raises CommError with the ranks that hold each of the different `what`, and a `hint` what to do.
+        Raises CommError with the ranks that hold each of the different digests: `what` names what was compared, and
+        `hint` says what to do.
         """
         return self.agree_on_flags(digest, flag, what=what, hint=hint)[0]
 

@@ -107,7 +107,7 @@ def lay_out(
     micro_batch: MicroBatch, parts: Sequence[ShardPart]
 ) -> tuple[Integers, Integers, Integers, npt.NDArray[np.int32]]:
     """Return the packed row and position of each local row, and the document and boundaries of each local segment."""
-    bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])
+    bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])  # that of padding (−1) is not used
     rows, positions = _concatenate_pairs([_part_rows(shard_part, int(bases[shard_part.index])) for shard_part in parts])
     documents, sizes = _concatenate_pairs([_rows_by_document(shard_part) for shard_part in parts])
     return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)

@@ -136,7 +136,7 @@ class LocalRanks:
         """Start every rank."""
         self.ranks = self._all
         for index in range(self._n):
-            # The first waits for the fork server, and may be interrupted.
+            # No signal interrupts a start, but that of the first rank, which waits for the fork server.
             with block_signals() if index else nullcontext():
                 self._start_rank(index)
 

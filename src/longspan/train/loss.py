@@ -202,7 +202,7 @@ def row_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
 def loss_and_gradient(logits: Tensor, targets: Tensor, losses: LossOfRows, part: slice) -> tuple[Tensor, Tensor]:
     """Sum the losses of rows (a float64 scalar), and compute the sum's gradient by their logits (t, V)."""
     log_probs, gradient_of = row_softmax(logits, targets)
-    with torch.enable_grad():
+    with torch.enable_grad():  # a caller's loss is differentiated inside
         loss, slopes = losses(log_probs, part, logits)
     return loss.detach(), gradient_of(slopes.detach())
 

@@ -268,13 +268,13 @@ class Training:
 
     @property
     def times_slots(self) -> bool:
-        """Whether a step times each slot, for `run.refine`, of which "auto" is on for GPUs only."""
+        """Whether a step times each slot, as `run.refine` needs it; "auto" is on for GPUs only."""
         refine = self.config.run.refine
         return refine == "on" or (refine == "auto" and self.world.device.type == "cuda")
 
     @property
     def router(self) -> RouterCoefficients:
-        """The weights of the routers' losses in the gradient; a negative key leaves it to the model's configuration."""
+        """The weights of the routers' losses in the gradient; a negative balance stands for the configuration's own."""
         balance = self.config.train.router_balance_loss
         return RouterCoefficients(balance=None if balance < 0 else balance, z=self.config.train.router_z_loss)
 

@@ -217,7 +217,7 @@ def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str,
 
 
 def _ring_wait(calibration: Calibration, sample: Sample) -> float:
-    """Return the seconds that a step of a ring takes beyond the call's kernels: a pass has degree − 1 steps."""
+    """Return the seconds that a step of a ring takes beyond the call's kernels: both passes have degree − 1 steps."""
     assert sample.group and sample.call
     price = calibration.machine.attention_seconds(sample.group, sample.call)["p2p"]
     exposed_seconds = sample.seconds - calibration.call_seconds - (price.seconds - price.exposed)

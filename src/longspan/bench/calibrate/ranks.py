@@ -176,8 +176,8 @@ class _Bench:
     def _device_trials(self) -> Iterator[Trial]:
         """Yield what one device does: products of matrices, attention over documents, and passes over memory.
 
-        Attention is over as many rows as the longest document has, cut into documents of each length, and over those of
-        the second longest, cut into shorter ones.
+        Attention is over as many rows as the longest document has, cut into documents of each length; then over as many
+        as the second longest has, cut into documents of each length but the longest.
         """
         device, lengths = self.world.device.type, self.settings.lengths
         for width in PRODUCT_WIDTHS[device]:

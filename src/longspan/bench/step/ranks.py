@@ -176,7 +176,7 @@ def _measure_packed_peer(settings: StepSettings, world: World) -> dict[str, Any]
 
 
 def measure_steps(settings: StepSettings, step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Measure seconds of whole steps (the median, of the slowest rank), peak memory, parts, and what follows.
+    """Measure seconds of whole steps (the median, of the slowest rank), peak memory, and the parts that flags ask for.
 
     Steps come one after another, as in training: the end of one and the beginning of the next overlap where they can.
     """

@@ -261,8 +261,8 @@ class _Probes:
         return max(rows for rows, _ in self._probed)
 
     def run_probe(self, rows: int, *, warm: bool = False) -> None:
-        """Run one probe and share its bytes with the other ranks; with `warm` after one whose bytes do not count, which
-        makes what a first step makes once.
+        """Run one probe, and share its bytes with the other ranks; with `warm` run the same step before, uncounted, as
+        the first step of a process also makes buffers that stay.
         """
         if warm:
             self._measure_on_ranks(rows)

@@ -169,7 +169,7 @@ def round_by_places(x: Tensor, key: Key, places: Places, stream: int) -> Tensor:
     rounded, local = x.to(torch.bfloat16), local_tensor(x)
     flat, result = local.contiguous().view(-1), torch.empty_like(local_tensor(rounded)).view(-1)
     # One word per number serves STREAMS streams; an optimizer with more states draws further words by other keys.
-    key = Key(key.first, (key.second + stream // STREAMS * GOLDEN) & WORD)  # an optimizer with many states
+    key = Key(key.first, (key.second + stream // STREAMS * GOLDEN) & WORD)
     chunk = chunk_numbers(flat.device)
     for start in range(0, len(flat), chunk):
         stop = min(start + chunk, len(flat))

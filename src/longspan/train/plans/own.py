@@ -108,7 +108,7 @@ def _check_own_heads(plan: Plan, options: PlanOptions, home: Layout) -> None:
 
 
 def check_cost(name: str, file: str) -> None:
-    """Raise ConfigError for a cost that does not exist, and if there is a file of a cost too."""
+    """Raise ConfigError for a cost that does not exist, and if `file`, the value of run.machine, is given as well."""
     if file:
         raise ConfigError(f"{COST_KEY} is {name!r} and run.machine is {file!r}; give one of them")
     _import_cost(name)

@@ -143,7 +143,7 @@ class SameOnRanks:
         self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
 
     def differ_on_ranks(self, world: World) -> bool:
-        """Return whether a rank that has sums has others than the rest; what is not finite is not compared.
+        """Return whether the ranks that have sums differ in them; sums that are not finite are not compared.
 
         One collective gives the largest sums, the largest negated sums (so the smallest), and the largest sizes.
         """

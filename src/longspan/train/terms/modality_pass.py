@@ -120,9 +120,11 @@ class ModalityPass:
 
     def not_finite(self) -> list[str]:
         """Return the items whose inputs, as read here, hold tensors that are not finite."""
-        read = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
+        inputs = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
         return [
-            self.items.item_text(item) for item in sorted(read) if not all(map(_is_finite, find_tensors(read[item])))
+            self.items.item_text(item)
+            for item, value in sorted(inputs.items(), key=lambda entry: entry[0])
+            if not all(map(_is_finite, find_tensors(value)))
         ]
 
     @contextmanager
