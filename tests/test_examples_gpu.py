@@ -40,8 +40,8 @@ def test_a_configuration_fits_the_ranks_of_its_command(
     home = check_config(config, ranks)
     choice = PlanChoice.training(config)
     longest = config.data.max_document_tokens
-    choice.check(longest, home, f"a document of {longest} tokens")
-    PlanChoice.evaluation(config).check(longest, home, f"a document of {longest} tokens")
+    choice.check_longest_document(longest, home, f"a document of {longest} tokens")
+    PlanChoice.evaluation(config).check_longest_document(longest, home, f"a document of {longest} tokens")
     assert longest <= config.train.tokens_per_step
 
 

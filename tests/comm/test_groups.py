@@ -138,7 +138,7 @@ class Noted:
     def watch_works(self, operation: Operation, works: Sequence[Any]) -> None:
         self.seen.append("works")
 
-    def mark(self, operation: Operation) -> None:
+    def watch_stream(self, operation: Operation) -> None:
         self.seen.append("event")
 
 

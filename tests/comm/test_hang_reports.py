@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm import recorded
-from longspan.comm.all_ranks import allowing, set_timeout
+from longspan.comm.all_ranks import longer_timeout, set_timeout
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.launch.launch import run_local
@@ -103,11 +103,11 @@ def wait_longer(rank: int) -> tuple[float, list[str]]:
         assert saves is not None and saves._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=90)
         control = world.control.group._get_backend(torch.device("cpu"))
         assert control.options._timeout == timedelta(seconds=1)
-        with allowing(world, 120):
+        with longer_timeout(world, 120):
             time.sleep(2.5 * rank)
             world.control.barrier("the file is written")
             world.control.sum_of_arrays(torch.ones(1 << 14).numpy())
-        with allowing(world, 0.1):
+        with longer_timeout(world, 0.1):
             limit = world.watch.timeout
         set_timeout(world, 60)
         return limit, [group.kind for group in world.process_groups.made]

@@ -47,7 +47,7 @@ def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
     (group,) = choice.plan([390], home).micro_batches[0].groups
     assert (group.degree, group.hierarchical_context_parallel_sizes) == (4, (2, 2))
     with pytest.raises(ConfigError, match=r"eval_context_parallel_size auto and context.eval_max_tokens_per_slot 100"):
-        choice.check(801, home, "a document")
+        choice.check_longest_document(801, home, "a document")
 
 
 @pytest.mark.parametrize(

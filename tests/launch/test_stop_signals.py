@@ -24,9 +24,9 @@ from longspan.launch.stop_signals import (
     SIGNALS,
     Forwarding,
     Interrupted,
+    disregard_signals,
     interruptible,
     leave_closed_output,
-    pass_over,
 )
 from tests.train.small import small_config
 
@@ -73,7 +73,7 @@ def test_a_notice_is_forwarded_each_time_and_a_request_to_end_still_stops(monkey
 def test_what_is_passed_over_does_nothing_and_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     before, received = signal.getsignal(signal.SIGUSR1), list[int]()
     with interruptible():
-        pass_over([signal.SIGUSR1])
+        disregard_signals([signal.SIGUSR1])
         signal.raise_signal(signal.SIGUSR1)
         with Forwarding(SimpleNamespace(signal=received.append)):  # pyright: ignore[reportArgumentType]
             signal.raise_signal(signal.SIGUSR1)

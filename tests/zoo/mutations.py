@@ -76,8 +76,8 @@ MUTATIONS: dict[str, Change] = {
     ),
     "members evaluate different documents": (
         "train.reading.read_rows",
-        "reader.read(shard_part.group.documents[local], start,",
-        "reader.read((shard_part.group.documents[local] + shard_part.member) % len(documents), start,",
+        "reader.read_run(document, start,",
+        "reader.read_run((document + shard_part.member) % len(documents), start,",
     ),
     # attention
     "gradients of ring attention": ("attention.ring", "self._sums.add(owner, addends)", "self._sums.add(owner, [])"),

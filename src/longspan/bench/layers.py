@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def change_layer_count(configuration: "PreTrainedConfig", count: int) -> "PreTrainedConfig":
-    """Change a configuration to so many layers; their kinds repeat in the model's order."""
+    """Change a configuration to `count` layers, whose kinds (full attention, window) repeat in the model's order."""
     text = configuration.get_text_config()
     types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     text.num_hidden_layers = count

@@ -45,8 +45,8 @@ def open_record(bench: str, out: Path | None, backend: str, source: Path, **abou
     `about` is what all of its figures have in common, such as ranks. Raises ConfigError if the record at `out` has
     other values of these.
     """
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(words, cwd=source, capture_output=True, text=True, check=False).stdout.strip()
+    git_command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git_command, cwd=source, capture_output=True, text=True, check=False).stdout.strip()
     if out is not None and out.exists():
         recorded = json.loads(out.read_text(encoding="utf-8"))
         if recorded["commit"] == commit and recorded["backend"] == backend:

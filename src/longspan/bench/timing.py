@@ -39,9 +39,9 @@ def profile_run(run: Callable[[], object], world: World) -> tuple[dict[str, floa
 
 
 def time_in_turn(run: Callable[[], object], repeats: int, world: World) -> list[float]:
-    """Time runs one after another, as steps of a training are: the host waits for the GPU no longer than they do.
+    """Time runs one after another, as steps of a training come: the host waits for the GPU only where a run does.
 
-    Each takes from the return of the call before it to the return of its own, so that an untimed call comes first.
+    A run's seconds are those from the return of the call before to the return of its own, so an untimed call is first.
     """
     wait_for_gpu(world)
     world.control.barrier("start of timed runs")
@@ -61,7 +61,8 @@ def profile_in_turn(
 ) -> tuple[dict[str, float], list[dict[str, Any]], float]:
     """Profile runs one after another, behind one that does not count; returns what `profile_run` does, of the mean run.
 
-    On a GPU, a run is from the end of what the one before launched to the end of what it launches itself.
+    On a GPU, a run is from the end of what the one before launched to the end of what it launches itself. On a CPU,
+    where nothing of a run is left when it returns, one run is profiled.
     """
     if world.device.type != "cuda":
         return profile_run(run, world)
@@ -71,7 +72,7 @@ def profile_in_turn(
 def gaps_in_turn(
     run: Callable[[], object], world: World, repeats: int = 2, *, trace: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Profile runs one after another with the host's calls: what the host did while nothing ran on the GPU, a run.
+    """Profile runs one after another, and return what the host did while nothing ran on the GPU, of the mean run.
 
     `trace` is the file (.json.gz) that gets all that was recorded.
     """

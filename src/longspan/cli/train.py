@@ -17,7 +17,7 @@ from longspan.cli.processes import (
     run_on_ranks,
 )
 from longspan.config.sections import RunConfig
-from longspan.launch.stop_signals import NOTICES, Interrupted, leave_closed_output, pass_over
+from longspan.launch.stop_signals import NOTICES, Interrupted, disregard_signals, leave_closed_output
 from longspan.run.checks.check_data import check_files
 from longspan.run.checks.config_check import check_config
 from longspan.train.plans import home_of
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     starts = Starts()
     flags, config = parse_train(argv)
     save_on = [number for number in NOTICES if number.name in config.run.save_on]
-    pass_over(save_on)  # until there is a step to save
+    disregard_signals(save_on)  # until there is a step to save
     if flags.dry_run:
         from longspan.cli.gpu_plans.dry_run import dry_run
 

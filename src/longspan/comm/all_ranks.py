@@ -27,8 +27,8 @@ def set_timeout(world: World, seconds: float) -> None:
 
     >>> set_timeout(world, 60)
 
-    Each rank may set it on its own. It counts for every open world of the same `timeout` too, as these share
-    communicators; a world that is opened later begins with its own `timeout`.
+    Each rank may do so on its own. The seconds count for every open world of the same `timeout` too, as these worlds
+    share communicators; a world that is opened later begins with its own `timeout`.
     """
     for open_world in open_worlds():
         if open_world.timeout == world.timeout:
@@ -37,10 +37,10 @@ def set_timeout(world: World, seconds: float) -> None:
 
 
 @contextmanager
-def allowing(world: World, seconds: float) -> Iterator[None]:
-    """Let this rank wait for the others at least so long inside, as while one of them writes a file.
+def longer_timeout(world: World, seconds: float) -> Iterator[None]:
+    """Let this rank wait for the others for at least `seconds` inside, as while one of them writes a file.
 
-    >>> with allowing(world, 600):
+    >>> with longer_timeout(world, 600):
     ...     world.control.barrier("the last rank has written")
     """
     usual_timeout = world.watch.timeout
@@ -55,7 +55,7 @@ def allowing(world: World, seconds: float) -> Iterator[None]:
 
 @contextmanager
 def leave_together(world: World) -> Iterator[None]:
-    """Let all ranks leave together, however long each takes inside; entered by all, which do not communicate inside.
+    """Keep every rank in this context until all ranks have done what is inside; all enter, none communicates inside.
 
     Another thread meanwhile signals that this rank still works: so the time-out bounds how long a rank may be silent,
     and not how long it works. Raises CommError for a rank that is lost.
@@ -90,7 +90,8 @@ def result_or_first_error(
 
     >>> result_or_first_error(world, read_file, lambda error: DataError(f"the file cannot be read: {error}"))
 
-    Entered by all ranks, which do not communicate in `work`. `error_of` makes the error that the ranks tell each other.
+    Entered by all ranks, which do not communicate in `work`. `error_of` makes the error that all ranks raise from what
+    `work` raised.
     """
     result, error = None, None
     with leave_together(world):
@@ -146,7 +147,7 @@ def run_on_first_rank(world: World, work: Callable[[], Result], os_error_as: typ
 
 
 def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -> tuple[Any, LongspanError | None]:
-    """Return the result of `work`, or what it failed with, to tell the others (an OSError as `os_error_as`)."""
+    """Return the result of `work` and None, or None and its error for the other ranks (an OSError as `os_error_as`)."""
     try:
         return work(), None
     except (LongspanError, OSError) as error:

@@ -21,11 +21,12 @@ LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the o
 
 
 class AnsweringThread:
-    """Answers for the rank of a watch from `start` to `stop`; it does nothing in a world of one process."""
+    """Answers for the rank of a watch from `start` to `stop`; in a world of one process the thread does not start."""
 
     def __init__(self, watch: Watch) -> None:
+        """Prepare the thread of this watch, which `start` starts."""
         self.watch = watch
-        self._late: Operation | None = None  # late at the last look at it
+        self._late: Operation | None = None  # the collective that was late when this thread last looked
         self._left_since: float | None = None  # when this rank first saw that another has left with an error
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._answer_until_stopped, name="longspan failure reports", daemon=True)
@@ -49,7 +50,7 @@ class AnsweringThread:
         while not self._stop.wait(interval):
             self._end_with_stuck_device()
             self._end_with_stuck_host()
-            if reports is None or launcher_is_gone():
+            if reports is None or launcher_is_gone():  # there is no store to ask any more
                 continue
             try:
                 if silent_since < math.inf:  # the last question failed
@@ -92,8 +93,9 @@ class AnsweringThread:
         """Say which collective the main thread is stuck in, and end this process.
 
         gloo connects two ranks at their first message, in the thread that sends it. Where the other rank is gone, it
-        tries for five times the limit that their group was made with (torch 2.13). Work has no limit, and one that
-        failed is being reported. The process ends at the second look that finds the same collective late.
+        tries for five times the limit that their group was made with (torch 2.13). An operation that `is_work` has no
+        limit, and one that failed is already being reported. The process ends at the second look that finds the same
+        collective late.
         """
         operation, late = self.watch.current, self._late
         if operation is not None and (operation.is_work or operation is self.watch.failed):
@@ -117,6 +119,7 @@ class AnsweringThread:
             self._left_since = time.monotonic() if reports.has_departures() else None
         elif time.monotonic() - self._left_since > LEFT_SECONDS:
             watch = self.watch
+            # a collective that the program has left and its GPU has not
             unfinished = None if watch.last is None or watch.last[1]() else watch.last[0]
             operation = watch.current or watch.named or unfinished
             if operation is not None:

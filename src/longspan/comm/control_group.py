@@ -31,6 +31,7 @@ class ControlGroup:
     """
 
     def __init__(self, home: Layout, plane: tuple[int, ...], groups: ProcessGroups) -> None:
+        """Make the group over all ranks of the home; small values go over it in rounds of pairs, large ones by gloo."""
         self.home: Layout = home
         self.plane: tuple[int, ...] = plane
         self._groups = groups
@@ -50,12 +51,16 @@ class ControlGroup:
     def agree(self, digest: str, *, flag: bool = False, what: str = "plans", hint: str = "") -> bool:
         """Compare a hexadecimal digest over all ranks; returns whether the `flag` is set on any of them.
 
-        Raises CommError with the ranks that hold each of the different `what`, and a `hint` what to do.
+        Raises CommError with the ranks that hold each of the different digests: `what` names what was compared, and
+        `hint` says what to do.
         """
         return self.agree_on_flags(digest, flag, what=what, hint=hint)[0]
 
     def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
-        """Agree as `agree` does, with several flags in one message; every rank gives as many."""
+        """Compare a digest as `agree` does; returns of each flag whether it is set on any rank.
+
+        One message carries digest and flags, so every rank gives the same number of flags.
+        """
         is_same, any_flags = self._compare_digests(digest, flags, "comparison of plans")
         if is_same:
             return any_flags
@@ -123,7 +128,7 @@ class ControlGroup:
         return self.any_ranks(flag)[0]
 
     def any_ranks(self, *flags: bool) -> tuple[bool, ...]:
-        """Whether each flag is set on any rank; every rank gives as many."""
+        """Whether each flag is set on any rank; every rank gives the same number of flags."""
         values = self._reduce(torch.tensor(flags, dtype=torch.int64), torch.maximum, "agreement on a flag")
         return tuple(map(bool, values.tolist()))
 
@@ -148,7 +153,10 @@ class ControlGroup:
         return self.sum_over_ranks(values if once else [0.0] * len(values), what)
 
     def sum_of_arrays(self, values: Floats, what: str = "sum of arrays") -> Floats:
-        """Return sums over all ranks of an array's elements, in memory of two arrays: the same bits on every rank."""
+        """Return an array's elements summed over all ranks: the same bits on every rank.
+
+        Large arrays go around gloo's ring, which sends each byte twice; in rounds each would be sent in every round.
+        """
         total = torch.from_numpy(values).clone()
         if total.nbytes < _LARGE:
             return self._reduce(total, torch.add, what).numpy()
@@ -157,7 +165,7 @@ class ControlGroup:
         return total.numpy()
 
     def largest_of(self, values: Sequence[float], what: str) -> list[float]:
-        """The largest of all ranks' values, of each of several; as many on each rank."""
+        """Return the largest of all ranks' values at each index of the list, which has one length on all ranks."""
         return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
 
     def largest(self, value: int) -> int:

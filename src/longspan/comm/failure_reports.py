@@ -53,6 +53,7 @@ class FailureReports:
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str) -> None:
+        """Begin without a report; `ranks` are all of the world, of which `rank` is this one."""
         self._rank, self._ranks, self._root, self._prefix = rank, tuple(ranks), root, prefix
         self._store = PrefixStore(prefix, root)
         self._processes = processes_of_torchrun()  # process ids of ranks on this host
@@ -93,8 +94,8 @@ class FailureReports:
     def report(self, activity: Activity, since: float) -> FailureReport:
         """Return the report of a collective that this rank entered at the monotonic time `since`.
 
-        It is the last report where that was requested after `since`, else the next one. The first rank to request that
-        collects the answers and posts the report; the others wait for it.
+        If this rank has answered for a report since then, that report is of the same failure; otherwise the next one is
+        requested. The first rank to request a report collects the answers and posts the report; the others wait for it.
         """
         number, me = self._answered + (since > self._answered_at), str(self._rank)
         requests_it = self._store.compare_set(f"{number}/requested", "", me) == me.encode()
@@ -132,7 +133,7 @@ class FailureReports:
                 return FailureReport(tuple(causes), tuple(_activity_lines(remaining, operation)), own_error, self._rank)
             time.sleep(0.05)
 
-    def first_node(self) -> str:
+    def first_node_text(self) -> str:
         """Return where the store is served, by rank 0 or its torchrun, as the end of a message.
 
         It is empty if there is one node.
@@ -178,13 +179,13 @@ class FailureReports:
         return self._store.get(key).decode()
 
     def _cause_lines(self, departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> list[str]:
-        """Say which ranks left with an error, died or do not answer."""
+        """Say which ranks left with an error, died or do not answer; errors that echo another rank's are left out."""
         causes = [entry for entry in departures.values() if not entry["echo"]]
         lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
         lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
         silent = [rank for rank in missing if rank not in deaths]
         if silent:
-            ranks_text = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe(silent)
+            ranks_text = f"rank(s) {excerpt(silent)}" if self.nodes is None else self.nodes.describe_ranks(silent)
             lines.append(f"{ranks_text} do not answer: killed, cut off or stopped")
         return lines
 
@@ -203,9 +204,9 @@ def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[s
 
 
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
-    """Return what each rank does and what torch recorded there.
+    """Return a line for each rank: what the rank does, and what torch recorded on it.
 
-    Ranks that are not in the collective that failed come first.
+    Ranks that are not in `operation`, the collective that failed, come first.
     """
     ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
     lines = [f"rank {rank} is {activities[rank].text}{_rank_end_text(activities[rank])}" for rank in ranks[:NAMED]]

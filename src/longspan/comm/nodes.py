@@ -17,10 +17,10 @@ class Nodes:
     names: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
 
-    def describe(self, ranks: Sequence[int]) -> str:
+    def describe_ranks(self, ranks: Sequence[int]) -> str:
         """Name ranks by their nodes.
 
-        >>> Nodes(("node 0", "node 1"), ((0, 1), (2, 3))).describe([1, 2, 3])
+        >>> Nodes(("node 0", "node 1"), ((0, 1), (2, 3))).describe_ranks([1, 2, 3])
         'rank(s) (1) of node 0 and all ranks (2, 3) of node 1'
         """
         parts, rank_set = list[str](), set(ranks)
@@ -35,7 +35,7 @@ class Nodes:
 
 
 def read_nodes(store: Store, prefix: str, size: int) -> Nodes | None:
-    """Return the nodes that the ranks of a world wrote into its store when they came; None if there is only one."""
+    """Return the nodes by the names that each rank wrote into the world's store as it came; None for a single node."""
     keys = [f"rank/{rank}" for rank in range(size)]
     names: list[bytes] = PrefixStore(prefix, store).multi_get(keys)  # pyright: ignore[reportAttributeAccessIssue]
     ranks = dict[str, list[int]]()

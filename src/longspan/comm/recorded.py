@@ -40,7 +40,10 @@ def write_traces(folder: Path, rank: int) -> None:
 
 
 def ras_lines() -> list[str]:
-    """Return what NCCL's own report finds wrong: a line of errors, one of warnings; none where nothing answers."""
+    """Return what NCCL's own report finds wrong: its section of errors as one line, and that of warnings as another.
+
+    A section ends where the next begins, and an empty one is left out. The list is empty where nothing answers.
+    """
     lines = [line.strip() for line in _ras_text().splitlines()]
     lines = [line for line in lines if line and not line.startswith("==")]
     starts = [*(n for n, line in enumerate(lines) if line in RAS_SECTIONS), len(lines)]

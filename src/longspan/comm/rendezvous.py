@@ -114,8 +114,8 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
     """Wait for all processes of this launch; returns the prefix of the keys of the world that they open now.
 
     Rank 0 gives the world a number and opens it once all others have joined it. A store may outlive the processes of a
-    launch, as torchrun's does at a restart (torch 2.13), with their worlds, of as many ranks or of others: a process
-    joins no world that a process of its rank has joined before, nor takes one for its own that has another size.
+    launch, as torchrun's does at a restart (torch 2.13), and then still has the worlds of these processes. So a process
+    joins no world that an earlier process of its rank joined, and none that was opened for another number of ranks.
     A process that leaves because others did not come may try again. Raises CommError with the ranks that did not come.
     """
     try:
@@ -130,7 +130,10 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 
 def _open_world(store: Store, place: Place, timeout: float) -> str:
-    """Open a world on rank 0 once all others have joined it; where one has left it meanwhile, begin another."""
+    """Open a world on rank 0 once all others have joined it; returns its prefix.
+
+    The first rank to add to `_DECIDED` decides: where another rank has left the world meanwhile, rank 0 begins another.
+    """
     prefix, world_store = "", store
     for _ in _iterate_pauses(place.size, timeout):
         if not prefix:
@@ -157,6 +160,7 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
                 return prefix
             if newest not in seen:
                 seen.add(newest)
+                # a world that an earlier process of this rank joined is of a former launch: wait for the next
                 prefix = newest if _register_rank(PrefixStore(newest, store), place) else ""
     except BaseException:
         if prefix:

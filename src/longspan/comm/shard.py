@@ -145,6 +145,7 @@ class SequenceShard(Immutable):
         padding: int = 0,
         seed: tuple[int, int] = (0, 0),
     ) -> None:
+        """Lay out a slot's rows of a micro-batch, and `padding` rows behind them, with their indices on the device."""
         parts = parts_of_slot(micro_batch, slot, world_key, padding)
         rows, positions, documents, cu_seqlens = lay_out(micro_batch, parts)
         self._set(
@@ -203,12 +204,12 @@ class SequenceShard(Immutable):
         """Return the same shard with runs of rows that see each other in both directions, as tokens of an image may.
 
         `spans[d]` are the half-open runs of positions of document d, ascending; documents of other micro-batches, and
-        documents left out, may be among them or not. Every member of a group gives the same. Under a causal mask,
+        documents left out, may be among them or not. All members of a group pass the same spans. Under a causal mask,
         within a window too, a row of a run then sees the later rows of its run as well.
 
         >>> shard = bind(plan.micro_batches[0], world).with_spans({3: [(5, 261)]})
 
-        Raises LayoutError, naming the document, for runs that are empty, overlap or lie outside it.
+        Raises LayoutError, naming the document, for runs that are empty, overlap or lie outside the document.
         """
         groups = self.micro_batch.groups
         return self._with_spans(tuple(Spans.of(spans, group.documents, group.lengths) for group in groups))
@@ -265,7 +266,7 @@ class SequenceShard(Immutable):
         return _Gather.apply(x_local, self)  # pyright: ignore[reportReturnType]
 
     def _packed_order_on_device(self, starts: tuple[int, ...]) -> Tensor:
-        """Return `packed_order` on the device, worked out once."""
+        """Return `packed_order` for these starts, on the device; it is computed again only where the starts differ."""
         if self.derived.packed_order is None or self.derived.packed_order[0] != starts:
             order = to_device(packed_order(self.micro_batch, starts), self.device)
             self.derived._set(packed_order=(starts, order))

@@ -81,7 +81,7 @@ class ShardPart(Immutable):
 
 
 def parts_of_slot(micro_batch: MicroBatch, slot: int, world_key: int, padding: int) -> tuple[ShardPart, ...]:
-    """Return a slot's parts of its groups, in plan order, and behind them one of `padding` rows where there are any."""
+    """Return a slot's parts of its groups, in plan order, and a last part of `padding` rows unless that is 0."""
     groups = [*micro_batch.groups_of(slot)]
     if padding:
         groups.append((-1, Group(slots=(slot,), documents=(-1,), lengths=(padding,))))
@@ -94,8 +94,8 @@ def parts_of_slot(micro_batch: MicroBatch, slot: int, world_key: int, padding: i
 def to_device(x: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
     """Return an array as a tensor on `device`; on a CPU it shares the array's memory.
 
-    On a GPU it goes through page-locked memory and the host does not wait. From ordinary memory CUDA would let all
-    queued work end first, so that every micro-batch would begin with an empty queue.
+    To a GPU the array goes through page-locked memory, and the host does not wait. From ordinary memory CUDA would let
+    all queued work end first, so that every micro-batch would begin with an empty queue.
     """
     tensor: Any = torch.from_numpy(x)
     if torch.device(device).type != "cuda":
@@ -107,7 +107,7 @@ def lay_out(
     micro_batch: MicroBatch, parts: Sequence[ShardPart]
 ) -> tuple[Integers, Integers, Integers, npt.NDArray[np.int32]]:
     """Return the packed row and position of each local row, and the document and boundaries of each local segment."""
-    bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])
+    bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])  # that of padding (−1) is not used
     rows, positions = _concatenate_pairs([_part_rows(shard_part, int(bases[shard_part.index])) for shard_part in parts])
     documents, sizes = _concatenate_pairs([_rows_by_document(shard_part) for shard_part in parts])
     return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
@@ -120,6 +120,7 @@ def _part_rows(part: ShardPart, base: int) -> tuple[Integers, Integers]:
     """
     segments = part.segments()
     sizes = segments.stop - segments.start
+    # within a segment, position − local row is the same for all rows: start − offset
     positions = np.arange(int(sizes.sum())) + np.repeat(segments.start - segments.offset, sizes)
     lengths = np.asarray(part.group.lengths, dtype=np.int64)
     starts = np.cumsum(lengths) - lengths

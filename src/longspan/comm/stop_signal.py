@@ -23,6 +23,7 @@ class StopSignal:
     """
 
     def __init__(self, save_on: Collection[str] = ()) -> None:
+        """Begin without a signal; `save_on` are the names of signals that ask for a save, such as "SIGUSR1"."""
         self.received = self.save_asked = ""
         self._save_on = {signal.Signals[name] for name in save_on}
         self._received_at = self._save_at = -SAME_PRESS
@@ -48,7 +49,8 @@ class StopSignal:
     def _note_signal(self, number: int, _: FrameType | None) -> None:
         """Note a first signal for the run to act on at its next step; a later one that stops ends it at once.
 
-        One press of Ctrl-C may arrive twice, so a second signal within SAME_PRESS seconds is the same press.
+        One press of Ctrl-C may arrive twice, so a second signal within SAME_PRESS seconds is the same press. The signal
+        may be that of a terminal that closed, to which nothing can be written any more.
         """
         now, name = time.monotonic(), signal.Signals(number).name
         leave_closed_output()
@@ -69,7 +71,7 @@ def received_signal(world: World, stop: StopSignal) -> str:
     return "" if first is None else first[1]
 
 
-def asking_signal(world: World, stop: StopSignal) -> str:
+def save_signal(world: World, stop: StopSignal) -> str:
     """The signal to save that any rank received, "" for none; all ranks ask together."""
     first = world.control.first_object(stop.save_asked or None, "gather of host values")
     return "" if first is None else first[1]

@@ -39,6 +39,7 @@ class TimeLimits:
     """
 
     def __init__(self, world: World, *, is_automatic: bool = True, has_loggers: bool = False) -> None:
+        """Begin a session of no steps, whose first ones have the longest limit."""
         self._world, self._is_automatic, self._has_loggers = world, is_automatic, has_loggers
         self._steps = deque[float](maxlen=MEASURED)  # seconds of the last usual steps
         self._steps_begun, self._step_limit = 0, LONG  # steps begun, and the limit of the current one in seconds
@@ -48,7 +49,8 @@ class TimeLimits:
     def around_step(self, predicted: float, *, is_usual: bool = True) -> Iterator[None]:
         """Bound how long ranks wait within one step that is predicted to take `predicted` seconds.
 
-        The time of one that is not `is_usual`, as of a profiled step, does not count for later limits.
+        The first steps have the longest limit. Their time, and that of a step that is not `is_usual`, such as a
+        profiled one, does not count for later limits.
         """
         self._steps_begun += 1
         is_known = self._steps_begun > FIRST_STEPS
@@ -60,7 +62,7 @@ class TimeLimits:
             self._steps.append(time.monotonic() - started)
 
     def around_end_of_step(self) -> AbstractContextManager[None]:
-        """A context of what the ranks do after a step: a logger may upload its row on the first of them."""
+        """A context for what the ranks do after a step, when a logger of the first rank may upload its row."""
         return self._limit_waits(LONG if self._has_loggers else self._step_limit)
 
     @contextmanager
@@ -90,5 +92,5 @@ class TimeLimits:
         set_timeout(self._world, seconds)
         try:
             yield
-        finally:  # also after an error, before which a run saves
+        finally:  # after an error too, as the run then saves a checkpoint before it ends
             set_timeout(self._world, usual_timeout)

@@ -52,6 +52,7 @@ class Operation:
     def __init__(
         self, watch: "Watch", what: str, ranks: Sequence[int], step: int | None = None, *, is_work: bool = False
     ) -> None:
+        """Describe the collective `what` between these ranks; its time and limit count from when it is entered."""
         self.watch: Watch = watch
         self.what: str = what
         self.ranks: Sequence[int] = ranks
@@ -59,7 +60,7 @@ class Operation:
         self.started = 0.0
         self.limit: float = watch.timeout  # seconds
         self.step = step  # that errors name; None: the world's
-        if step is None and watch.named is not None:
+        if step is None and watch.named is not None:  # inside `naming`, errors name the step that it was given
             self.step = watch.named.step
         self.outer: Operation | None = None
 
@@ -94,6 +95,7 @@ class Watch:
     def __init__(
         self, rank: int, ranks: Sequence[int], timeout: float, reports: FailureReports | None, *, gpu: bool = False
     ) -> None:
+        """Begin in no collective; `timeout` is the limit of each in seconds, `ranks` are all ranks of the world."""
         self.rank: int = rank
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.timeout: float = timeout
@@ -109,7 +111,7 @@ class Watch:
         self.background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
         # The last collective that was waited for, and how to ask whether the device is past it.
         self.last: tuple[Operation, Callable[[], bool]] | None = None
-        self._passed = torch.cuda.Event() if gpu else None  # recorded by `mark`
+        self._passed = torch.cuda.Event() if gpu else None  # recorded by `watch_stream`
 
     def during(self, what: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
         """A context in which this rank is in the collective `what` with `ranks`."""
@@ -140,7 +142,7 @@ class Watch:
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self.last = operation, lambda: _has_passed(lambda: all(work.is_completed() for work in works))
 
-    def mark(self, operation: Operation) -> None:
+    def watch_stream(self, operation: Operation) -> None:
         """Note a collective whose works are not at hand: it has passed when the device's stream is past this point."""
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self._passed.record()
@@ -214,14 +216,14 @@ class Watch:
         return False
 
     def _failure_report(self, operation: Operation) -> FailureReport:
-        """Return the report of a collective: the first rank that notices the failure requests it, and all read it."""
+        """Return the report of a collective that failed: the first rank that notices requests it, and all read it."""
         if self.reports is None:
             return FailureReport(("this process has no store to ask through",))
         try:
             return self.reports.report(self.activity(), operation.started)
         except RuntimeError:
             served = "the store does not answer, so the rank or launcher that served it is gone"
-            return FailureReport((served + self.reports.first_node(),))
+            return FailureReport((served + self.reports.first_node_text(),))
 
     def _detail_lines(self) -> list[str]:
         """Return what else helps whoever reads a report: notes, files, and what NCCL says."""

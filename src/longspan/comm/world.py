@@ -136,7 +136,7 @@ class World:
         return self
 
     def _take_place(self, place: Place) -> None:
-        """Set this rank's place and device. An error here is this rank's only: nothing was communicated yet."""
+        """Set this rank's place, device and usual machine. An error is this rank's only: nothing was sent yet."""
         backend, device, max_groups = self._arguments
         self.rank: int = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)
@@ -148,7 +148,7 @@ class World:
         self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
-        """Make what the ranks talk through, with keys of this prefix in their store."""
+        """Make what the ranks talk through, under keys of this prefix in the store; the step is that of open worlds."""
         reports = None
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             reports = FailureReports(self.rank, self.home.ranks, new_connection(store), f"{prefix}/watch")
@@ -201,8 +201,8 @@ class World:
         if error is not None:
             self.watch.leave(error)
         self._answering.stop()
-        self.meshes.forget()
-        groups = self.process_groups.forget()
+        self.meshes.forget_meshes()
+        groups = self.process_groups.drop_groups()
         del _worlds[self.key]
         for name in MEMBERS:
             vars(self).pop(name, None)
@@ -228,7 +228,7 @@ class World:
         self._inner_worlds.push(lambda kind, *_: action() if kind is None else None)
 
     def prepare(self, plan: Plan) -> None:
-        """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks.
+        """Make communicators for the groups of this plan that gain from one and lack it; entered by all ranks.
 
         Those are the groups of a plan whose groups all have one degree, and groups that recur in the micro-batches of
         the plans prepared so far, up to `max_groups` for each slot; all others talk point to point on the plane's

@@ -69,7 +69,7 @@ def run_local(
 
 @contextmanager
 def _kill_server_on_interrupt() -> Iterator[None]:
-    """Kill the fork server too if ranks are interrupted while they start: nobody needs what it goes on importing."""
+    """Kill the fork server if ranks are interrupted while they start: the server would go on importing for nobody."""
     try:
         yield
     except KeyboardInterrupt:

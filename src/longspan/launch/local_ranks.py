@@ -41,7 +41,7 @@ LOOPBACK = "127.0.0.1"  # where local ranks and their launcher listen: nothing o
 def start_store_server() -> Any:
     """Return a store in this process on a free port, which all ranks share and only processes of this host reach.
 
-    Its messages may be Python objects, and torch's own server would listen on every network of the host.
+    No other host may: messages of a store may be Python objects. torch's own server would listen on every network.
     """
     from torch.distributed import TCPStore
 
@@ -61,7 +61,7 @@ def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 does not serve the store, this process does
         "OMP_NUM_THREADS": threads,
     }
-    if sys.platform == "linux":
+    if sys.platform == "linux":  # over the loopback network, unless the user has named another
         variables |= {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
     return {name: str(value) for name, value in variables.items()}
 
@@ -70,6 +70,7 @@ class LocalRank:
     """One process, its answer when it has come, and what it was doing when its time was up."""
 
     def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
+        """Take a process that was started as rank `index`; its answer comes through `pipe`."""
         self.index: int = index
         self.process: ForkServerProcess = process
         self.pipe = pipe
@@ -78,7 +79,7 @@ class LocalRank:
         self.killed_by = 0  # the signal that it died of
         self.waiting = True  # for its answer
 
-    def receive(self) -> None:
+    def receive_answer(self) -> None:
         """Take the answer from the pipe; a pipe that ends without one means that the process died."""
         try:
             self.answer = pickle.loads(self.pipe.recv_bytes())
@@ -89,7 +90,7 @@ class LocalRank:
         self.waiting = False
 
     def send_task(self, task: Task) -> None:
-        """Send a task to a rank that takes them through its pipe."""
+        """Send a task through the pipe, to a rank that was started without one."""
         self.waiting: bool = True
         self.answer = None
         self.pipe.send_bytes(pickle.dumps(task))
@@ -116,6 +117,11 @@ class LocalRanks:
         *,
         ignored: Sequence[int] = (),
     ) -> None:
+        """Start the fork server and a store for n ranks, but no rank yet.
+
+        Ranks write their stacks into `folder` and run with `threads` threads of torch. `payload` is the one call,
+        pickled; None: calls come from `start_call`, and `state` reads in each rank what is restored between them.
+        """
         self._context = start_fork_server()
         self.store = start_store_server()
         self.folder = folder
@@ -130,7 +136,7 @@ class LocalRanks:
         """Start every rank."""
         self.ranks = self._all
         for index in range(self._n):
-            # The first waits for the fork server, and may be interrupted.
+            # No signal interrupts a start, but that of the first rank, which waits for the fork server.
             with block_signals() if index else nullcontext():
                 self._start_rank(index)
 
@@ -194,7 +200,7 @@ class LocalRanks:
 
     def _take_answer(self, rank: LocalRank) -> None:
         """Receive a rank's answer; a death is posted for the other ranks, a failure is noted."""
-        rank.receive()
+        rank.receive_answer()
         if rank.death is not None:
             self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)
         if rank.has_failed:
@@ -216,12 +222,12 @@ class LocalRanks:
         else:
             error = first.answer.error(first.index)
         for rank in [rank for rank in self.ranks if rank is not first and (rank.has_failed or rank.waiting)][:4]:
-            end = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
-            error.add_note(f"rank {rank.index}: {end}")
+            outcome = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
+            error.add_note(f"rank {rank.index}: {outcome}")
         return error
 
     def _rank_to_blame(self) -> LocalRank:
-        """Return the rank whose failure counts: the likeliest to have caused those of the others.
+        """Return the rank whose failure is raised: the likeliest to have caused the failures of other ranks.
 
         A killed rank comes before one with an error of its own, that before one that saw another's failure.
         """

@@ -17,8 +17,8 @@ _OPTIONS = "RES_OPTIONS"  # of the resolver: resolv.conf(5)
 
 
 @contextmanager
-def _no_questions() -> Iterator[None]:
-    """Let threads that begin inside ask name servers nothing; what torch warns of it is not printed."""
+def _ask_no_name_server() -> Iterator[None]:
+    """Let threads that begin inside ask no name server; standard error, where torch warns of that, goes nowhere."""
     earlier_options, stderr = os.environ.get(_OPTIONS), os.dup(2)
     os.environ[_OPTIONS] = "attempts:0"
     with Path(os.devnull).open("w") as null:
@@ -40,7 +40,7 @@ def _open_store() -> None:
     TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 
 
-with _no_questions():  # a thread of its own, for each reads the options once
+with _ask_no_name_server():  # a thread of its own, for each reads the options once
     thread = threading.Thread(target=_open_store)
     thread.start()
     thread.join()

@@ -45,7 +45,7 @@ def launcher_is_gone() -> bool:
 
 
 def stop_without_torchrun() -> None:
-    """Stop this process once the torchrun that started it is gone; does nothing where another program started it."""
+    """Stop this process once the torchrun that started it is gone; nothing happens if another program started it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         torchrun = os.getppid()
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 from longspan.errors import CommError
 from longspan.launch.orphans import stop_without_launcher
-from longspan.launch.stop_signals import pass_over, unblock_signals
+from longspan.launch.stop_signals import disregard_signals, unblock_signals
 from longspan.launch.worker import pickle_error
 
 READY = b"ready"  # what a rank that takes tasks sends once nothing is left of the one before
@@ -61,7 +61,7 @@ class State(Protocol):
     """What calls may change in a process, as it was before them."""
 
     def restore(self) -> None:
-        """Put it back."""
+        """Put the process back into this state."""
         ...
 
 
@@ -143,9 +143,9 @@ def _run_rank(
 
 
 def _cuda_is_unusable() -> bool:
-    """Return whether something that the fork server imported has used CUDA, which no process forked from it can then.
+    """Return whether a module used CUDA as the fork server imported it: then no process forked from the server can.
 
-    torchao does where there is a GPU, and transformers imports it where it is installed.
+    torchao uses CUDA where there is a GPU, and transformers imports torchao where it is installed.
     """
     import torch
 
@@ -172,7 +172,7 @@ def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, e
 
 
 def _main_module() -> dict[str, Any]:
-    """Return the folder and the program of the launcher, whose functions a task may name."""
+    """Return the folder and the program of the launcher, whose functions a task may name, for `spawn.prepare`."""
     main = sys.modules.get("__mp_main__")
     folder: dict[str, Any] = {"dir": str(Path.cwd())}
     if main is not None and (spec := getattr(main, "__spec__", None)) is not None:
@@ -196,10 +196,10 @@ def continue_restarted_rank() -> NoReturn:
 
 
 def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
-    """Make one call and send what it returned or raised; signals are heeded only in the call."""
+    """Make one call, and send what the function returned or raised; signals are heeded only while it runs."""
     os.environ.clear()
     os.environ.update(task.environment)
-    pass_over(task.ignored)
+    disregard_signals(task.ignored)
     try:
         with unblock_signals():
             fn, args = pickle.loads(task.payload)
@@ -214,7 +214,7 @@ def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
 
 
 def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
-    """Make one call after another until the launcher closes the pipe; no call sees anything of those before it."""
+    """Make one call after another until the launcher closes the pipe; no call sees what an earlier one changed."""
     while True:
         try:
             task: Task = pickle.loads(pipe.recv_bytes())
@@ -255,7 +255,7 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int 
 
 
 def _error_answer(error: BaseException) -> Answer:
-    """Return an error as an answer: pickled, as text, and whether it only shows another rank's failure."""
+    """Return an answer with an error, pickled and as text, and with whether another rank's failure was its cause."""
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".strip()
     consequence = bool(getattr(error, "seen_from_outside", False))
@@ -269,6 +269,6 @@ def stack_text(folder: Path, index: int) -> str:
     """
     path = folder / f"rank-{index}.txt"
     text = path.read_text() if path.exists() else ""
-    head, current, thread = text.partition("Current thread")
-    lines = [*head.splitlines()[:1], *(current + thread).splitlines()] if current else text.splitlines()
+    before, current, thread = text.partition("Current thread")
+    lines = [*before.splitlines()[:1], *(current + thread).splitlines()] if current else text.splitlines()
     return "\n".join(lines[:14])

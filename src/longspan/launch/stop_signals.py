@@ -35,15 +35,17 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let a first signal that stops raise Interrupted inside; so does one that comes more than a second later.
+    """Let signals that stop raise Interrupted inside: the first, and each that comes more than a second after the last.
 
-    In another thread than the main one, which does not receive signals, nothing is done; a signal that is ignored stays
-    so.
+    Ignored signals stay ignored. In threads other than the main one, which alone receives signals, nothing is done.
     """
     raised_at = [-SAME_PRESS]  # the time of the last Interrupted
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        """Raise Interrupted, but once for the signals of one press: a terminal may send more than one."""
+        """Raise Interrupted, but once for the signals of one press: a terminal may send more than one.
+
+        The signal may be that of a terminal that closed, to which nothing can be written any more.
+        """
         now = time.monotonic()
         leave_closed_output()
         if now - raised_at[0] > SAME_PRESS:
@@ -57,10 +59,10 @@ def interruptible() -> Iterator[None]:
         _restore_handlers(old_handlers)
 
 
-def pass_over(numbers: Collection[int]) -> None:
+def disregard_signals(numbers: Collection[int]) -> None:
     """Let signals do nothing in this process until a handler of theirs is set; processes it starts do not inherit it.
 
-    >>> pass_over([signal.SIGUSR1])
+    >>> disregard_signals([signal.SIGUSR1])
     """
     _set_handler(lambda number, frame: None, numbers)
 
@@ -132,7 +134,10 @@ class Forwarding:
         _restore_handlers(self._old_handlers)
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
-        """Send a notice or a first request to end on to the ranks; kill them at a second request."""
+        """Send a notice or a first request to end on to the ranks; kill them at a second request.
+
+        The signal may be that of a terminal that closed, to which nothing can be written any more.
+        """
         now = time.monotonic()
         leave_closed_output()
         if number in NOTICES:
@@ -162,7 +167,7 @@ def _is_ignored(number: int) -> bool:
 
 
 def _set_handler(handler: Any, numbers: Any) -> dict[int, Any]:
-    """Set a handler of signals, where this thread may; returns those that were there."""
+    """Set a handler of signals, and return the old handlers by signal; only the main thread may, others do nothing."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}

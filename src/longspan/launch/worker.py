@@ -41,6 +41,7 @@ class Worker:
     def __init__(
         self, serve: Serve, *, environment: Mapping[str, str] | None = None, own_session: bool = False
     ) -> None:
+        """Start the process, and send it the folders that this one imports from."""
         self.connection: Connection[Any, Any]
         self.connection, worker_end = Pipe()
         arguments = [str(worker_end.fileno()), str(os.getpid()), serve.__module__, serve.__name__]
@@ -55,7 +56,7 @@ class Worker:
         self.connection.send([str(Path(folder).absolute()) for folder in sys.path])
 
     def end(self, patience: float = 0.0) -> None:
-        """End the process, also in the middle of a request; with patience, ask it first and wait so many seconds.
+        """End the process, also in the middle of a request; with `patience`, ask first, and kill after these seconds.
 
         Close `connection` afterwards.
         """
@@ -86,7 +87,7 @@ def describe_main(payload: bytes) -> dict[str, Any]:
 
     It is empty if the payload refers to none of it.
     """
-    if b"_main__" not in payload:
+    if b"_main__" not in payload:  # as in __main__, and in a worker's own __mp_main__
         return {}
     main = sys.modules["__main__"]
     name, file = getattr(main.__spec__, "name", None), getattr(main, "__file__", None)
@@ -103,7 +104,7 @@ def import_main(main: dict[str, Any]) -> None:
 
 
 def pickle_error(error: BaseException) -> bytes | None:
-    """Return the pickled error; None if it does not pickle, or does not come back."""
+    """Return the pickled error; None for an error that cannot be pickled, or not be unpickled again."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)

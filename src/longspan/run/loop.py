@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from longspan.bridge.item_documents import find_item_table
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
-from longspan.comm.stop_signal import StopSignal, asking_signal, received_signal
+from longspan.comm.stop_signal import StopSignal, received_signal, save_signal
 from longspan.comm.time_limits import TimeLimits
 from longspan.comm.world import open_worlds
 from longspan.config.defaults import settings_line
@@ -295,7 +295,7 @@ def _agree_on_end(
         raise_first_error(world, failure)
         stopped = received_signal(world, stop)
     if saves_now:
-        save_on = asking_signal(world, stop)
+        save_on = save_signal(world, stop)
     return _Agreement(stopped, save_on, bool(minutes), int(slowest) - 1 if slowest else None, most_retries)
 
 

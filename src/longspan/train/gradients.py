@@ -58,9 +58,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
 
 @torch.no_grad()
 def square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
-    """Return this rank's part of the squared norm, on the device: over all ranks of the home the parts add up to it.
+    """Return this rank's part of the squared norm, on the device; the sum of all ranks' parts is the squared norm.
 
-    What several ranks of a pipeline stage hold alike is counted by one of them.
+    A gradient that several ranks of a pipeline stage hold alike is counted by one of these ranks.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     counts_here = _Counted(world)
@@ -72,9 +72,9 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
 
 
 def model_square_sum(model: nn.Module, world: World) -> Tensor:
-    """Return this rank's part of the squared norm of a model's gradients, whose modules may have homes of their own.
+    """Return this rank's part of the squared norm of a model's gradients, on the device, which may still compute it.
 
-    It is on the device, which may still compute it.
+    Modules of the model may have homes of their own, as encoders have.
     """
     modules = modules_and_worlds(model, world) if isinstance(model, MultimodalModel) else [(model, world)]
     return torch.stack([square_sum(counted_parameters(module), home) for module, home in modules]).sum()
@@ -89,7 +89,7 @@ def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -> None:
-    """Scale all gradients, in place, by max_norm / norm where their `norm` exceeds `max_norm`; not between ranks.
+    """Scale all gradients, in place, by max_norm / norm where their `norm` exceeds `max_norm`; never communicates.
 
     Gradients in half precision are multiplied in float32 and rounded once.
     """
@@ -129,7 +129,7 @@ class _Counted:
 
 
 def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """Return the local parts of tensors, those of one dtype together."""
+    """Return the local parts of tensors, by dtype."""
     by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
     for x in tensors:
         by_dtype[x.dtype].append(local_tensor(x))
@@ -202,10 +202,11 @@ def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 
 def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
-    """Write what is not finite, and what to do about it, by the first of these that holds.
+    """Write what is not finite, and what to do about it.
 
-    Weights before the step; what was read of items, as pixels; the loss, although weights are finite; no gradient, so
-    that only the sum of their squares overflowed; gradients. A loss of None is not known.
+    The first of these cases is named: weights before the step; what was read of items, such as pixels; the loss,
+    although weights are finite; no gradient, so that only the sum of squares overflowed; gradients. A loss of None is
+    not known.
     """
     if weights := _place_text({rank: report.weights for rank, report in reports.items()}):
         return (

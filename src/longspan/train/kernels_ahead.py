@@ -94,9 +94,9 @@ def _end_worker(worker: Worker) -> None:
 
 
 def _digest(model: ModelConfig) -> str:
-    """Return what stands for a model and the packages' versions in the names of notes.
+    """Return a digest of a model's configuration and the packages' versions, for the names of notes.
 
-    It is "" where FlashAttention-4 is not installed, or the model's configuration cannot be read.
+    The digest is "" where FlashAttention-4 is not installed, or the configuration cannot be read.
     """
     file = Path(model.source) if model.source else None
     file = file / "config.json" if file is not None and file.is_dir() else file
@@ -109,7 +109,7 @@ def _digest(model: ModelConfig) -> str:
 
 
 def serve(connection: "Connection[Any, Any]", parent: int) -> None:
-    """Compile one kind in a worker, and note that it is in the cache. What cannot be compiled is left to the ranks."""
+    """Compile one kind of block in a worker, and note that the cache has it. Ranks compile what fails here."""
     request = next_request(connection, parent)
     if request is not None:
         model, kind, note = request

@@ -22,10 +22,11 @@ def scale_positions(
     *,
     cut_by: str = "data.max_document_tokens =",
 ) -> PreTrainedConfig:
-    """Scale a configuration by `model.rope_scaling` to a longest document of so many tokens, of source `origin`.
+    """Return a configuration whose positions are scaled by `model.rope_scaling` to a document of `longest` tokens.
 
-    Raises ConfigError where the document has more positions than the model, with `cut_by`, the key or flag that cuts
-    documents; ModelError where the model cannot be scaled.
+    Raises ConfigError where the document has more tokens than the model then has positions; the error names the
+    document's source, `origin`, and `cut_by`, the key or flag that cuts documents. Raises ModelError where the model
+    cannot be scaled.
     """
     old_limit, scaled = position_limit(configuration), configuration
     configured = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest

@@ -55,7 +55,7 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
 
 
 def logit_bytes(dtype: torch.dtype, device: str) -> int:
-    """Return the bytes of a logit and its gradient, and without kernels of its copy in float32 or more."""
+    """Return the bytes of a logit and its gradient; without kernels also of a copy in float32 at least."""
     return 2 * dtype.itemsize + (0 if uses_kernels(dtype, device) else max(4, dtype.itemsize))
 
 
@@ -202,7 +202,7 @@ def row_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
 def loss_and_gradient(logits: Tensor, targets: Tensor, losses: LossOfRows, part: slice) -> tuple[Tensor, Tensor]:
     """Sum the losses of rows (a float64 scalar), and compute the sum's gradient by their logits (t, V)."""
     log_probs, gradient_of = row_softmax(logits, targets)
-    with torch.enable_grad():
+    with torch.enable_grad():  # a caller's loss is differentiated inside
         loss, slopes = losses(log_probs, part, logits)
     return loss.detach(), gradient_of(slopes.detach())
 
@@ -322,7 +322,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
-    """Add the gradients of a chunk to their sums, in float32 at least; those of a single chunk stay as they are."""
+    """Add the gradients of a chunk to `sums` (empty at first), in float32 at least; those of a single chunk stay."""
     if not sums:
         return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
     for total, gradient in zip(sums, gradients, strict=True):

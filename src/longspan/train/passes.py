@@ -191,8 +191,8 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     with ExitStack() as stack:
         for term in passes.terms:
             stack.enter_context(term.passes_context(batches))
-        ahead = sum(term.prepare_passes(passes, batches) for term in passes.terms)
-        return ahead + _run_batches(passes, batches)
+        loss_ahead = sum(term.prepare_passes(passes, batches) for term in passes.terms)
+        return loss_ahead + _run_batches(passes, batches)
 
 
 def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
@@ -219,10 +219,10 @@ def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """Run the passes of a model that is whole on every rank; returns the sum of the loss of this rank's rows.
 
-    In free mode slots run different numbers of micro-batches, so they may not meet in them: parameters are gathered
-    before all, and a last pass over padding sums gradients. In lockstep slots enter each pass together. Loads
-    of experts that a whole step counts need a forward pass of every micro-batch before the first backward: an
-    additional one, which in lockstep leaves out the first, as its own pass counts.
+    In free mode slots run different numbers of micro-batches, so no collective of all slots may be inside: parameters
+    are gathered before all passes, and a last pass over padding sums gradients. In lockstep slots enter each pass
+    together. Where loads of experts count for a whole step, every micro-batch runs forward once more before the first
+    backward pass; in lockstep the first micro-batch does not, as its own forward pass comes before that.
     """
     model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
@@ -242,7 +242,8 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
                     passes.mean(loss).backward()
                 total += loss.detach()
     if passes.backward and free and (fsdp_modules(model) or not batches):
-        # Over sharded parameters this pass sums the gradients of all slots, which all enter it.
+        # Over sharded parameters this pass sums the gradients of all slots, which all enter it. Over whole ones it
+        # gives a slot without micro-batches its gradients, which are zero.
         _batch_loss(passes, padding_batch(passes.plan, passes.world, passes.depths)).backward()
     return total
 
@@ -273,14 +274,14 @@ def _call_inputs(batch: LocalBatch) -> dict[str, Any]:
 
 
 def _batch_positions(batch: LocalBatch) -> dict[str, Tensor]:
-    """Return positions (n, 1, T) that documents bring in several parts; none if they are the shard's."""
+    """Return the argument for positions (n, 1, T) that documents bring in several parts; {} for plain positions."""
     if batch.positions is None:
         return {}
     return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
 
 
 def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
-    """Return the ids (depths, T) that depths of multi-token prediction read; none if no depth runs."""
+    """Return the argument for the ids (depths, T) that depths of multi-token prediction read; {} if no depth runs."""
     if not passes.depths:
         return {}
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}

@@ -133,7 +133,7 @@ def run_step(
     for term in terms:
         term.raise_error()
     with world.watch.naming("gradient norm and optimizer", world.home.ranks):
-        sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, meanwhile).finish(loss_sum)
+        sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, meanwhile).finish_step(loss_sum)
         term_results = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
     return StepResult(
         loss=sums.loss / passes.divisor,
@@ -179,7 +179,7 @@ def token_log_probs(
 
     >>> token_log_probs(model, plan, documents, world, also=["entropy"]).value("entropy", 3)
 
-    `temperature` divides logits before the softmax, so that all of these are those of a sampler at that temperature.
+    `temperature` divides logits before the softmax, so that all these numbers are of a sampler at that temperature.
 
     The model runs in evaluation mode, as by `run_step(…, backward=False)`, under any plan of these documents. All ranks
     call it together; it refuses what `run_step` refuses. Raises LossError for another name in `also`, CommError where

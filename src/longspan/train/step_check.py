@@ -46,7 +46,7 @@ def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, ba
 
 
 def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
-    """Raise ModelError or PlanError for a model or a plan of another home."""
+    """Raise ModelError or PlanError for a model or a plan of another home, or for free mode with stages or experts."""
     if world.home.pp > 1 and not isinstance(model, PipelineModel):
         raise ModelError(
             f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "

@@ -42,7 +42,7 @@ class StepSums(NamedTuple):
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What the end of a step works on. All ranks call `finish` together."""
+    """What the end of a step works on. All ranks call `finish_step` together."""
 
     model: nn.Module
     passes: Passes
@@ -56,7 +56,7 @@ class StepEnd:
         """The world of the step."""
         return self.passes.world
 
-    def finish(self, loss_sum: Tensor) -> StepSums:
+    def finish_step(self, loss_sum: Tensor) -> StepSums:
         """Sum this rank's loss and gradients over all ranks, check them, and update the model if there is an optimizer.
 
         Raises PlanError where targets are missing, NonFiniteError where the loss or the norm is not finite, on every

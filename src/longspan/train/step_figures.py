@@ -46,10 +46,10 @@ class StepFigures:
     def step_figures(
         self, plan: Plan, seconds: float, images: Sequence[int] = (), encoders: EncoderTimes | None = None
     ) -> dict[str, float]:
-        """Return the figures of a step that took so many seconds.
+        """Return the figures of a step that took `seconds`, by name.
 
-        They are `tflops` of a device, its share `mfu` of the peak, `predicted_seconds` and `bound_share`, the plan's
-        lower bound over the seconds.
+        Their names are `tflops` (of a device), `mfu` (the share of the peak), `predicted_seconds`, and `bound_share`,
+        the plan's lower bound over the seconds.
 
         >>> figures.step_figures(plan, 2.5)  # doctest: +SKIP
         {'tflops': 412.0, 'mfu': 0.416582, 'predicted_seconds': 2.3, 'bound_share': 0.91}

@@ -63,10 +63,10 @@ def model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
 def load_run_model(
     config: RunConfig, vocabulary: int, configuration: PreTrainedConfig | None = None, *, images: bool = False
 ) -> PreTrainedModel:
-    """Load the model that [model] names, of this configuration or its own; not yet prepared.
+    """Load the model that [model] names, with the depths of [mtp] and, with `images`, its towers; not yet prepared.
 
-    Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here. It has the depths
-    of [mtp], and with `images` its towers.
+    `configuration` None is the model's own. Weights are read or drawn once the model is prepared, except those of tiny
+    presets, which are drawn here.
     """
     configuration = configuration or model_configuration(config, vocabulary)
     if folder := config.model.path:  # sharded=None: if its files can be read in parts
@@ -211,7 +211,7 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: 
 
     Its states wait on the host by the key, or if a plan of `memory` chose so. Each group has its `initial_lr`, as
     torch's schedulers name it, from which a step's rate is made. Raises ConfigError for a class that does not update
-    sharded parameters as whole ones, and what `offload_states` does where states are to wait on the host.
+    sharded parameters as whole ones, and for states that `offload_states` cannot move to the host.
     """
     choice = OptimizerChoice.of(config.train)
     if choice.name not in OPTIMIZERS:
@@ -268,13 +268,13 @@ class Training:
 
     @property
     def times_slots(self) -> bool:
-        """Whether a step times each slot, for `run.refine`, of which "auto" is on for GPUs only."""
+        """Whether a step times each slot, as `run.refine` needs it; "auto" is on for GPUs only."""
         refine = self.config.run.refine
         return refine == "on" or (refine == "auto" and self.world.device.type == "cuda")
 
     @property
     def router(self) -> RouterCoefficients:
-        """The weights of the routers' losses in the gradient; a negative key leaves it to the model's configuration."""
+        """The weights of the routers' losses in the gradient; a negative balance stands for the configuration's own."""
         balance = self.config.train.router_balance_loss
         return RouterCoefficients(balance=None if balance < 0 else balance, z=self.config.train.router_z_loss)
 
@@ -286,7 +286,7 @@ class Training:
     def take_step(
         self, plan: Plan, documents: Any, step: int, meanwhile: Callable[[], None] | None = None
     ) -> StepResult:
-        """Take one optimizer step, counted from 0, at its learning rate; `documents` are those of the plan.
+        """Take the optimizer step of number `step`, from 0, at its learning rate; `documents` are those of the plan.
 
         `meanwhile` is what `run_step` takes.
         """

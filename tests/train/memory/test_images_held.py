@@ -37,7 +37,7 @@ def test_activations_and_rows_are_measured(shard: bool) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"100 rows of a slot takes 5,000 bytes, .* encoder.max_rows to at most 40"):
-        ImagesHeld(held=10, wave=5000, wave_rows=100, row=50.0).check(2000)
+        ImagesHeld(held=10, wave=5000, wave_rows=100, row=50.0).check_budget(2000)
     with pytest.raises(ConfigError, match=r"hold 3,000 bytes of a rank .* set encoder.recompute = true"):
-        ImagesHeld(held=3000, wave=1000, wave_rows=20, row=50.0).check(2000)
-    ImagesHeld(held=1000, wave=1000, wave_rows=20, row=50.0).check(2000)
+        ImagesHeld(held=3000, wave=1000, wave_rows=20, row=50.0).check_budget(2000)
+    ImagesHeld(held=1000, wave=1000, wave_rows=20, row=50.0).check_budget(2000)

@@ -29,7 +29,7 @@ class Boundary:
 
 
 def measure_boundary(ranks: int, measure: Callable[[int], Seconds], pivots: int = PIVOTS) -> Boundary:
-    """Find the hosts of up to so many pivot ranks by how long their messages to all other ranks take.
+    """Find the hosts of up to `pivots` ranks by how long the messages of each to all other ranks take.
 
     `measure(pivot)` gives the seconds of a pivot's messages, the same on every rank.
 
@@ -49,7 +49,7 @@ def measure_boundary(ranks: int, measure: Callable[[int], Seconds], pivots: int 
 
 
 def measure_steady_boundary(ranks: int, node_size: int, measure: Callable[[int], Seconds]) -> Boundary:
-    """Find the hosts as `measure_boundary` does, up to `TRIES` times until it tells hosts that the launcher has too.
+    """Find the hosts as `measure_boundary` does, again if they are not the launcher's: `TRIES` times at most.
 
     The fastest message between two ranks counts: on busy hosts a rank may be slow for a while.
     """

@@ -103,7 +103,7 @@ def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -
         raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
     return CalibrationSettings(
         preset=flags.preset or defaults["preset"],
-        layers=flags.layers or (0 if flags.preset else defaults["layers"]),
+        layers=flags.layers or (0 if flags.preset else defaults["layers"]),  # 0: all, of a preset that flags name
         dtype=flags.dtype or ("bfloat16" if backend == "nccl" else "float32"),
         document=flags.document or defaults["document"],
         ranks=ranks,
@@ -115,7 +115,7 @@ def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -
 
 
 def _parse_counts(flag: str, text: str) -> tuple[int, ...]:
-    """Parse different counts, sorted; at least two, to tell the cost of one more from a cost that is always there."""
+    """Parse two or more different counts, sorted. By two, a cost of each is told from a cost that is always there."""
     try:
         counts = sorted({int(word) for word in text.split(",")})
     except ValueError:
@@ -126,7 +126,7 @@ def _parse_counts(flag: str, text: str) -> tuple[int, ...]:
 
 
 def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibration:
-    """Fit a machine to the samples; a known device of this name, or another one, gives what was not measured."""
+    """Fit a machine to the samples; what was not measured is that of this device if it is known, else of another."""
     known = find_device(measured.device)
     base = known or (Machine.known("H200") if settings.backend == "nccl" else Machine.cpus())
     base = replace(
@@ -213,14 +213,14 @@ def calibration_text(record: dict[str, Any]) -> str:
             head,
             text_table(("what", "measured ms", "predicted ms", "error", ""), rows),
             text_table(("what", "TFLOP/s"), products),
-            _figure_rows(of_machine),
+            _figure_table(of_machine),
             _fit_errors_line(record),
             f"measured in {record['seconds']:.0f} s",
         ]
     )
 
 
-def _figure_rows(measured: Machine) -> str:
+def _figure_table(measured: Machine) -> str:
     """Write the figures of a machine, and speeds of its links in bytes/s for long messages."""
     rows = [(name, f"{value:.4g}", _sample_mark(measured, name)) for name, value in measured.rates().items()]
     for level in LEVELS:

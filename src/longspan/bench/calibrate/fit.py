@@ -166,7 +166,7 @@ def _fit_memory(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
 
 
 def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]) -> float:
-    """Set the rate of products and the seconds of a micro-batch; return the seconds of a step without any.
+    """Set the rate of products and the seconds of a micro-batch; return the seconds of a step without micro-batches.
 
     Attention's seconds are taken off first, by the figures that were fitted before.
     """
@@ -184,7 +184,10 @@ def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]
 
 
 def _fit_wires(samples: Sequence[Sample], level: Level) -> dict[str, Wire]:
-    """Fit the wires of a level by kind; none if one of the kinds that a link must have was not measured."""
+    """Fit the wires of a level by kind; none if one of the kinds that a link must have was not measured.
+
+    Those of sharded parameters are fitted only if all of them were measured.
+    """
     points = {
         kind: [(s.bytes, s.seconds) for s in samples if (s.level, s.kind) == (level, kind)]
         for kind in (*KINDS, *SHARDED_KINDS)
@@ -206,15 +209,15 @@ def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str,
         replace(calibration.machine, step_seconds=seconds) for seconds in (0.0, 1.0)
     )
     prices = np.array([_type_seconds(machine_without_steps, sample) for sample in samples])
-    messages = np.array([[_type_seconds(machine_of_one_second, sample)] for sample in samples]) - prices[:, None]
+    slopes = np.array([[_type_seconds(machine_of_one_second, sample)] for sample in samples]) - prices[:, None]
     seconds = np.array([sample.seconds for sample in samples])
-    step = least_squares(messages, seconds - prices - calibration.call_seconds, seconds)[0]
+    step = least_squares(slopes, seconds - prices - calibration.call_seconds, seconds)[0]
     waits = [_ring_wait(calibration, s) for s in samples if s.cp_comm_type == "p2p" and s.level == "inside"]
     return {"step_seconds": step} | ({"ring_wait_seconds": float(np.median(waits))} if waits else {})
 
 
 def _ring_wait(calibration: Calibration, sample: Sample) -> float:
-    """Return what one step of a ring takes in one pass beyond the kernels of the call: of degree − 1 in each of two."""
+    """Return the seconds that a step of a ring takes beyond the call's kernels: both passes have degree − 1 steps."""
     assert sample.group and sample.call
     price = calibration.machine.attention_seconds(sample.group, sample.call)["p2p"]
     exposed_seconds = sample.seconds - calibration.call_seconds - (price.seconds - price.exposed)
@@ -229,10 +232,10 @@ def _type_seconds(machine: Machine, sample: Sample) -> float:
 
 def _scale_rates(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the rates that are never measured, scaled from the base's by how fast the measured device is."""
-    usual = _layer_rate(base)
-    faster = figures.get("product_flops_per_second", usual) / usual
+    base_rate = _layer_rate(base)
+    product_ratio = figures.get("product_flops_per_second", base_rate) / base_rate
     memory_ratio = figures.get("memory_bytes_per_second", base.memory_bytes_per_second) / base.memory_bytes_per_second
-    rates = {name: getattr(base, name) * faster for name in NEVER_MEASURED if name.endswith("_flops_per_second")}
+    rates = {name: getattr(base, name) * product_ratio for name in NEVER_MEASURED if name.endswith("_flops_per_second")}
     return rates | {"channel_seconds": base.channel_seconds / memory_ratio}
 
 

@@ -34,8 +34,8 @@ _reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or di
 def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
     """List sizes of messages in bytes, each with whether the wires are fitted to it.
 
-    The others test the fit: geometric means of neighbours, in multiples of 64 bytes. None lies between the two
-    smallest, which are mostly latency.
+    The further sizes test the fit: geometric means of neighbours, in multiples of 64 bytes. None lies between the two
+    smallest, whose messages take mostly latency.
     """
     between = [round((a * b) ** 0.5) // 64 * 64 for a, b in pairwise(sizes[1:])]
     return sorted([*((size, True) for size in sizes), *((size, False) for size in between)])
@@ -52,7 +52,7 @@ class LinkTrials:
         slots = world.home.slots
         self.hosts: tuple[tuple[int, ...], ...] = launcher_hosts(slots, self.node_size)
         self.host: tuple[int, ...] = self.hosts[world.slot // self.node_size]
-        self.even: bool = len({len(host) for host in self.hosts}) == 1
+        self.even: bool = len({len(host) for host in self.hosts}) == 1  # all hosts have as many slots
         for degree in {len(self.host) if self.even else 1, slots}:  # communicators, as a run of this degree has them
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
 
@@ -80,7 +80,7 @@ class LinkTrials:
         yield from self._size_trials("inside", "gather", lambda size: self._gather_call(together, size // (width - 1)))
         yield from self._size_trials("inside", "point", lambda size: self._shift_call(together, size))
         yield from self._size_trials("inside", "point_alone", lambda size: self._shift_call(pair, size))
-        if self.even:
+        if self.even:  # each host is a replica of a home, and replicas have as many slots
             home = Layout(self.world.home.slots, dp_replicate=len(self.hosts))
             yield from self._sharded_trials("inside", self.world.open_inner(home), width, 1)
 
@@ -88,8 +88,8 @@ class LinkTrials:
         """Yield the trials of messages between hosts.
 
         All slots exchange and gather; point to point, each slot sends to the slot at its place in the next host. In
-        `point_alone` only the first slot of each host sends. A gather's bytes count once for all slots of a host, which
-        share what arrives, so that each receives `host_slots` times as many.
+        `point_alone` only the first slot of each host sends. The size of a gather counts once for all slots of a host,
+        which share what arrives: each slot receives `host_slots` times the size.
         """
         world, hosts, slots = self.world, self.hosts, self.world.home.slots
         everyone = world.channels.find_channel(range(slots))
@@ -109,16 +109,16 @@ class LinkTrials:
     def _sharded_trials(self, level: Level, world: World, width: int, together: int) -> Iterator[Trial]:
         """Yield trials of FSDP2's collectives on its mesh's group: bfloat16 parameters, float32 gradients.
 
-        `width` slots shard the parameters. Where `together` of them share a host's way to others, each receives so many
-        times the bytes that are counted.
+        `width` slots shard the parameters. `together` of these share the links of one host, where a size counts once
+        for all of them, so that each slot receives `together` times the size.
         """
         group = world.meshes.fsdp.get_group("slots")
-        of_block = lambda size: size * together // (width - 1)  # noqa: E731
+        shard_bytes = lambda size: size * together // (width - 1)  # noqa: E731
         yield from self._size_trials(
-            level, "sharded_gather", lambda size: self._gather_parameters(group, width, of_block(size))
+            level, "sharded_gather", lambda size: self._gather_parameters(group, width, shard_bytes(size))
         )
         yield from self._size_trials(
-            level, "sharded_reduce", lambda size: self._reduce_gradients(group, width, of_block(size))
+            level, "sharded_reduce", lambda size: self._reduce_gradients(group, width, shard_bytes(size))
         )
 
     def _size_trials(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
@@ -130,7 +130,7 @@ class LinkTrials:
             yield Trial(sample, make(size), turns)
 
     def _exchange_call(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
-        """Return a call that sends `block` bytes to each of the partners, without this slot, and receives as many."""
+        """Return a call that sends `block` bytes to each partner but this slot, and receives as much from each."""
         slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
         runs = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
         x = self._byte_buffer(sum(runs))

@@ -69,13 +69,13 @@ class Measured(NamedTuple):
 
 
 def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
-    """Open a world and measure everything; the same on every rank."""
+    """Open a world and measure everything; returns the same on every rank."""
     backend = None if settings.backend == "nccl" else "gloo"
     with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
         clock = Clock(world, most_seconds=MOST_SECONDS)
         hosts = _find_hosts(world, clock)
         clock.print_line(hosts)
-        samples = _Bench(settings, world, clock).samples()
+        samples = _Bench(settings, world, clock).measure_samples()
         return Measured(samples, hosts, device_name(world.device), world.node_size, clock.seconds)
 
 
@@ -119,8 +119,8 @@ class Shape:
             )
         full = shape.layers - shape.window_layers - shape.chunk_layers
         size = shape.query_width // shape.heads
-        weights = 6.0 * shape.weights
-        return cls(full, shape.heads, shape.kv_heads, size, dtype, shape.decoder_layers, weights)
+        weight_flops = 6.0 * shape.weights  # of a token, forward and backward
+        return cls(full, shape.heads, shape.kv_heads, size, dtype, shape.decoder_layers, weight_flops)
 
     @property
     def call(self) -> AttentionCall:
@@ -149,7 +149,7 @@ class _Bench:
         self.vocabulary = vocabulary_size(model) or 1  # without an embedding, only token id 0
         self.model: nn.Module | None = prepare(model, self.replicas)
 
-    def samples(self) -> list[Sample]:
+    def measure_samples(self) -> list[Sample]:
         """Time everything that a machine has a figure for, part after part."""
         samples = self._time_trials(self._model_trials(), "steps of a model")
         self.model = None  # its memory is free for what follows
@@ -176,8 +176,8 @@ class _Bench:
     def _device_trials(self) -> Iterator[Trial]:
         """Yield what one device does: products of matrices, attention over documents, and passes over memory.
 
-        Attention is over as many rows as the longest document has, cut into documents of each length, and over those of
-        the second longest, cut into shorter ones.
+        Attention is over as many rows as the longest document has, cut into documents of each length; then over as many
+        as the second longest has, cut into documents of each length but the longest.
         """
         device, lengths = self.world.device.type, self.settings.lengths
         for width in PRODUCT_WIDTHS[device]:
@@ -226,7 +226,7 @@ class _Bench:
         return Trial(sample, self._step_call(self._plan_step(length, 1, 1), backward=False))
 
     def _plan_step(self, length: int, per_slot: int, count: int) -> Plan:
-        """Plan `count` micro-batches with so many documents of one length on every slot."""
+        """Plan `count` micro-batches with `per_slot` documents of this length on every slot."""
         home = self.replicas.home
         plan = plan_fixed([length] * (per_slot * count * home.slots), home, 1, max_tokens_per_slot=per_slot * length)
         assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
@@ -246,7 +246,7 @@ class _Bench:
         x, weights = (torch.randn(n, width, device=self.world.device).to(self.shape.dtype) for n in (rows, width))
         flops = 2.0 * rows * width * width
         sample = Sample(part="product", name=f"product: {rows:,} rows, width {width:,}", weight_flops=flops)
-        return Trial(sample, lambda: x @ weights, 4)
+        return Trial(sample, lambda: x @ weights, turns=4)
 
     def _memory_trial(self, count: int, *, fitted: bool) -> Trial:
         """Return the trial of a pass that reads and writes `count` numbers in float32."""
@@ -254,10 +254,10 @@ class _Bench:
         into = torch.empty_like(x)
         name = f"memory: {8 * count:,} bytes read and written"
         sample = Sample(part="memory", name=name, calls=1, bytes=8.0 * count, fitted=fitted)
-        return Trial(sample, lambda: torch.mul(x, 2.0, out=into), 4)
+        return Trial(sample, lambda: torch.mul(x, 2.0, out=into), turns=4)
 
     def _attention_trial(self, length: int, count: int, *, fitted: bool) -> Trial:
-        """Return the trial of attention, forward and backward, over so many documents on each slot."""
+        """Return the trial of attention, forward and backward, over `count` documents of this length on each slot."""
         plan = plan_fixed([length] * (count * self.world.home.slots), self.world.home, 1)
         flops = self.shape.flops(count * length**2)
         sample = Sample(
@@ -271,9 +271,9 @@ class _Bench:
         return Trial(sample, self._attend_call(plan))
 
     def _group_type_trials(self, level: Level, degree: int, length: int, *, fitted: bool) -> Iterator[Trial]:
-        """Yield trials of one document for every group of so many slots, under each type that its heads allow.
+        """Yield trials of attention over groups of `degree` slots, a document of `length` tokens each, by type.
 
-        a2a+p2p with a level of 1 is left out: it is another of the types.
+        Types that the heads do not allow are left out, and a2a+p2p with a level of 1, which is a2a or p2p.
         """
         plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
         group = plan.micro_batches[0].groups[0]

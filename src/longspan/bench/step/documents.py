@@ -23,14 +23,15 @@ class StepDocuments:
 
 def read_documents(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) -> StepDocuments:
     """Read the documents that flags name, or those of a run's first step. Raises ConfigError where there are none."""
-    words = (flags.sequences or flags.lengths).split(",")
+    entries = (flags.sequences or flags.lengths).split(",")
+    are_numbers = all(entry.strip().isdecimal() for entry in entries)  # --lengths may name a file instead
     has_source = flags.data or flags.distribution or flags.same
-    if flags.sequences and not all(word.strip().isdecimal() for word in words):
+    if flags.sequences and not are_numbers:
         raise ConfigError(f"--sequences {flags.sequences!r} is not a list of lengths such as 16384,65536")
     if flags.sequences and (has_source or flags.lengths):
         raise ConfigError("--sequences are timed one after another; leave --lengths and other documents out")
-    if (flags.lengths or flags.sequences) and not has_source and all(word.strip().isdecimal() for word in words):
-        return StepDocuments(tuple(int(word) for word in words), "given", listed=True)
+    if are_numbers and not has_source:
+        return StepDocuments(tuple(map(int, entries)), "given", listed=True)
     if flags.lengths or has_source:
         return StepDocuments(*read_lengths(flags, slots))
     if flags.config:

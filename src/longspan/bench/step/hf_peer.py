@@ -26,7 +26,7 @@ PEER = "Hugging Face + FSDP2 + torch context_parallel (cuDNN), full recomputatio
 
 @contextmanager
 def make_peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Callable[[], None], list[float]]]:
-    """Make a step, and the list of the losses of those that ran.
+    """Make a step, and the list of the losses of all steps that ran.
 
     Raises ValueError for what the stack does not offer.
     """

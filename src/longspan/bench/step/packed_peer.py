@@ -49,7 +49,7 @@ class PackedBatch:
 
     @classmethod
     def of(cls, documents: Sequence[SyntheticDocument], device: torch.device) -> "PackedBatch":
-        """Pack documents. None of them: one token without a target, so that the rank takes part in all collectives."""
+        """Pack documents, or one token without a target for a rank that has none and still enters all collectives."""
         documents = documents or synthetic_documents([1], 2)
         lengths = [len(document) for document in documents]
         ids = torch.cat([torch.from_numpy(document[np.arange(len(document))]) for document in documents])
@@ -72,7 +72,7 @@ class PackedBatch:
 
 
 def pack_on_ranks(lengths: Sequence[int], ranks: int, max_rows: int) -> list[list[list[int]]]:
-    """Return the documents of every rank's micro-batches, by index; each rank has as many micro-batches.
+    """Return the documents of every rank's micro-batches, by index; all ranks have the same number of micro-batches.
 
     >>> pack_on_ranks([8, 8, 8, 8], ranks=2, max_rows=16)
     [[[0, 2]], [[1, 3]]]
@@ -122,8 +122,8 @@ def _attend_by_fa4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest:
     from flash_attn.cute.interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    longest_of = {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    out = flash_attn_varlen_func(q, k, v, **lengths, **longest_of, softmax_scale=scale, causal=True)
+    limits = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    out = flash_attn_varlen_func(q, k, v, **lengths, **limits, softmax_scale=scale, causal=True)
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -189,8 +189,8 @@ class CompiledLayers:
 def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: World) -> None:
     """Recompute as few layers as fit in the device's memory.
 
-    By the peaks of two steps: with all layers recomputed, and with all but two, which differ by what two layers keep.
-    All ranks recompute as many as the one with the least room. On a CPU nothing is recomputed.
+    How many fit follows from the peaks of two steps, with all layers recomputed and with all but two: these differ by
+    what two layers keep. All ranks recompute as many as the one with the least room. On a CPU nothing is recomputed.
     """
     if world.device.type != "cuda":
         return
@@ -201,8 +201,8 @@ def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: W
         step()
         peaks.append(torch.cuda.max_memory_allocated())
     room = _MEMORY_SHARE * torch.cuda.get_device_properties(world.device).total_memory - peaks[1]
-    of_layer = max(peaks[2] - peaks[1], 0) / 2
-    counts = world.control.gather_objects(layers.count if not of_layer else int(max(room, 0) / of_layer))
+    layer_bytes = max(peaks[2] - peaks[1], 0) / 2  # 0: layers keep nothing that shows, and all fit
+    counts = world.control.gather_objects(int(max(room, 0) / layer_bytes) if layer_bytes else layers.count)
     layers.recomputed = layers.count - min(layers.count, *counts)
     torch.cuda.empty_cache()
 
@@ -214,7 +214,7 @@ def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: W
 def make_packed_step(
     settings: StepSettings, world: World
 ) -> Iterator[tuple[Callable[[], None], list[float], dict[str, Any]]]:
-    """Make a step, the list of the losses of those that ran, and what a record says of it.
+    """Make a step, the list of the losses of all steps that ran, and facts about the step for a record.
 
     Raises ValueError for what the stack does not offer.
     """

@@ -47,11 +47,11 @@ def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
         settings = replace(settings, config=set_node_size(settings.config, world))
         use_machine(settings.config, world, partial(_log_first_rank, rank))
         record = _empty_record(settings, world)
-        for name, measure in _measure_cases(settings, world):
+        for name, measure in _list_cases(settings, world):
             row = {"name": name} | measure()
             record |= {key: row.pop(key) for key in ("cost", "memory") if key in row}
             record["rows"].append(row)
-            _keep_row(record, settings, rank)
+            _report_row(record, settings, rank)
     return record
 
 
@@ -67,7 +67,7 @@ def _empty_record(settings: StepSettings, world: World) -> dict[str, Any]:
     return {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json(), "memory": None, **about, "rows": []}
 
 
-def _measure_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def _list_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Yield each row's name and the function that measures it: every planner over one model, then the peers.
 
     The model is freed before a peer makes its own.
@@ -158,7 +158,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
 
 
 def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
-    """Measure the stock step of one sequence that is compared with; an error becomes a row that says so."""
+    """Measure the peer's step of one sequence, by stock Hugging Face; an error becomes a row that says so."""
     try:
         with make_peer_step(settings, world) as (step, losses):
             return measure_steps(settings, step, world) | {"loss": losses[0]}
@@ -167,7 +167,7 @@ def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
 
 
 def _measure_packed_peer(settings: StepSettings, world: World) -> dict[str, Any]:
-    """Measure the step of packed documents that is compared with; an error becomes a row that says so."""
+    """Measure the peer's step of packed documents; an error becomes a row that says so."""
     try:
         with make_packed_step(settings, world) as (step, losses, facts):
             return measure_steps(settings, step, world) | {"loss": losses[0]} | facts
@@ -176,7 +176,7 @@ def _measure_packed_peer(settings: StepSettings, world: World) -> dict[str, Any]
 
 
 def measure_steps(settings: StepSettings, step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Measure seconds of whole steps (the median, of the slowest rank), peak memory, parts, and what follows.
+    """Measure seconds of whole steps (the median, of the slowest rank), peak memory, and the parts that flags ask for.
 
     Steps come one after another, as in training: the end of one and the beginning of the next overlap where they can.
     """
@@ -220,7 +220,7 @@ def _profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
     return world.control.broadcast_object({"parts": parts | {"step": seconds}, "kernels": kernels})
 
 
-def _keep_row(record: dict[str, Any], settings: StepSettings, rank: int) -> None:
+def _report_row(record: dict[str, Any], settings: StepSettings, rank: int) -> None:
     """Write and print a finished row, so that rows survive an interruption."""
     if rank:
         return

@@ -133,7 +133,7 @@ def make_settings(
     configuration = _fit_configuration(flags, config, max(documents.lengths))
     if not flags.config:
         config = _set_limits(flags, config, configuration, documents, home, gpu=gpu)
-    config = _check_run(resolve_defaults(config), max(documents.lengths), ranks, planners)
+    config = _make_timed_config(resolve_defaults(config), max(documents.lengths), ranks, planners)
     _check_cap(flags, config)
     cost = find_run_cost(config, configuration, _ignore_line, gpu=gpu, slots=home.slots)
     heads = query_heads(configuration)
@@ -225,11 +225,11 @@ def _set_limits(
     return replace(config, context=replace(context, max_tokens_per_slot=cap, context_parallel_size=degree))
 
 
-def _check_run(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
-    """Return the configuration as a run would have it, with learning rate 0.
+def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
+    """Return a run's configuration with learning rate 0, for documents of up to `longest` tokens.
 
-    It is checked with another rate, as a run must have one, which is 1 if none is given. Raises ConfigError for what no
-    run could be.
+    The configuration is checked first, with the rate that it gives or else 1, as a run must have one. Raises
+    ConfigError for a configuration that no run could have.
     """
     data = replace(config.data, max_document_tokens=longest, eval_documents=0)
     train = replace(config.train, lr=config.train.lr if config.train.lr != NOT_GIVEN else 1.0)

@@ -58,14 +58,14 @@ class Handle:
                 if self._work_bytes < EVENT_BYTES:
                     operation.watch.watch_works(operation, self._works)
                 else:
-                    operation.watch.mark(operation)
+                    operation.watch.watch_stream(operation)
         if self._finish is not None:
             self._result = self._finish()
         self._works, self._keep, self._finish = (), None, None
         return self._result
 
     def then(self, finish: Callable[[Any], Any]) -> "Handle":
-        """A handle of the same exchange whose result is made from this one's."""
+        """Return a handle of the same exchange, whose result is what `finish` makes of this handle's result."""
         return Handle(self._operation, (), finish=lambda: finish(self.wait()))
 
 
@@ -235,7 +235,7 @@ class Channel:
         communicator = self._communicator_to_gather(counts)
         if communicator is None:
             return tuple(accumulate(counts[:-1], initial=0))
-        # torch sorts the ranks of a group, and every member sends as many rows
+        # torch sorts the ranks of a group, and every member sends max(counts) rows, padding included
         return tuple(dist.get_group_rank(communicator, rank) * max(counts) for rank in self.ranks)
 
     def _communicator_to_gather(self, counts: Sequence[int]) -> ProcessGroup | None:
@@ -270,7 +270,7 @@ class Channel:
 
 
 def _reorder_runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return x (sum of counts, …), runs of `counts` rows, with its runs in another order; x itself if it has that."""
+    """Return x (sum of counts, …), runs of `counts` rows, with its runs in this order; x itself for ascending order."""
     if list(order) == sorted(order):
         return x
     runs = x.split(list(counts))
@@ -278,7 +278,7 @@ def _reorder_runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Ten
 
 
 def wide(x: Tensor) -> Tensor:
-    """A tensor in half precision in float32, in which it is summed over ranks; another as it is."""
+    """Return a half-precision tensor in float32, the dtype of sums over ranks; a tensor of another dtype as it is."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -295,7 +295,7 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Append zero rows to x (n, …) until it has `rows`: contiguous, (rows, …)."""
+    """Return x (n, …) with zero rows appended: (rows, …), contiguous."""
     if x.shape[0] == rows:
         return x.contiguous()
     padded = x.new_zeros((rows, *x.shape[1:]))

@@ -29,6 +29,7 @@ class CommunicatorChoice:
     """
 
     def __init__(self, max_groups: int) -> None:
+        """Begin without communicators; groups are tuples of slots in ascending order."""
         self.max_groups = max_groups
         self._seen: Counter[tuple[int, ...]] = Counter()  # how many micro-batches had these slots as a group
         self._chosen: set[tuple[int, ...]] = set()
@@ -67,6 +68,7 @@ class Channels:
     def __init__(
         self, home: Layout, rank: int, device: torch.device, groups: ProcessGroups, meshes: Meshes, max_groups: int
     ) -> None:
+        """Begin without channels, which are made as they are first asked for; `_place` is where the rank is at home."""
         self._home, self._rank, self._device, self._groups, self._meshes = home, rank, device, groups, meshes
         self._place = home.coordinates(rank)
         self._plane = home.plane(pp=self._place.pp, tp=self._place.tp)
@@ -154,7 +156,7 @@ class Channels:
             torch.cuda.synchronize(self._device)
 
     def make_communicators(self, plan: Plan) -> None:
-        """Make the communicators of their own that this plan's groups gain from and lack; entered by all ranks."""
+        """Make communicators for the groups of this plan that gain from one and lack it; entered by all ranks."""
         for slots in self._choice.choose_groups(plan):
             for plane in self._home.planes():
                 ranks = tuple(plane[slot] for slot in slots)

@@ -38,7 +38,7 @@ class Meshes:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """Over what FSDP2 shards parameters: "slots", or "replicate" × "slots"."""
+        """The mesh over which FSDP2 shards parameters: "slots", or "replicate" × "slots"."""
         return self._slice_root(self._root_mesh, (REPLICATE, SLOTS))
 
     @cached_property
@@ -51,7 +51,7 @@ class Meshes:
     def expert(self) -> DeviceMesh:
         """Return the mesh over which FSDP2 shards expert parameters: all ranks of a stage that hold the same experts.
 
-        Those are the slots without "ep", with every slot's tensor-parallel ranks: where tp and ep are 1, `fsdp`.
+        Its axis "outer" has every ep-th slot, with all tensor-parallel ranks of each. With tp and ep 1 it is `fsdp`.
         """
         if self._home.ep == self._home.tp == 1:
             return self.fsdp
@@ -63,12 +63,12 @@ class Meshes:
         self._check_axis(EP, self._home.ep)
         return self._slice_root(self._expert_root_mesh, (EP,))
 
-    def forget(self) -> None:
-        """Let torch forget these meshes, whose groups are about to go: equal ones of a later world would get them.
+    def forget_meshes(self) -> None:
+        """Clear torch's caches of these meshes, whose groups are about to be destroyed.
 
         torch (2.11 to 2.13) keeps a mesh with the sharding of every operation that it has seen on DTensors, and meshes
-        of the same ranks and axes are equal. Each thread has such a memory, and on a GPU backward passes run in another
-        thread than forward passes.
+        of the same ranks and axes are equal: a later world would get these meshes and their destroyed groups. Each
+        thread has its own cache, and on a GPU backward passes run in another thread than forward passes.
         """
         if not self._axis_groups:
             return
@@ -80,9 +80,7 @@ class Meshes:
 
     @cached_property
     def _root_mesh(self) -> DeviceMesh:
-        """Return the mesh (replicate, slots of one replica, tp) of this stage, whose slices are `fsdp` and `tp`: FSDP2
-        joins them.
-        """
+        """Return the mesh (replicate, slots of one replica, tp) of this stage. Its slices are `fsdp` and `tp`."""
         home = self._home
         width = home.slots // home.dp_replicate
         by_stage = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width, home.tp)

@@ -62,6 +62,7 @@ class ProcessGroups:
     """The communicators of one world, made by all its ranks in one order and looked up by rank tuple."""
 
     def __init__(self, *, backend: str, timeout: float, watch: Watch) -> None:
+        """Begin without communicators; new ones have this backend and time-out in seconds unless `make_group` says."""
         self.watch = watch
         self._shareable: ByRanks = {}
         self.made: list[GroupRecord] = []
@@ -102,7 +103,8 @@ class ProcessGroups:
         """Have torch make a group, and record it in `made`; None where this rank is no member."""
         started, timeout = time.monotonic(), timedelta(seconds=seconds)
         options = _high_priority_options(timeout) if kind in AHEAD and "nccl" in backend else None
-        takes_host_values = kind in ("control", "saves") or backend != "gloo"  # then tensors travel over NCCL
+        # only host values travel over this group's gloo side: its tensors, if it has any, go over NCCL
+        takes_host_values = kind in ("control", "saves") or backend != "gloo"
         connecting = defer_connections() if takes_host_values else nullcontext()
         with self.watch.during(f"making the {kind} group", ranks, is_work=True), connecting:
             group = dist.new_group(
@@ -149,7 +151,7 @@ class ProcessGroups:
             if group is not None:
                 self.set_parent(name, group)
 
-    def forget(self) -> list[ProcessGroup]:
+    def drop_groups(self) -> list[ProcessGroup]:
         """Drop every reference, so that the groups can be freed; returns those to destroy, which no world shares."""
         for shareable in self._used:
             shareable.users -= 1

@@ -24,11 +24,12 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class DeviceMoves:
-    """RowMoves with their indices on a device, some runs of indices as slices; names as there.
+    """RowMoves with their indices on a device, some runs of indices as slices; fields named as there mean the same.
 
-    Where nothing arrives, x itself is the pool. Where rows arrive and none is a sum, `local` are the rows of x for the
-    whole result (any where another row arrives), and `arrived` are where arriving rows, in order, go in the result; it
-    is None where one of them goes to several places. Indices that such a movement does not use are empty.
+    Rows reach the result in one of three ways, and indices that a way does not use are empty. Nothing arrives: x itself
+    is the pool. Each arriving row goes to one place, and no row is a sum: the pool has arriving rows alone; `local` are
+    the rows of x for all places (any row of x where another row arrives), and `arrived` the places of arriving rows, in
+    the order of arrival. All other moves: through a pool of arriving and staying rows, with `arrived` None.
     """
 
     sends: tuple[int, ...]
@@ -52,7 +53,8 @@ class DeviceMoves:
 def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     """Return the same moves, ready to be carried out on a device; their indices go there in one copy.
 
-    Indices that follow each other become slices. `direct`: rows arrive in the target's order, and need no pool.
+    Indices that follow each other become slices. `direct`: arriving rows and then those that stay are the result, in
+    this order. The tensors of all indices come in one list: those of the fields, then source and target of each pair.
     """
     arriving = sum(moves.receives)
     pool_rows = arriving + len(moves.stays)
@@ -83,7 +85,10 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
 
 
 def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Integers]:
-    """Return the indices of DeviceMoves by the names of its fields, without the pairs."""
+    """Return the indices of DeviceMoves by the names of its fields, without the pairs.
+
+    `arriving` is how many rows arrive. Indices that are not used, as with `direct` those of the pool, are empty.
+    """
     none = moves.places[:0]
     local, arrived = (none, none) if direct else _direct_indices(moves, arriving)
     from_pool = not direct and not len(arrived) and arriving + len(moves.stays) > 0
@@ -108,7 +113,8 @@ def _pool_places(places: Integers, moves: RowMoves, arriving: int) -> Integers:
 def _direct_indices(moves: RowMoves, arriving: int) -> tuple[Integers, Integers]:
     """Return `local` and `arrived` of DeviceMoves, by which rows go to their places without the pool.
 
-    Both are empty where the result is made from the pool: where rows arrive in another order than the target's.
+    Both are empty where the pool is needed: rows arrive in another order than the target's, go to several places or
+    are summed, or none arrives.
     """
     arrived = np.flatnonzero((moves.places >= 0) & (moves.places < arriving))
     in_order = arrived[np.argsort(moves.places[arrived], kind="stable")]
@@ -137,10 +143,7 @@ def _as_slice(rows: Integers) -> slice | None:
 
 
 def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
-    """Bring rows to where the target has them: x are this member's rows of the source, the result its rows of the
-    target.
-
-    Entered by all members that send or receive.
+    """Return this member's rows of the target, from x, its rows of the source; entered by all that send or receive.
 
     The rows go in one message for each pair of members. In several, packed and unpacked while others travel, the same
     rows take longer on H200s over NVLink: each message has fewer bytes (bench/records/bridge-parts-4xH200.md).
@@ -160,10 +163,10 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
 
 
 def _copy_staying_rows(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
-    """Copy rows that stay to their places in the result, or into the pool behind those that arrive.
+    """Copy rows that stay while others travel: to their places in the result, or into the pool behind arriving rows.
 
-    Where arriving rows are written to their places, so are these, and places of no row are set to zero; otherwise the
-    result is made from the pool.
+    With `arrived`, staying rows go directly into the result, and its absent rows are set to zero, before the arriving
+    rows are written. A pool that is x itself needs no copy.
     """
     if moves.arrived is not None:
         if len(moves.local):
@@ -174,7 +177,7 @@ def _copy_staying_rows(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tens
 
 
 def _zero_absent_rows(result: Tensor, moves: DeviceMoves) -> None:
-    """Set the places of no row to zero."""
+    """Set the rows of the result that no member has to zero."""
     if len(moves.absent):
         result.index_fill_(0, moves.absent, 0)
 
@@ -194,7 +197,10 @@ def _set_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
 
 
 def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
-    """Return x with the gradients of a row's second and further uses here added to that of its first use."""
+    """Return x with the gradients of a row's second and further uses here added to that of its first use.
+
+    With `widened`, half precision becomes float32 first, in which rows are summed.
+    """
     if moves.widened:
         x = wide(x)
     if moves.folds:
@@ -205,7 +211,10 @@ def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
 
 
 def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
-    """Fill the result from the pool of rows that arrived and those that stay; rows of several sources are summed."""
+    """Fill the result from the pool of rows that arrived and those that stay; rows of several sources are summed.
+
+    With `arrived` the pool has only arriving rows; with `direct` the pool is the result already.
+    """
     if moves.arrived is not None:
         _set_rows(result, moves.arrived, pool)
     elif moves.zeros:

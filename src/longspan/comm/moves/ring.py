@@ -84,7 +84,7 @@ class AddInPlace(Protocol):
     """How addends are added to a block's sum."""
 
     def __call__(self, total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
-        """Add them to `total` in place, or, where it is fresh, fill it."""
+        """Add the addends to the tensors of `total` in place, or fill `total` with their sum where it is `fresh`."""
         ...
 
 
@@ -109,6 +109,10 @@ class GradientRing:
         add: AddInPlace,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        """Make the buffers of sums, with rows of the shapes of the tensors `like`; `what` names messages in reports.
+
+        A ring of one member sends nothing and needs one buffer.
+        """
         self._channel, self._counts, self._label, self._add = channel, tuple(counts), what, add
         self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
@@ -125,7 +129,7 @@ class GradientRing:
         self._handle = self._channel.shift(total, arriving, self._label)
 
     def finish(self, addends: Sequence[Addend]) -> Block:
-        """The sum over all members of the gradient of one's own block, each (counts[index], …)."""
+        """Return the gradient of one's own block, summed over all members: (counts[index], …) for each tensor in it."""
         assert self._step == self._channel.degree - 1, (self._step, self._channel.degree)
         return split_columns(self._add_to_sum(self._channel.index, addends), self._row_shapes)
 

@@ -115,9 +115,7 @@ class _ExchangeRows(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, None]:
-        """Return the gradient of x, carried back to the ranks that have its rows, and zeros for the tensor that asks
-        for it.
-        """
+        """Return the gradient of x, carried back to the ranks that have its rows, and the anchor's, of no elements."""
         gradient = ctx.move.back(gradients[0])
         return gradient, gradient.new_zeros(ctx.shape), None
 
@@ -128,9 +126,10 @@ def forget_moves() -> None:
 
 
 def _find_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
-    """Return the moves of an exchange there and, where gradients flow back, those back; planned once.
+    """Return the moves of an exchange's rows and, with `back`, those of their gradients; planned at the first call.
 
-    The last REMEMBERED that a channel used are kept: a used one is taken out and put in again as the newest.
+    The moves that a channel used last are kept, REMEMBERED at most: moves in use are taken out of the dict and put in
+    again as the newest.
     """
     key = exchange, back, None if groups is None else tuple(map(tuple, groups))
     with _moves_lock:

@@ -40,7 +40,7 @@ def tp_copy(x: Tensor, world_key: int) -> Tensor:
 
 @outside_graphs
 def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
-    """Copy as `tp_copy` does, a parameter: a gradient in half precision is summed in float32 and rounded once."""
+    """Return a parameter as `tp_copy` does; its gradient in half precision is summed in float32 and rounded once."""
     if not torch.is_grad_enabled():
         return x
 
@@ -110,14 +110,17 @@ def tp_place(world_key: int) -> tuple[int, int]:
 
 
 def _run_collective(channel: Channel, what: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
-    """Start a collective, order the stream behind it, and note it for failure reports."""
+    """Start a collective by `start`, let what is launched next wait for it, and note it for failure reports.
+
+    `received` is the tensor that the collective fills.
+    """
     with channel.watch.during(what, channel.ranks) as operation:
         work = start(channel.group)
         work.wait()
         if received.nbytes < EVENT_BYTES:  # an event takes the host as long as the collective itself
             channel.watch.watch_works(operation, (work,))
         else:
-            channel.watch.mark(operation)
+            channel.watch.watch_stream(operation)
 
 
 def _all_reduce(x: Tensor, world_key: int, what: str) -> Tensor:

@@ -100,7 +100,7 @@ class ScheduledStage(PipelineStage):
             with self._world.watch.during(
                 "hand-off between pipeline stages", self._world.channels.pipeline.ranks
             ) as operation:
-                self._world.watch.mark(operation)
+                self._world.watch.watch_stream(operation)
             (info,) = self.args_recv_info[fwd_chunk_id]
             assert info.buffer is not None
             info.buffer.requires_grad_(self.has_backward)

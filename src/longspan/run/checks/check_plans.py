@@ -43,7 +43,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
             )
         if choice.has_one_degree:
             _check_degree_divides(choice, home)
-        choice.check(longest.value or 1, home, f"{longest.key} {longest.value or 1}")
+        choice.check_longest_document(longest.value or 1, home, f"{longest.key} {longest.value or 1}")
 
 
 def check_longest(config: RunConfig, home: Layout, longest: int, name: str, heads: int | None = None) -> None:
@@ -130,7 +130,7 @@ def _check_degree_divides(choice: PlanChoice, home: Layout) -> None:
 def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, title: str) -> None:
     """Raise ConfigError where the longest document does not fit, with advice where a limit of rows is to blame."""
     try:
-        choice.check(longest, home, title)
+        choice.check_longest_document(longest, home, title)
     except ConfigError as error:
         if not choice.options.max_tokens_per_slot:
             raise

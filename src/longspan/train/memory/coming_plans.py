@@ -45,11 +45,10 @@ class ComingSteps:
         return range(self.first, min(self.last, self.first + MOST_STEPS))
 
     def fullest_plans(self, config: RunConfig, cost: Cost) -> list[Plan]:
-        """Return the plans of the steps with the fullest slots, if all steps are looked at, otherwise of the heaviest.
+        """Return the plans, by each planner, of the coming steps that need most memory.
 
-        Each step is planned by each planner.
-
-        Raises PlanError for documents that fit no group.
+        Those are the steps with the fullest slots if all steps are looked at; otherwise the step with the longest
+        document and the one with most tokens. Raises PlanError for documents that fit no group.
         """
         choices = [
             PlanChoice.training(planner_config, cost=cost, heads=self.heads)
@@ -59,7 +58,7 @@ class ComingSteps:
         return [choice.plan(self.lengths_of_step(step), self.home) for choice in choices for step in steps]
 
     def fullest_steps(self, choice: PlanChoice) -> Sequence[int]:
-        """Return the few steps with most rows in a slot, by plans whose prices are simple and take a millisecond."""
+        """Return the FEW_STEPS steps with most rows in a slot; plans of a simple cost, of a millisecond each, tell."""
         if len(self.steps) <= FEW_STEPS:
             return self.steps
         simple = replace(choice, options=replace(choice.options, cost=Cost(), cp_comm_type="p2p"))
@@ -74,8 +73,8 @@ class ComingSteps:
     def limit_plans(self, config: RunConfig, plans: Sequence[Plan]) -> list[Plan]:
         """Return, as a list of one, a plan that fills every slot to its limit of rows, as a later step may.
 
-        A slot gets no more rows than any of these plans has tokens. The list is empty where all steps were looked at,
-        or rows have no limit.
+        A slot gets no more rows than the largest of `plans` has tokens. The list is empty where all steps were looked
+        at, or rows have no limit.
         """
         cap = PlanChoice.training(config, heads=self.heads).options.max_tokens_per_slot
         if not cap or self._sees_all_steps(config):
@@ -85,14 +84,14 @@ class ComingSteps:
         return [probe_plan(config, self.home, max(rows, multiple), self.heads)]
 
     def _sees_all_steps(self, config: RunConfig) -> bool:
-        """Return whether every coming step is looked at: if they are few, or their plans of one degree are quick."""
+        """Return whether every coming step is looked at: steps are few, or have plans of one degree, made quickly."""
         if self.last - self.first <= FEW_STEPS:
             return True
         one_degree = PlanChoice.training(config, heads=self.heads).has_one_degree
         return one_degree and not self.few and self.steps.stop == self.last
 
     def heaviest_steps(self) -> Sequence[int]:
-        """Return the step with the longest document and the step with most tokens; one step if these are the same."""
+        """Return the step with the longest document and the step with most tokens, which may be one step."""
         lengths = {step: self.lengths_of_step(step) for step in self.steps}
         longest_step = max(lengths, key=lambda step: max(lengths[step], default=0))
         return sorted({longest_step, max(lengths, key=lambda step: sum(lengths[step]))})

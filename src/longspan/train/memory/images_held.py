@@ -36,7 +36,7 @@ class ImagesHeld:
     wave_rows: int
     row: float
 
-    def check(self, budget: float) -> None:
+    def check_budget(self, budget: float) -> None:
         """Raise ConfigError where a wave, or what is held, does not fit a budget of bytes."""
         if self.wave > budget:
             raise ConfigError(
@@ -52,16 +52,17 @@ class ImagesHeld:
 
 
 def measure_images(model: MultimodalModel, rows: float, world: World, *, uses: int = 1) -> ImagesHeld:
-    """Measure the bytes that steps with so many rows of images take on the rank that needs most; entered by all ranks.
+    """Measure the bytes that images of a step take on the rank that needs most; entered by all ranks.
 
-    `rows` are those of a step on all slots together. `uses`: how often a row is held, once for its own place and once
-    for each depth of multi-token prediction; with its gradient, twice as often.
+    `rows` are the rows of images of a step on all slots together. `uses` is how often a rank holds such a row: once for
+    the row's own place, and once for each depth of multi-token prediction. Each use has a gradient as well.
     """
     step_bytes = wave = 0.0
     wave_rows, row = 0, 0.0
     for encoder in model.encoder_settings.values():
         slot_rows = UNEVEN * rows / encoder.world.home.slots
         tokens = image_tokens(model.config)
+        # an image's row has one part for the embedding, and one for each decoder layer that it is added to
         width = model.config.get_text_config().hidden_size * (1 + encoder.deep_layers)
         itemsize = next(encoder.module.parameters()).element_size()
         step_bytes += 2 * uses * width * itemsize * UNEVEN * rows / world.home.slots

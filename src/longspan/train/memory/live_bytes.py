@@ -32,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, int] = {}  # bytes of each storage that is alive, by its address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and note what it made, without subclasses of Tensor, whose own storage holds nothing."""
+        """Run an operator and note the tensors that it made, but no subclasses of Tensor, which hold no storage."""
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and type(x) in (torch.Tensor, torch.nn.Parameter):
@@ -83,7 +83,7 @@ def measure_added_peak(device: torch.device) -> Iterator[AddedBytes]:
 
 
 def unused_bytes(device: torch.device, ranks: int) -> int:
-    """Return the bytes that a rank could still take of its GPU, or of the host's memory, which so many ranks share.
+    """Return the bytes that a rank could still take of its GPU, or of the host's memory, which `ranks` ranks share.
 
     Of a GPU these are the free ones, and those that the allocator has reserved and does not use. 0 means unknown.
     """
@@ -110,9 +110,9 @@ def _memory_figure(device: torch.device, name: str, which: Literal["current", "p
 
 
 def allocator_retries(device: torch.device) -> int:
-    """Return how often this process's allocator had no memory: it waited for the GPU, freed its cache, and tried again.
+    """Return how often this process's allocator ran out of memory, freed its cache, and tried again; 0 on a CPU.
 
-    Each time takes milliseconds, and the freed memory has to be allocated again. 0 on a CPU.
+    Each time it waits for the GPU, for milliseconds, and the freed memory has to be allocated again.
     """
     if device.type != "cuda":
         return 0

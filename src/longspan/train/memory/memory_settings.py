@@ -27,7 +27,7 @@ def run_memory_settings(
         state_numbers=state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets,
-        adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),
+        adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),  # adapters are in float32 at least
         depths=config.mtp.depths,
         gathered_once=not parallel.reshard_after_forward,
         offload_states=train.offload_states,
@@ -55,7 +55,7 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
     SGD keeps one with momentum. Those of another class are counted on a small matrix, in the dtype of trained weights:
     float32 for adapters.
     """
-    if train.optimizer == "sgd" and any(words.startswith("momentum") for words in train.optimizer_arguments):
+    if train.optimizer == "sgd" and any(argument.startswith("momentum") for argument in train.optimizer_arguments):
         return 1.0
     if train.optimizer in MOMENTS:
         return MOMENTS[train.optimizer]
@@ -73,11 +73,12 @@ def fixed_keys(config: RunConfig) -> FixedMemory:
     for optimizers of MOMENTS; for others that takes the key.
     """
     train, by_hand = config.train, config.train.memory == "none"
-    kind = key_checkpointing(train) or ("none" if by_hand else None)
+    measure = key_checkpointing(train) or ("none" if by_hand else None)
     states = None if train.optimizer in MOMENTS and not by_hand else False
+    # A key that is set is fixed. One that is not (False or 0) is off by hand, and else the plan's choice (None).
     return FixedMemory(
-        measure=kind,
-        layers=None if kind is None else train.recompute_layers,
+        measure=measure,
+        layers=None if measure is None else train.recompute_layers,
         offload=train.offload_activations or (False if by_hand else None),
         gathered_once=not config.parallel.reshard_after_forward or (False if by_hand else None),
         offload_states=train.offload_states or states,

@@ -49,7 +49,7 @@ class NeededBytes:
 def check_model_fits(
     config: RunConfig, model: PreTrainedModel, world: World, compute_dtype: torch.dtype, *, training: bool
 ) -> None:
-    """Raise ConfigError, on every rank, where one has less room than the model needs, on its GPU or on its host.
+    """Raise ConfigError, on every rank, where any rank has less room than the model needs, on its GPU or its host.
 
     `model` is not yet prepared, and need have no memory. Without `training`, weights and a gathered layer count.
     """
@@ -149,8 +149,9 @@ def _parameter_numbers(model: nn.Module, home: Layout) -> dict[str, float]:
 def _gathered_numbers(config: RunConfig, model: PreTrainedModel, home: Layout) -> float:
     """Count the numbers that a rank gathers at one time.
 
-    They are the root's (embedding and head) and the largest layer's, or all layers' if none is freed before the end of
-    a step. With a pipeline the root is left out, since some stages have neither embedding nor head.
+    They are the root's (embedding and head) and the largest layer's. All layers count where none is freed before the
+    end of a step: in a pipeline, in free mode, or by the key. With a pipeline the root is left out, since some stages
+    have neither embedding nor head.
     """
     layers = (*decoder_layers(model), *mtp_blocks(model))
     by_layer, root = dict.fromkeys(layers, 0.0), 0.0
@@ -162,7 +163,7 @@ def _gathered_numbers(config: RunConfig, model: PreTrainedModel, home: Layout) -
             by_layer[layer] += numel / (home.ep if ".experts." in name else 1)
     stay = home.pp > 1 or not config.parallel.reshard_after_forward or config.context.mode == "free"
     layers_at_once = sum(by_layer.values()) if stay else max(by_layer.values())
-    return layers_at_once + (0 if home.pp > 1 else root)  # of stages, some have neither embedding nor head
+    return layers_at_once + (0 if home.pp > 1 else root)
 
 
 def _check_room(config: RunConfig, needed: NeededBytes, room: Room, home: Layout) -> None:

@@ -67,7 +67,7 @@ Measurement = TypeVar("Measurement", bound=_Measured)
 
 
 def measure_step_bytes(config: RunConfig, model: nn.Module, world: World, rows: int) -> int:
-    """Measure the most bytes that a step with so many rows on every slot takes at a time, above those in use before.
+    """Measure the peak bytes of a step with `rows` rows on every slot, less the bytes in use before.
 
     Raises ConfigError on the rank whose memory does not suffice; the others raise CommError, which quotes it.
     """
@@ -87,7 +87,7 @@ def measure_step_bytes(config: RunConfig, model: nn.Module, world: World, rows: 
 
 
 def _measure_peak(config: RunConfig, model: nn.Module, world: World, plan: Plan, documents: Any) -> int:
-    """Measure the most bytes that a step of this plan takes on this rank, above those before it."""
+    """Measure the peak bytes of a step of this plan on this rank, less the bytes in use before."""
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
         bytes_before = torch.cuda.memory_allocated(world.device)
@@ -99,7 +99,7 @@ def _measure_peak(config: RunConfig, model: nn.Module, world: World, plan: Plan,
 
 
 def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
-    """Make a plan in which every slot holds so many rows in each micro-batch, of documents in the widest groups.
+    """Make a plan in which every slot holds `rows` rows in each micro-batch, of documents in the widest groups.
 
     A pipeline gets as many micro-batches as it holds at once. Under sequence parallelism `rows` is a multiple of tp.
     """
@@ -115,7 +115,7 @@ def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = N
 
 
 def _too_many_error(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
-    """Write down that a probe of so many rows was too large for this rank's memory, and return the error."""
+    """Write down that a probe of `rows` rows was too large for this rank's memory, and return the error to raise."""
     too_many = TooMany(rows, len(world.home.ranks), memory_keys(config))
     with suppress(OSError):  # the folder may not be there on every rank
         write_atomically(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(too_many), indent=1))
@@ -135,7 +135,7 @@ def read_too_many_rows(directory: Path, ranks: int, keys: dict[str, Any]) -> int
 def read_measurement(
     kind: type[Measurement], file: Path, ranks: int, keys: dict[str, Any], otherwise: str
 ) -> Measurement | None:
-    """Read what the run measured before on as many ranks under the same keys; None if it did not.
+    """Read what the run measured before on this number of ranks, under the same keys; None if there is nothing.
 
     Raises ConfigError for a damaged file; `otherwise` describes what happens without the file.
     """

@@ -47,7 +47,7 @@ def activation_budget(config: RunConfig, model: nn.Module, optimizer: Optimizer,
     train, on_host = config.train, isinstance(optimizer, OffloadedStates)
     states = 0 if optimizer.state or on_host else measure_state_bytes(OptimizerChoice.of(train), model)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # what the allocator keeps and does not use counts as free then
         taken_bytes = torch.cuda.memory_allocated(device) + CONTEXT_BYTES
         most_bytes = train.memory_fraction * (torch.cuda.mem_get_info(device)[0] + taken_bytes)
         return (train.memory_bytes or most_bytes) - taken_bytes - states
@@ -68,7 +68,7 @@ def measure_state_bytes(choice: OptimizerChoice, model: nn.Module) -> int:
 def _measure_tensor_states(
     choice: OptimizerChoice, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Measure the bytes of states that an optimizer has for a parameter of this shape, by one step of it."""
+    """Measure the bytes of an optimizer's states for a parameter of this shape, by one step of that parameter."""
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = choice.build([parameter])
@@ -126,7 +126,7 @@ def fit_rows(probes: Sequence[tuple[int, int]], budget: float, ranks: int) -> Ro
 
 
 def use_measured_rows(config: RunConfig, world: World, log: LogLine) -> RunConfig:
-    """Put the number that the run measured before, if it did, in place of "auto"; entered by all ranks."""
+    """Put the rows that an earlier start of the run measured, if any, in place of "auto"; entered by all ranks."""
     if config.context.max_tokens_per_slot != AUTO:
         return config
     file, ranks, keys = Path(config.run.dir) / FILE, len(world.home.ranks), memory_keys(config)
@@ -146,7 +146,7 @@ def measure_rows(
     image_rows: float = 0.0,
     first_guess: int | None = None,
 ) -> RunConfig:
-    """Put a number that is measured now in place of "auto"; entered by all ranks.
+    """Measure how many rows of a slot fit, and put them in place of "auto"; entered by all ranks.
 
     `image_rows` are the rows of images in a step, on all slots together, of a model that has an encoder; `first_guess`
     is how many rows of a slot a plan of memory has room for.
@@ -175,7 +175,7 @@ def _use_rows(config: RunConfig, fit: RowsThatFit, log: LogLine) -> RunConfig:
 def read_training_rows(config: RunConfig) -> RunConfig:
     """Put the rows that the run measured for training in place of "auto"; for evaluation only.
 
-    Evaluation keeps less than training, so they fit on other ranks too. Raises ConfigError where there are none.
+    Evaluation keeps less than training, so these rows fit on any ranks. Raises ConfigError if none were measured.
     """
     if config.context.evaluation.max_tokens_per_slot != AUTO:
         return config
@@ -191,7 +191,7 @@ def read_training_rows(config: RunConfig) -> RunConfig:
 
 
 def _set_eval_rows(config: RunConfig, rows: int) -> RunConfig:
-    """Set so many rows where evaluation, of the held-out documents or of a set, takes "auto"."""
+    """Set `rows` in place of "auto" in evaluations, of the held-out documents and of each set."""
     if config.context.evaluation.max_tokens_per_slot == AUTO:
         config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot=rows))
     sets = (replace(s, max_tokens_per_slot=rows) if s.max_tokens_per_slot == AUTO else s for s in config.eval)
@@ -210,25 +210,26 @@ def fit_by_probes(
 ) -> RowsThatFit:
     """Run two or three probes, and agree on the rows that fit on every rank.
 
-    Two small probes give a line; where half of the rows that fit by it are more than both had, a third has those and
-    corrects it. A `first_guess` takes the place of the second and third, unless it is no larger than the first: a line
-    takes two sizes. `below`: so many rows did not fit before; no probe has as many, nor has the result. What `images`
-    hold is taken off the budget. Raises ConfigError where fewer rows than two probes need are left, or images do not
-    fit, and on a rank that runs out of memory in a probe.
+    Two small probes give a line of bytes by rows. If half of the rows that fit by this line are more than either probe
+    had, a third probe has that half and corrects the line. A probe of `first_guess` rows takes the place of the second
+    and third, unless it has no more rows than the first: a line takes two sizes. The first probe runs twice (`warm`),
+    as a first step also makes buffers that stay. `below` is a number of rows that did not fit before (None: none is
+    known); probes and result have fewer. What `images` hold is taken off the budget. Raises ConfigError where fewer
+    rows than two probes need are left, or images do not fit, and on a rank that runs out of memory in a probe.
     """
     budget = activation_budget(config, model, optimizer, world.device)
     if images is not None:
-        run_on_every_rank(world, partial(images.check, budget), ConfigError)
+        run_on_every_rank(world, partial(images.check_budget, budget), ConfigError)
         budget -= images.held
     probes = _Probes(config, find_language_model(model), world, budget, below)
-    probes.run(probes.first, warm=True)
+    probes.run_probe(probes.first, warm=True)
     if first_guess is not None and (rows := probes.guess_rows(first_guess)) > probes.first:
-        probes.run(rows)
+        probes.run_probe(rows)
         return probes.fit_largest_probes()
-    probes.run(probes.choose_second_rows())
+    probes.run_probe(probes.choose_second_rows())
     third_rows = probes.choose_third_rows()
     if third_rows > probes.largest_rows:
-        probes.run(third_rows)
+        probes.run_probe(third_rows)
     return probes.fit_largest_probes()
 
 
@@ -259,9 +260,9 @@ class _Probes:
         """The rows of the largest probe."""
         return max(rows for rows, _ in self._probed)
 
-    def run(self, rows: int, *, warm: bool = False) -> None:
-        """Run one probe and share its bytes with the other ranks; with `warm` after one whose bytes do not count, which
-        makes what a first step makes once.
+    def run_probe(self, rows: int, *, warm: bool = False) -> None:
+        """Run one probe, and share its bytes with the other ranks; with `warm` run the same step before, uncounted, as
+        the first step of a process also makes buffers that stay.
         """
         if warm:
             self._measure_on_ranks(rows)
@@ -277,14 +278,14 @@ class _Probes:
         return self._round_rows(min(guess, self._row_limit / 2))
 
     def choose_second_rows(self) -> int:
-        """Choose the rows of the second probe: more than the first had if they surely fit, otherwise half as many.
+        """Choose the rows of the second probe: more than the first if these surely fit, else half of the first.
 
         More means a quarter more at least, as closer probes make no good line; and at most half of the rows that are
         known not to fit, as a probe must not run out of memory.
         """
         rows, bytes_of_ranks = self._probed[0]
-        room = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
-        larger = self._round_rows(min(self._sizes[1], rows * room, self._row_limit / 2))
+        times = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
+        larger = self._round_rows(min(self._sizes[1], rows * times, self._row_limit / 2))
         return larger if larger >= rows + rows // 4 else self._round_rows(rows / 2)
 
     def choose_third_rows(self) -> int:

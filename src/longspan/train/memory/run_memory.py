@@ -75,7 +75,7 @@ class RunMemory:
         return needs.under(key_measures(self.config, needs) if chosen is None else chosen.measures)
 
     def choose_memory(self, budget: MemoryBudget) -> MemoryPlan:
-        """Choose the fastest measures that fit, and the rows of a slot with which they do where these are "auto".
+        """Choose the fastest measures that fit, and with them the rows of a slot where these are "auto".
 
         Numbers of rows with which nothing fits are left out. Raises PlanError, with the bytes, where none is left.
         """
@@ -93,7 +93,10 @@ class RunMemory:
         return min(choices, key=lambda choice: choice[0])[1]
 
     def _choose_under_limit(self, rows: int, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
-        """Choose the plan of memory under a limit of rows; returns the seconds of the heaviest steps, and the plan."""
+        """Choose the plan of memory under a limit of rows; returns the seconds of the heaviest steps, and the plan.
+
+        Only these steps are planned, as several limits are compared.
+        """
         config = replace(self.config, context=replace(self.config.context, max_tokens_per_slot=rows))
         ahead = replace(self.ahead, few=True)
         steps = ahead.fullest_plans(config, self._plan_cost())
@@ -143,7 +146,7 @@ def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | 
 def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
     """Return the plan of memory and "", or None and why the model's bytes cannot be counted.
 
-    Raises ConfigError where they can, and nothing fits.
+    Raises ConfigError if the bytes can be counted and nothing fits.
     """
     try:
         ModelNumbers.of(run.model, run.ahead.home, run.settings)
@@ -164,7 +167,7 @@ def plan_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> Me
         return None
 
     def plan_run_memory() -> MemoryPlan | None:
-        """Plan it on the first rank; None where bytes cannot be counted."""
+        """Plan the run's memory on the first rank; None where bytes cannot be counted."""
         with suppress(PlanError):
             return run.plan_memory(chosen)
 
@@ -177,7 +180,8 @@ HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading document
 def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
     """Return the bytes that a rank may fill of its device and of its host.
 
-    They are the least of all ranks, which call it together; the control channel gives maxima, so bytes go negative.
+    Each is the least of all ranks, which call this together: the largest of the negative bytes, as the control group
+    has only a maximum.
     """
     device, host = _rank_budget(config, world)
     negative_bytes = world.control.largest_of([-float(device), -float(host)], "the least free memory")
@@ -187,12 +191,13 @@ def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
 def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
     """Return the bytes that this rank may fill of its device and of its host, which its host's ranks share.
 
-    Of a host that does not tell its free memory it is none.
+    The host's bytes are 0 where its free memory is not known.
     """
     host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
     if config.train.memory_bytes:
         return config.train.memory_bytes, host
-    # The context is there by now and counts as free, since plans count its bytes; it may be smaller than they say.
+    # The CUDA context exists by now. Its bytes count as free, as a plan of memory counts them among its own; `min`, as
+    # the context may be smaller than CONTEXT_BYTES.
     free, all_bytes = torch.cuda.mem_get_info(world.device)
     return int(config.train.memory_fraction * min(all_bytes, free + CONTEXT_BYTES)), host
 

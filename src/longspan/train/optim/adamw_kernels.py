@@ -141,7 +141,8 @@ def places_in_rows(row, first, lane, BLOCK: tl.constexpr):
 
     `row` is the tensor's row of the table, `first` the block's first number. Rows of `inner` numbers each begin where
     `row_start` says. Divisions are slow: the block's first number takes one, of 32 bits if that is enough. A block no
-    longer than a row of numbers touches two rows at most and needs no other; in shorter rows each number takes one.
+    longer than a row of numbers touches two rows at most and needs no other division; in shorter rows each number
+    takes one.
     """
     inner, rows, near, far = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
     first += tl.load(row + 12)  # where a part of a tensor starts

@@ -71,7 +71,7 @@ class Update(NamedTuple):
 def takes_update(update: Update) -> bool:
     """Return whether the kernel updates these tensors: contiguous ones of a GPU, in float32 or bfloat16.
 
-    Rows of random bits' places have fewer than 2³¹ numbers, which the kernel divides in 32 bits.
+    `places` may only have rows of fewer than 2³¹ numbers, as the kernel divides by their length in 32 bits.
     """
     parameter, gradient, mean, square = tensors = update[:4]
     return (
@@ -93,15 +93,16 @@ def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
     """Update all these tensors of one GPU; returns the number of launches.
 
     Tensors share a launch if they have the same types, alignment, rounding and kind of places, which the kernel is
-    compiled for: a few launches at most. Factors and addresses are in its table. Tensors that are not aligned for wide
-    loads are at least for one bfloat16 number, 2 bytes.
+    compiled for: a few launches at most. Factors and addresses are in the kernel's table. Tensors that are not aligned
+    for wide loads are aligned to 2 bytes, the size of a bfloat16 number.
     """
-    kinds = defaultdict[Any, list[Update]](list)
+    by_launch = defaultdict[Any, list[Update]](list)
     for update in updates:
         aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in update[:4])
         dtypes = tuple(tensor.dtype for tensor in update[:3])
-        kinds[dtypes, aligned, update.key is not None, update.places is None or update.places.is_flat].append(update)
-    for (dtypes, aligned, by_chance, flat), alike in kinds.items():
+        flat = update.places is None or update.places.is_flat
+        by_launch[dtypes, aligned, update.key is not None, flat].append(update)
+    for (dtypes, aligned, by_chance, flat), alike in by_launch.items():
         first = alike[0].parameter
         blocks = -(-max(update.parameter.numel() for update in alike) // BLOCK)
         _kernels().adamw_kernel[min(blocks, PROGRAMS), len(alike)](
@@ -117,7 +118,7 @@ def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
             enable_fp_fusion=False,  # the same bits as the reference, which rounds every product
             enable_reflect_ftz=False,
         )
-    return len(kinds)
+    return len(by_launch)
 
 
 def make_table(updates: Sequence[Update]) -> Any:

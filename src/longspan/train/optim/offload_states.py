@@ -96,7 +96,7 @@ class OffloadedStates(Optimizer):
     def device_bytes(self) -> int:
         """The most bytes of the device that states take during a step in which every parameter has a gradient.
 
-        They are those of the two consecutive buckets with most, for one is fetched while the one before is updated.
+        They are those of the two consecutive buckets with most bytes: one is fetched while the one before is updated.
         Where an optimizer makes new tensors for states, those of one parameter come on top.
         """
         sizes = [b.bytes for b in cut_buckets(self.inner, self._sizes, self._bucket_bytes, every=True)]
@@ -121,8 +121,8 @@ class OffloadedStates(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; moments are copied to the host's memory, whatever device they come from.
 
-        The inner optimizer loads settings and single numbers (`small`), with all that its class checks and converts;
-        its states then move here, next to the moments on the host. Hooks that torch runs around loading run here.
+        The inner optimizer loads settings and single numbers (`small`), which its class checks and converts; then the
+        numbers move into this optimizer's state, next to the moments. Hooks that torch runs around loading run here.
         """
         state_dict = {**state_dict}
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -202,7 +202,7 @@ class OffloadedStates(Optimizer):
             bucket.group.update({key: value for key, value in group.items() if key != "params"})
 
     def _store_bucket(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[Tensor]:
-        """Begin to copy updated states to the host; returns those that must stay on the device until they are there."""
+        """Begin to copy updated states to the host; returns the tensors to keep on the device until all are copied."""
         pairs = list[tuple[Tensor, Tensor]]()
         for part, new_state in zip(bucket.parts, states, strict=True):
             state = self.state[part.parameter]
@@ -229,7 +229,8 @@ class OffloadedStates(Optimizer):
     def _host_tensor(self, parameter: nn.Parameter, name: str, value: Tensor, *, whole: bool) -> Tensor:
         """Return the tensor of the host for a state of this parameter: made once, and the same in later steps.
 
-        It is like `value`; where that is a part's, like the parameter, with the type of `value`.
+        `whole`: `value` is the state of the whole parameter, and the host's tensor has its shape and type. Otherwise
+        `value` is the state of a part, and the host's tensor has the parameter's shape and the type of `value`.
         """
         like, local = (value if whole else parameter.detach()), local_tensor(parameter.detach())
         if (shape := local_tensor(like).shape) != local.shape:  # a state of another shape, such as a sum of each row
@@ -277,7 +278,7 @@ class _Copies:
     ) -> torch.cuda.Event | None:
         """Copy the second tensor of each pair into the first, on a stream after what is computed now.
 
-        Returns the event after which all are copied; without a stream (None) they are when it returns None.
+        Returns the event after which all pairs are copied; None without a stream, as they are copied by then.
         """
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -313,7 +314,7 @@ class _Copies:
 
 
 def _has_numbers(value: Any) -> bool:
-    """Return whether a state is more than a count: it waits on the host."""
+    """Return whether a state is a tensor with dims, which waits on the host, and not a count."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 

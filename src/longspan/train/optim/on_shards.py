@@ -23,8 +23,8 @@ STEPS, BOUND = 2, 1e-4  # updates that are tried, and their largest error as a s
 def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
     """Raise ConfigError, on every rank, where the optimizer updates sharded parameters otherwise than whole ones.
 
-    It raises too where the optimizer cannot update them at all; then the class's own refusal (`refusal`) comes as it
-    is, and any other error as the `reason`. All ranks call it together.
+    An optimizer that cannot update sharded parameters at all is refused too: a ConfigError of its own (`refusal`) is
+    raised as it is, any other error becomes the `reason`. All ranks call this together.
     """
     pairs = list(_make_pairs(model, world.device))
     refusal = reason = ""
@@ -47,7 +47,7 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
 
 
 def _make_pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yield a sharded and a whole parameter for each kind of the model's: mesh, placements and number of dims.
+    """Yield a sharded and a whole parameter for each kind of the model's parameters: mesh, placements, number of dims.
 
     Sharded dims have 4 numbers on each rank, others 4 in all.
     """

@@ -169,6 +169,7 @@ def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
         if update.parameter.numel():
             (of_kernel if takes_update(update) else others).append(update)
     launch_updates(of_kernel, scale)
+    # A scale that is not a number changes nothing; the kernel sees to that itself.
     if others and (scale is None or not bool(scale.isnan())):
         for update in others:
             apply_by_torch(update, scale)
@@ -189,16 +190,16 @@ def apply_by_torch(update: Update, scale: Tensor | None = None) -> None:
     chunk = chunk_numbers(flat[0].device)
     for start in range(0, len(flat[0]), chunk):
         stop = min(start + chunk, len(flat[0]))
-        targets = [flat[0][start:stop], flat[2][start:stop], flat[3][start:stop]]
+        outputs = [flat[0][start:stop], flat[2][start:stop], flat[3][start:stop]]  # all but the gradient
         results = _compute_update([tensor[start:stop].to(wide) for tensor in flat], update.factors, scale)
         if update.key is not None and update.places is not None:
             words = random_words(update.key, update.places.indices(start, stop, flat[0].device))
             results = [
-                round_stochastically(result, noise_of(words, stream)) if target.dtype == torch.bfloat16 else result
-                for stream, (target, result) in enumerate(zip(targets, results, strict=True))
+                round_stochastically(result, noise_of(words, stream)) if output.dtype == torch.bfloat16 else result
+                for stream, (output, result) in enumerate(zip(outputs, results, strict=True))
             ]
-        for target, result in zip(targets, results, strict=True):
-            target.copy_(result)
+        for output, result in zip(outputs, results, strict=True):
+            output.copy_(result)
     for tensor, result in zip(tensors, flat, strict=True):
         if tensor is not update.gradient and not tensor.is_contiguous():
             tensor.copy_(result.view(tensor.shape))

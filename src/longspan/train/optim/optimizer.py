@@ -252,8 +252,8 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
 
 def _is_switch(parameter: inspect.Parameter) -> bool:
     """Return whether an argument is true or false, by its default or its annotation ("bool | None" too)."""
-    words = {*re.findall(r"\w+", str(parameter.annotation))} - {"class", "typing", "Optional", "Union", "None"}
-    return isinstance(parameter.default, bool) or words == {"bool"}
+    type_names = {*re.findall(r"\w+", str(parameter.annotation))} - {"class", "typing", "Optional", "Union", "None"}
+    return isinstance(parameter.default, bool) or type_names == {"bool"}
 
 
 def _accepts_argument(kind: type[Optimizer], argument: str) -> bool:

@@ -58,8 +58,8 @@ class Places(NamedTuple):
     def of(cls, shape: Sequence[int], block: Sequence[slice]) -> "Places":
         """Return the places of a block of a tensor of this shape: a slice for each dim.
 
-        From the last dim on, `levels` joins dims that are not cut to one (count, stride); three levels suffice for a
-        tensor that is cut along two dims.
+        `levels` are (count, stride), from the last dim to the first. A dim joins the level before if all dims of that
+        level are whole; otherwise it begins a new level. A tensor that is cut along two dims has three levels at most.
 
         >>> Places.of((4, 6), (slice(2, 4), slice(3, 6)))
         Places(offset=15, inner=3, rows=2, near=6, far=0, start=0)
@@ -169,7 +169,7 @@ def round_by_places(x: Tensor, key: Key, places: Places, stream: int) -> Tensor:
     rounded, local = x.to(torch.bfloat16), local_tensor(x)
     flat, result = local.contiguous().view(-1), torch.empty_like(local_tensor(rounded)).view(-1)
     # One word per number serves STREAMS streams; an optimizer with more states draws further words by other keys.
-    key = Key(key.first, (key.second + stream // STREAMS * GOLDEN) & WORD)  # an optimizer with many states
+    key = Key(key.first, (key.second + stream // STREAMS * GOLDEN) & WORD)
     chunk = chunk_numbers(flat.device)
     for start in range(0, len(flat), chunk):
         stop = min(start + chunk, len(flat))

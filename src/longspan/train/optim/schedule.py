@@ -60,7 +60,7 @@ class Schedule:
         return self.decay or -(-self.steps // WSD_DECAY)
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of step 0, 1, …, steps − 1; later ones have the last one's."""
+        """Return the learning rate of step 0, 1, …, steps − 1; later steps have the rate of the last."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         return self.lr * (self.min_ratio + (1.0 - self.min_ratio) * self._curve_height(step))

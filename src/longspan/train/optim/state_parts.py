@@ -105,9 +105,9 @@ class Bucket:
 def cut_buckets(
     optimizer: Optimizer, sizes: "StateSizes", bucket_bytes: int, *, every: bool = False
 ) -> Iterator[Bucket]:
-    """Cut the parameters that have gradients, or `every` one, into buckets whose states take so many bytes at most.
+    """Cut the parameters with gradients, or `every` parameter, into buckets whose states take `bucket_bytes` at most.
 
-    Only a parameter that must stay whole may take more.
+    Only a bucket of a single parameter that must stay whole may take more.
     """
     for index, group in enumerate(optimizer.param_groups):
         plain, parts, filled = bool(group.get("fused") or group.get("foreach")), list[Part](), 0.0
@@ -129,7 +129,7 @@ def cut_buckets(
 def _split_parameter(
     optimizer: Optimizer, parameter: nn.Parameter, number_bytes: float, bucket_bytes: int, *, plain: bool
 ) -> Iterator[Part]:
-    """Split a parameter into parts whose states fill a bucket; into one if they take less, or if it must stay whole.
+    """Split a parameter into parts whose states fill a bucket; one that takes less, or must stay whole, is one part.
 
     A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
     """
@@ -157,7 +157,7 @@ class StateSizes:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Measure nothing yet; rounding by chance leaves it to the class that it wraps how states grow."""
+        """Measure nothing yet. Under rounding by chance, the class that updates says whether states count by number."""
         self._optimizer = optimizer
         kind = optimizer.kind if isinstance(optimizer, StochasticRounding) else type(optimizer)
         self._by_number = kind in BY_NUMBER
@@ -174,7 +174,7 @@ class StateSizes:
         return sum(-(-max(size * scale, 1) // ALIGNMENT) * ALIGNMENT for size in self._bytes[key])
 
     def total_bytes(self) -> int:
-        """Return the bytes of all states of the parameters that are here."""
+        """Return the bytes of all states of this rank: of its parameters that take a gradient."""
         groups = enumerate(self._optimizer.param_groups)
         return sum(
             self.parameter_bytes(index, p) for index, group in groups for p in group["params"] if p.requires_grad
@@ -189,7 +189,8 @@ class StateSizes:
         parameter = nn.Parameter(values)
         parameter.grad = torch.zeros_like(values)
         shadow = make_shadow(self._optimizer, self._optimizer.param_groups[group], [parameter])
-        if self._by_number and (first := self._first_state(group)):  # Adagrad's constructor makes states in torch 2.11
+        # Adagrad makes states in its constructor (torch 2.11), which a shadow does not run: it begins with those.
+        if self._by_number and (first := self._first_state(group)):
             shadow.state[parameter] = {
                 name: value.flatten()[:1].expand_as(values).clone() if waits_on_host(value, values) else deepcopy(value)
                 for name, value in first.items()
@@ -258,10 +259,9 @@ def _update_difference(
 ) -> str:
     """Describe how an update of all parameters differs from updates of one after another; "" if it does not.
 
-    Parameters of these shapes are made in the types and on the devices of those in `like`.
-
     Two equal sets of random parameters take STEPS steps along equal gradients, one set at once, the other parameter by
     parameter. Neither values nor the group's settings, in which some optimizers count steps, may differ in one bit.
+    Parameters have these `shapes`, and the types and devices of the parameters in `like`.
     """
     draws = torch.Generator().manual_seed(0)
     values = [

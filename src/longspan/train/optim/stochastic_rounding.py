@@ -48,7 +48,7 @@ class StochasticRounding(Optimizer):
     def __init__(
         self, choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
     ) -> None:
-        """Share the groups of an optimizer of the choice over the model; another one updates float32 copies."""
+        """Take over the groups of the chosen optimizer; `_wide`, another one of its kind, updates float32 copies."""
         optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
@@ -95,7 +95,7 @@ class StochasticRounding(Optimizer):
         return state
 
     def _round_value(self, value: Any, parameter: nn.Parameter, key: Key, stream: int) -> Any:
-        """Round an updated float32 value to bfloat16 if its parameter is in it; counts of steps and the like stay."""
+        """Round an updated float32 tensor of a bfloat16 parameter to bfloat16; counts of steps and the like stay."""
         if not _is_wide(value) or parameter.dtype != torch.bfloat16:
             return value
         return round_by_places(value, key, self._bits.places(parameter), stream)

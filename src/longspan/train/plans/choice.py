@@ -110,8 +110,8 @@ class PlanChoice:
     ) -> "PlanChoice":
         """Choose how evaluations are planned: those of a named set, or else of the documents that are held out.
 
-        They are priced for forward passes only. Plans of a degree "auto" that is not chosen yet (`auto_degree.py`) have
-        the smallest that holds their documents.
+        They are priced for forward passes only, with rows in their own partition. Plans of a degree "auto" that is not
+        chosen yet (`auto_degree.py`) have the smallest that holds their documents.
         """
         entry = entry or held_out_set(config)
         cost = (cost or read_cost(config)).forward_only()
@@ -225,7 +225,7 @@ class PlanChoice:
         """Return the planners' options on a home: the cost of its slots, and micro-batches for its stages."""
         return replace(self.options, cost=self._slot_cost(home), micro_batch_multiple=home.pp)
 
-    def check(self, longest: int, home: Layout, title: str) -> None:
+    def check_longest_document(self, longest: int, home: Layout, title: str) -> None:
         """Plan one document of `longest` tokens, or raise ConfigError with the keys that do not fit."""
         try:
             self.plan((longest,), home)

@@ -30,7 +30,7 @@ def set_epoch_steps(config: RunConfig, order: StepOrder | PackOrder, log: LogLin
     steps = order.steps_of_epochs(config.train.epochs)
     documents, tokens = order.stream.documents, order.stream.tokens
     config = set_steps(config, steps)
-    Schedule.of(config.train)
+    Schedule.of(config.train)  # raises where the schedule does not fit
     log(
         f"train.epochs {config.train.epochs:g}: {plural(steps, 'step')} over {plural(documents, 'document')} "
         f"({plural(tokens, 'token')}), in place of train.steps; {config.train.warmup_steps} of warm-up"

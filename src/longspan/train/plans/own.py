@@ -91,7 +91,8 @@ def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, o
 def _check_own_heads(plan: Plan, options: PlanOptions, home: Layout) -> None:
     """Raise PlanError for groups whose number of slots does not divide the query heads that a2a exchanges.
 
-    Under a2a+p2p only the members of the first level exchange heads. Groups that are alike are checked once.
+    Under a2a+p2p only the members of the first level exchange heads. Groups that are alike are checked once. Where the
+    heads are not known, nothing is refused.
     """
     groups = (group for batch in plan.micro_batches for group in batch.groups)
     for degree, kind, sizes in dict.fromkeys(
@@ -107,7 +108,7 @@ def _check_own_heads(plan: Plan, options: PlanOptions, home: Layout) -> None:
 
 
 def check_cost(name: str, file: str) -> None:
-    """Raise ConfigError for a cost that does not exist, and if there is a file of a cost too."""
+    """Raise ConfigError for a cost that does not exist, and if `file`, the value of run.machine, is given as well."""
     if file:
         raise ConfigError(f"{COST_KEY} is {name!r} and run.machine is {file!r}; give one of them")
     _import_cost(name)

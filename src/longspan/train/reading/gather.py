@@ -50,8 +50,8 @@ def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocument
     >>> documents = share_documents(corpus.select([3, 7, 1]), world)
 
     The documents keep their numbers. Shares have about as many tokens each; `documents` and their lengths are the same
-    on every rank. It is for documents that take long to read, such as texts that are tokenized then: otherwise a rank
-    with some rows of a document would read all of it. Raises DataError on every rank where one cannot read its share.
+    on every rank. Use this for documents that take long to read, such as texts that are tokenized then: otherwise each
+    rank with some rows of a document would read all of it. Raises DataError on every rank if one cannot read its share.
     """
     shares = deal_documents([len(document) for document in documents], len(world.home.ranks))
     share = shares[world.home.ranks.index(world.rank)]
@@ -103,8 +103,8 @@ class _Local:
     """The documents that this rank brings, read."""
 
     def __init__(self) -> None:
-        """Begin without documents: their facts and columns, and whether a label is another than its token."""
-        self._facts, self._read = list[tuple[int, ...]](), list[dict[str, Integers]]()
+        """Begin without documents: facts and columns of each, and whether any label is another than its token."""
+        self._facts, self._documents = list[tuple[int, ...]](), list[dict[str, Integers]]()
         self._names, self._labelled = NamesOfValues(), False
 
     def add_document(self, number: int, document: Any) -> None:
@@ -129,7 +129,7 @@ class _Local:
         labels = np.asarray(document.labels(positions)) if isinstance(document, Labelled) else ids
         check_integers(number, labels, positions, "its labels are token ids, or −100")
         values = document.token_values(positions) if isinstance(document, Valued) else {}
-        self._names.check(number, values)
+        self._names.check_names(number, values)
         if wrong := next((name for name, value in values.items() if np.shape(value) != positions.shape), None):
             raise DataError(
                 f"document {number} gave {wrong!r} of shape {np.shape(values[wrong])} for {len(positions)} positions; "
@@ -143,33 +143,36 @@ class _Local:
         bits = {
             number_column(name): np.asarray(value, dtype=np.float64).view(np.int64) for name, value in values.items()
         }
-        self._read.append(columns | bits)
+        self._documents.append(columns | bits)
 
     def describe_share(self) -> _Share:
-        """Describe to the other ranks what this one brings.
+        """Return what this rank tells the others of its documents.
 
         The digest, by which copies are refused, is left out unless two documents differ: ranks may well have drawn one
         document each, and the same.
         """
-        # Each document's digest is of the names of its columns, then of the columns.
-        digests = [hashlib.blake2b(repr(sorted(read)).encode(), digest_size=16) for read in self._read]
-        for digest, read in zip(digests, self._read, strict=True):
-            for name in sorted(read):
-                digest.update(read[name].tobytes())
-        different = [digest.digest() for digest in digests]
-        digest = hashlib.blake2b(b"".join(different), digest_size=16).digest() if len(set(different)) > 1 else b""
-        names = {name for read in self._read for name in read} - {IDS, LABELS, number_column(WEIGHTS)}
+        digests = [_document_digest(document) for document in self._documents]
+        digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest() if len(set(digests)) > 1 else b""
+        names = {name for document in self._documents for name in document} - {IDS, LABELS, number_column(WEIGHTS)}
         facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         return _Share(facts, tuple(sorted(name[1:] for name in names)), self._labelled, digest)
 
     def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Return all rows (n, columns); of the columns only weights may be missing in a document: they are 1 there."""
+        """Return all rows (n, columns). Only weights may be missing in a document, whose rows then have weight 1."""
         weight_bits = np.float64(1).view(np.int64)
         rows = [
-            np.stack([read.get(name, np.broadcast_to(weight_bits, len(read[IDS]))) for name in columns], axis=1)
-            for read in self._read
+            np.stack([document.get(name, np.broadcast_to(weight_bits, len(document[IDS]))) for name in columns], axis=1)
+            for document in self._documents
         ]
         return np.concatenate([np.empty((0, len(columns)), dtype=np.int64), *rows])
+
+
+def _document_digest(columns: Mapping[str, Integers]) -> bytes:
+    """Return the digest of a document: of the names of its columns, then of the columns."""
+    digest = hashlib.blake2b(repr(sorted(columns)).encode(), digest_size=16)
+    for name in sorted(columns):
+        digest.update(columns[name].tobytes())
+    return digest.digest()
 
 
 def _iterate_documents(local: Any) -> Iterable[Any]:
@@ -212,16 +215,16 @@ def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] 
     _check_value_names(shares, world.home.ranks)
     if numbers is None:
         _refuse_copies(shares, world.home.ranks)
-        ends = np.cumsum([len(share.facts) for share in shares]).tolist()
-        numbers = [range(end - len(share.facts), end) for end, share in zip(ends, shares, strict=True)]
+        last_numbers = np.cumsum([len(share.facts) for share in shares]).tolist()
+        numbers = [range(end - len(share.facts), end) for end, share in zip(last_numbers, shares, strict=True)]
     order = np.array([number for share in numbers for number in share], dtype=np.int64)
-    in_order = np.concatenate([share.facts for share in shares])
-    facts = np.empty((len(order), in_order.shape[1] + 1), dtype=np.int64)
-    facts[order] = np.column_stack([in_order, np.cumsum(in_order[:, 0]) - in_order[:, 0]])
+    by_rank = np.concatenate([share.facts for share in shares])  # columns: length, 3 more, whether there are weights
+    facts = np.empty((len(order), by_rank.shape[1] + 1), dtype=np.int64)
+    facts[order] = np.column_stack([by_rank, np.cumsum(by_rank[:, 0]) - by_rank[:, 0]])
     ends = np.cumsum([int(share.facts[:, 0].sum()) for share in shares])
     index = world.home.ranks.index(world.rank)
     columns = [IDS, *[LABELS] * any(share.labelled for share in shares)]
-    columns += [number_column(WEIGHTS)] * bool(in_order[:, 4].any())
+    columns += [number_column(WEIGHTS)] * bool(by_rank[:, 4].any())
     columns += sorted({number_column(name) for share in shares for name in share.names})
     table = local.row_table(columns)
     rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)
@@ -229,7 +232,7 @@ def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] 
 
 
 def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
-    """Raise DataError, on every rank, where documents of some ranks have values that those of others have not."""
+    """Raise DataError, on every rank, unless the documents of all ranks have values of the same names."""
     having = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if len(share.facts)]
     all_names = sorted({name for _, share in having for name in share.names})
     for name in all_names:

@@ -63,8 +63,8 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
     names: tuple[str, ...]
     _ends: Integers  # where each rank's rows end, among the rows of all documents (ranks,)
     _facts: Facts
-    _brought: Rows
-    _here: Rows
+    _brought: Rows  # of the documents that this rank read
+    _here: Rows  # that can be read on this rank: those it brought, or those that it computes under a plan
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -143,14 +143,15 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
     def read_column(self, column: str, document: int, positions: Any) -> Integers:
         """Return what a column has for these positions of a document, an array or an index such as a slice.
 
-        Raises IndexError outside it, DataError for rows that are not here."""
+        Raises IndexError for positions outside the document, DataError for rows that are not on this rank.
+        """
         length, local_rows = int(self._facts.lengths[document]), self._here
         positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
         if positions.size and not (positions.min() >= 0 and positions.max() < length):
             raise IndexError(f"positions {positions.min()} to {positions.max()} of a document of {length} tokens")
         rows = positions + int(self._facts.starts[document])
         places = np.searchsorted(local_rows.numbers, rows)
-        is_here = places < len(local_rows.numbers)
+        is_here = places < len(local_rows.numbers)  # and the row at that place is the one that was looked for
         is_here[is_here] = local_rows.numbers[places[is_here]] == rows[is_here]
         if not is_here.all():
             raise DataError(
@@ -223,7 +224,7 @@ def _one_run(start: int, stop: int) -> Integers:
 
 
 def _merge_runs(runs: Integers) -> Integers:
-    """Merge runs of rows (n, 2), the first row and the end of each, that may overlap to ascending ones that do not."""
+    """Merge runs of rows (n, 2), (first row, end), that may overlap, to ascending runs that do not."""
     if not len(runs):
         return runs
     runs = runs[np.argsort(runs[:, 0], kind="stable")]

@@ -99,7 +99,7 @@ def padding_batch(plan: Plan, world: World, depths: int = 0) -> LocalBatch:
 
 
 def reading_error(error: Exception, world: World) -> DataError:
-    """Make the error that all ranks raise where this one cannot read its rows."""
+    """Make the error that all ranks raise if this rank cannot read its rows."""
     message = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     rank_error = DataError(f"rank {world.rank} could not read its rows: {message}")
     rank_error.__cause__ = error

@@ -44,7 +44,7 @@ def read_inputs_and_labels(
     """Read token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
 
     `documents[d]` is asked for the positions that this rank holds, and for the next one where a label needs it.
-    Whatever it holds in the places of `items`, id 0 and label −100 stand there.
+    In the places of `items` ids are 0 and labels −100, whatever the document holds there.
     Raises DataError, naming document and position, for what is not a token id of the vocabulary.
     """
     batch = read_rows(documents, shard, vocabulary, items)
@@ -57,7 +57,7 @@ class NamesOfValues:
     def __init__(self) -> None:
         self._first_names: tuple[int, set[str]] | None = None
 
-    def check(self, document: int, values: Mapping[str, Any]) -> None:
+    def check_names(self, document: int, values: Mapping[str, Any]) -> None:
         """Raise DataError where another document's values have other names; weights may be left out."""
         names = set(values) - {WEIGHTS}
         first, first_names = self._first_names = self._first_names or (document, names)
@@ -89,7 +89,8 @@ def read_rows(
             length = shard_part.group.lengths[local]
             stop = min(stop, length)  # a document laid out longer than it is ends in padding
             if stop > start:
-                reader.read(shard_part.group.documents[local], start, stop, shard_part.start + offset, length=length)
+                document, row = shard_part.group.documents[local], shard_part.start + offset
+                reader.read_run(document, start, stop, row, length=length)
     return reader.batch(shard)
 
 
@@ -133,7 +134,7 @@ class _Reader:
         first, *deeper = (LocalBatch(shard, rows.ids, rows.labels, rows.values) for rows in self._at_depth)
         return first._replace(deeper=tuple(deeper))
 
-    def read(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
+    def read_run(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
         """Read positions from start to stop of a document of `length` tokens into the local rows from `row` on.
 
         Tokens after them are read too, one for the last label and one more for each depth, as far as there are any.
@@ -168,7 +169,7 @@ class _Reader:
     ) -> Integers:
         """Read the labels of these positions: the document's, or the tokens that stand there.
 
-        `hidden` are the placeholders among them and the position before them, which have none.
+        `hidden` is True at placeholders of items, which have no label; it begins one position before `positions`.
         """
         labels = tokens
         if isinstance(labelled, Labelled):
@@ -181,9 +182,9 @@ class _Reader:
         return labels
 
     def _read_values(self, valued: Any, document: int, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
-        """Read the numbers of a document at these positions. Raises DataError where others have other names."""
+        """Read the numbers of a document at these positions. Raises DataError for names that other documents lack."""
         values = valued.token_values(positions) if isinstance(valued, Valued) else {}
-        self._names.check(document, values)
+        self._names.check_names(document, values)
         for name, numbers in values.items():
             if np.shape(numbers) != positions.shape:
                 raise DataError(

@@ -93,7 +93,7 @@ class StepDocuments:
         )
 
     def move_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
-        """Return the same documents, and where rows move between ranks, with those of this rank; entered by all ranks.
+        """Return the same documents; if their rows move between ranks, with this rank's rows; entered by all ranks.
 
         Raises DataError for documents of another world.
         """
@@ -144,7 +144,8 @@ class StepInputs:
 def count_pack_targets(documents: Any, plan: Plan) -> Plan:
     """Return the plan with the number of targets of its packs that have labels, which no planner reads.
 
-    A label on a placeholder of an item is no target. Plans of other documents stay as they are.
+    A label on a placeholder of an item is no target. Gathered documents know their number of targets. The plan stays as
+    it is if no document is a pack with labels.
     """
     if isinstance(documents, MovingDocuments):
         return replace(plan, targets=documents.targets)

@@ -77,7 +77,7 @@ def _distribution_number(logits: Tensor, ids: Tensor, name: str, dtype: torch.dt
         return logits.mean(-1, dtype=dtype)
     log_probs = logits.to(dtype).log_softmax(-1)
     if name == "log_sum_sq_probs":
-        return log_probs.mul_(2).logsumexp(-1)
+        return log_probs.mul_(2).logsumexp(-1)  # p² = exp(2 log p)
     # a token that cannot come (−inf) adds nothing
     return -(log_probs.exp() * log_probs.clamp_(min=torch.finfo(dtype).min)).sum(-1)
 

@@ -132,7 +132,7 @@ class SameOnRanks:
         self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
         self._sizes = np.zeros((2, 2))
 
-    def add(self, loss: float, coefficients: Floats, *, inside: bool) -> None:
+    def add_sums(self, loss: float, coefficients: Floats, *, inside: bool) -> None:
         """Add the loss of some sets, and the coefficients of all documents (D,); `inside` sets are in one micro-batch.
 
         Coefficients are added with a weight for each document, so that swapped ones do not give the same sum.
@@ -142,8 +142,8 @@ class SameOnRanks:
         self._sums[kind] = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind]) + sums
         self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
 
-    def differ(self, world: World) -> bool:
-        """Return whether a rank that has sums has others than the rest; what is not finite is not compared.
+    def differ_on_ranks(self, world: World) -> bool:
+        """Return whether the ranks that have sums differ in them; sums that are not finite are not compared.
 
         One collective gives the largest sums, the largest negated sums (so the smallest), and the largest sizes.
         """
@@ -208,13 +208,14 @@ class DocumentPasses:
 
     def look_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
         """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks."""
+        # −1, of a document that the plan left out, stands for any micro-batch: the step raises when it counts targets.
         indices = sorted({self._index.get(document, -1) for documents in self._sets_across for document in documents})
         if not indices:
             return
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
         sums = collect_log_probs(passes, ahead, self._chunk_rows).sums
-        self._loss_ahead, self._coefficients = self._take_sets(self._sets_across, sums)
+        self._loss_ahead, self._coefficients = self._compute_set_losses(self._sets_across, sums)
         self.forward_twice: int = len(indices)
 
     def loss_ahead(self) -> float:
@@ -230,8 +231,8 @@ class DocumentPasses:
             ids = sorted({document for documents in sets for document in documents})
             sums = np.zeros(len(coefficients))
             sums[ids] = self._world.control.sum_over_slots(local[ids].tolist(), "log-probabilities of documents")
-            loss, inside = self._take_sets(sets, sums)
-            coefficients = coefficients + inside
+            loss, coefficients_inside = self._compute_set_losses(sets, sums)
+            coefficients = coefficients + coefficients_inside
         # Every slot has the loss of the sets, and losses are summed over slots.
         total = torch.tensor(loss if self._world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
         if not torch.is_grad_enabled():
@@ -244,21 +245,21 @@ class DocumentPasses:
 
         return total + chunked_loss(hidden, targets.targets, slopes_only, head, self._chunk_rows)
 
-    def difference(self) -> bool:
+    def differs_on_ranks(self) -> bool:
         """Return whether the function gave other losses or derivatives on some ranks; entered by all."""
-        return self._check.differ(self._world)
+        return self._check.differ_on_ranks(self._world)
 
     def _batch_sets(self, batch: LocalBatch) -> list[tuple[int, ...]]:
         """Return the sets that a micro-batch holds; any of its documents has its index."""
         groups = batch.shard.micro_batch.groups
         return self._sets_inside.get(self._index[groups[0].documents[0]], []) if groups else []
 
-    def _take_sets(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
-        """Run the caller's function over sets: their loss, and coefficients (D,). An error is kept in `error`."""
+    def _compute_set_losses(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
+        """Compute the loss of sets by the caller's function, and its coefficients (D,); an error is kept in `error`."""
         if self.error is None:
             try:
                 loss, coefficients = set_losses(self._function, sets, sums)
-                self._check.add(loss, coefficients, inside=sets is not self._sets_across)
+                self._check.add_sums(loss, coefficients, inside=sets is not self._sets_across)
                 return loss, coefficients
             except Exception as error:  # of the caller's function
                 self.error = error

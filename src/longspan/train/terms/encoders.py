@@ -40,7 +40,7 @@ class EncodersTerm(Term):
     """
 
     def __init__(self, model: MultimodalModel, inputs: StepInputs, items: ItemTable, depths: int = 0) -> None:
-        """Take what waves are planned from; `read` plans them, also for the `depths` of multi-token prediction."""
+        """Keep what waves are planned from; `read` plans the waves, also for `depths` of multi-token prediction."""
         self._model, self._inputs, self._items, self._depths = model, inputs, items, depths
         self._micro_batches: Sequence[MicroBatch] = ()
         self._encoding: Encoding | None = None
@@ -51,14 +51,14 @@ class EncodersTerm(Term):
         passes = {"backward": inputs.backward, "depths": self._depths}
         self._micro_batches = inputs.plan.micro_batches
         self._encoding = encoding = take_encoding(self._model, inputs.plan, table, **passes)
-        read = partial(encoding.read, inputs.documents.documents)
+        read = partial(encoding.read_items, inputs.documents.documents)
         read_and_agree(read, table.digest(), inputs.world, what="lists of items")
 
     def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Plan the waves of some micro-batches and read the inputs of this rank's items."""
         self._micro_batches = micro_batches
         self._encoding = Encoding(self._model, self._inputs.plan, micro_batches, self._items, backward=False)
-        self._encoding.read(self._inputs.documents.documents)
+        self._encoding.read_items(self._inputs.documents.documents)
 
     def passes_context(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
         """Encode before the passes of the language model, and bring gradients back after them."""
@@ -76,7 +76,7 @@ class EncodersTerm(Term):
 
 
 class Encoding:
-    """All waves of some micro-batches of a plan. Enter `passes_context` once `read` has succeeded on all ranks."""
+    """All waves of some micro-batches of a plan. Enter `passes_context` once all ranks have read their items."""
 
     def __init__(
         self,
@@ -114,10 +114,10 @@ class Encoding:
         """The items that this rank reads, as documents number them."""
         return [number for part in self._parts for number in part.items_here]
 
-    def read(self, documents: Any) -> None:
+    def read_items(self, documents: Any) -> None:
         """Read what this rank encodes from the documents; raises whatever they raise."""
         for part in self._parts:
-            part.read(documents)
+            part.read_items(documents)
 
     def not_finite(self) -> list[str]:
         """Return the items for which this rank read something that is not finite."""
@@ -125,15 +125,15 @@ class Encoding:
 
     @contextmanager
     def passes_context(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> Iterator[None]:
-        """Encode and deliver before the body, which runs the language model; bring gradients back after it.
+        """Encode and deliver rows, let the `with` block run the language model, then bring gradients back.
 
         `micro_batches` are those of the `batches`, equal to those that the waves were planned for.
         """
         with ExitStack() as stack:
             for modality_pass in self._parts:
-                stack.enter_context(modality_pass.open())
+                stack.enter_context(modality_pass.step_context())
             with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
-                self._raise_errors_together([modality_pass.encode() for modality_pass in self._parts])
+                self._raise_errors_together([modality_pass.encode_waves() for modality_pass in self._parts])
                 for modality_pass in self._parts:
                     modality_pass.deliver_rows(micro_batches, batches)
             yield
@@ -155,7 +155,7 @@ class Encoding:
         return self._world.watch.naming(part, self._world.home.ranks)
 
     def _raise_errors_together(self, errors: Sequence[ModelError | None]) -> None:
-        """Raise on every rank where any encoder made other rows than its items take."""
+        """Raise, on every rank, the first of `errors` that any rank has, as for an encoder that made too few rows."""
         error = next((error for error in errors if error is not None), None)
         if self._world.control.any_rank(error is not None):
             raise_first_error(self._world, error)

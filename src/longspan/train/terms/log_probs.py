@@ -98,7 +98,7 @@ class CollectedLogProbs:
         return torch.cat([log_probs, distribution_values(logits, ids, self._also)]) if self._also else log_probs
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
-        """Put the numbers of all ranks' rows together, on every rank: each has 0 for tokens of the others."""
+        """Put the numbers of all ranks' rows together, on every rank: a sum, as a rank has 0 for tokens of others."""
         values, sums = np.zeros((1 + len(self._also), self._starts[-1])), np.zeros(len(self._lengths))
         if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
             for targets, on_device in self._parts:

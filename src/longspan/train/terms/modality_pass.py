@@ -106,7 +106,7 @@ class ModalityPass:
         """The items that this rank encodes, as documents number them."""
         return [self.items.numbers[item] for wave in self.waves for item in wave.items]
 
-    def read(self, documents: Any) -> None:
+    def read_items(self, documents: Any) -> None:
         """Read the inputs of this rank's items, and bind the waves of an encoder whose slots share items."""
         for wave in self.waves:
             if self.encoder.max_cp > 1:
@@ -120,13 +120,15 @@ class ModalityPass:
 
     def not_finite(self) -> list[str]:
         """Return the items whose inputs, as read here, hold tensors that are not finite."""
-        read = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
+        inputs = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
         return [
-            self.items.item_text(item) for item in sorted(read) if not all(map(_is_finite, find_tensors(read[item])))
+            self.items.item_text(item)
+            for item, value in sorted(inputs.items(), key=lambda entry: entry[0])
+            if not all(map(_is_finite, find_tensors(value)))
         ]
 
     @contextmanager
-    def open(self) -> Iterator[None]:
+    def step_context(self) -> Iterator[None]:
         """Return a context in which the encoder's modules are in their modes for the step.
 
         At its end the encoder's gradients are summed over its slots, and no parameter stays gathered.
@@ -143,14 +145,13 @@ class ModalityPass:
                 yield
                 has_ended = True
             finally:
-                if not (
-                    self.trains and has_ended
-                ):  # a pass that was broken off: later ones would take stale parameters
+                # Only a backward pass frees gathered parameters, which would be stale in the next step.
+                if not (self.trains and has_ended):
                     reshard(module)
                 for wave in self.waves:
                     wave.output, wave.deliveries = None, []
 
-    def encode(self) -> ModelError | None:
+    def encode_waves(self) -> ModelError | None:
         """Run the encoder over all waves; returns the error of a wave that made other rows than its items take."""
         error: ModelError | None = None
         for wave in self.waves:  # all of them, whatever one made: other ranks may wait in the collectives of an encoder
@@ -159,7 +160,7 @@ class ModalityPass:
             with torch.set_grad_enabled(self.trains and not self.encoder.recompute):
                 output = self._call_encoder(wave)
             error = error or self._rows_error(wave, output)
-            # Of a wave that only enters the collectives no row is used, but its graph is, for those of backward.
+            # A wave that only enters the collectives delivers no row; its graph enters the collectives of backward.
             wave.output = None if error else output if wave.works else output[:0]
         return error
 
@@ -197,9 +198,9 @@ class ModalityPass:
         """Exchange the rows of every wave, and give each shard of these micro-batches the rows at its placeholders.
 
         A micro-batch takes its rows from those of the waves, in order, as one leaf of the graph, whose gradient goes
-        back to the encoders later. Rows of the embedding are spliced in at each depth of prediction (`ahead` 0 is the
-        model itself); those for deeper layers are added there, in the model only. The outputs are dropped if the
-        encoder runs again for backward, or is not trained.
+        back to the encoders later. The first part of a row replaces an embedding, at each depth of prediction (`ahead`
+        0 is the model itself); its further parts are added to outputs of decoder layers, in the model only. The outputs
+        are dropped if the encoder runs again for backward, or is not trained.
         """
         arrived: list[Tensor] = []
         for wave in self.waves:

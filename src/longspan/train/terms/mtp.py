@@ -78,8 +78,8 @@ class DepthsTerm(Term):
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
         """Count the targets of each depth on all slots."""
-        last = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
-        counted_batches = batches if last else ()  # of a pipeline, stages in the middle read no labels
+        reads_labels = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
+        counted_batches = batches if reads_labels else ()
         local = [
             sum(int((batch.deeper[d].labels != NO_TARGET).sum()) for batch in counted_batches)
             for d in range(self.depths)
@@ -132,9 +132,9 @@ def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
             "before prepare"
         )
     rules = call_rules(model)
-    if seeing := ["a prefix"] if rules.prefix else [f"an {modality}" for modality in rules.in_spans]:
+    if spans := ["a prefix"] if rules.prefix else [f"an {modality}" for modality in rules.in_spans]:
         raise ModelError(
-            f"mtp= was given, and rows of {' and '.join(seeing)} see each other in {name}: at a depth a row would see "
+            f"mtp= was given, and rows of {' and '.join(spans)} see each other in {name}: at a depth a row would see "
             "later ones that hold the tokens it is to predict; leave mtp= out"
         )
     digest = hashlib.sha256(f"{mtp} {depths}".encode()).hexdigest()
@@ -183,6 +183,6 @@ def depths_line(config: RunConfig, configuration: Any) -> str:
     """Write where the depths' weights come from, for the log of a run that begins."""
     folder = depth_weights(config, configuration)
     source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
-    frozen = ", which stay as they are beside their adapters" if config.lora.rank else ""
-    frozen = ", trained whole beside the model's adapter" if config.mtp.train_whole else frozen
-    return f"multi-token prediction: {plural(config.mtp.depths, 'depth')}, {source}{frozen}"
+    adapter_note = ", which stay as they are beside their adapters" if config.lora.rank else ""
+    adapter_note = ", trained whole beside the model's adapter" if config.mtp.train_whole else adapter_note
+    return f"multi-token prediction: {plural(config.mtp.depths, 'depth')}, {source}{adapter_note}"

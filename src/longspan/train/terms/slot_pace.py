@@ -64,9 +64,9 @@ class SlotPaceTerm(Term):
         return [seconds, float(self._rows)]
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Return this slot's seconds a row, over those of the other slots; None if either was not timed.
+        """Return this slot's seconds a row over the other slots' seconds a row; None if one of these was not timed.
 
-        Of a slot's tensor-parallel ranks only the first is in the sums.
+        Of a slot's tensor-parallel ranks only the first is in the sums; the others return None.
         """
         seconds, rows = sums[0] - self._seconds, sums[1] - self._rows  # of the others
         if self._world.coordinates.tp or not self._rows or rows <= 0 or seconds <= 0:

@@ -33,7 +33,7 @@ class LossTerm(Term):
     def __init__(self, loss: Loss, divisor: float | None, plan: Plan, world: World, chunk_rows: int) -> None:
         """Read the loss, and agree with all ranks that its kind, its divisor and its sets are the same.
 
-        A rank on which reading fails first lets the others know, so that all raise.
+        The first comparison tells all ranks whether reading failed on any, so that all raise; the second one compares.
         """
         self._world = world
         described, failure = "", None
@@ -73,7 +73,7 @@ class LossTerm(Term):
         error = None if self.measure.error is None else _to_loss_error(self.measure.error, self._world)
         if self._world.control.any_rank(error is not None):
             raise_first_error(self._world, error)
-        if isinstance(self.measure, DocumentPasses) and self.measure.difference():
+        if isinstance(self.measure, DocumentPasses) and self.measure.differs_on_ranks():
             raise on_all_ranks(
                 LossError(
                     "the function of a DocumentLoss gave other losses or derivatives on some ranks; let it depend on "
@@ -107,8 +107,8 @@ def _read_loss(
     else:
         sets, default = (), default_divisor(plan)
         measure = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
-    by = default if divisor is None else check_divisor(divisor)
-    return measure, by, f"{type(measure).__name__} {by} {sets}"
+    used_divisor = default if divisor is None else check_divisor(divisor)
+    return measure, used_divisor, f"{type(measure).__name__} {used_divisor} {sets}"
 
 
 def check_divisor(divisor: Any) -> float:
@@ -125,7 +125,7 @@ def check_divisor(divisor: Any) -> float:
 
 
 def _to_loss_error(error: Exception, world: World) -> LongspanError:
-    """Return the error of a caller's function as a LossError that names the rank; one of ours as it is."""
+    """Return the error of a caller's function as a LossError that names the rank; a LongspanError as it is."""
     if isinstance(error, LongspanError):
         return error
     loss_error = LossError(f"the loss failed on rank {world.rank}: {type(error).__name__}: {error}")

@@ -80,7 +80,7 @@ def step_terms(
     for term in terms:  # the others check when they are made
         term.check_inputs(inputs)
     depths = DepthsTerm(mtp, inputs, chunk_rows) if mtp is not None else None
-    # Coefficients for a model without routers are refused there.
+    # `router_statistics` refuses coefficients for a model without routers.
     if hasattr(getattr(model, "config", None), "router_aux_loss_coef") or router not in (None, _CONFIGURED):
         statistics = router_statistics(model, inputs.world, inputs.plan.tokens, router)
         terms += [] if statistics is None else [RoutersTerm(statistics)]
