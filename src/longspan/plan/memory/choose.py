@@ -112,7 +112,7 @@ def _fastest_of_choices(
     """Return the fastest of the plans that fit, one for each setting and pair of measures; None where none does.
 
     Choices are counted from the one that may be fastest on, by the least seconds of each, until none that is left can
-    be faster than a plan that fits: bytes take a hundred times as long to count as seconds.
+    be faster than a plan that fits.
     """
     choices = list(_choices(needs, fixed))
     others: tuple[Measure, ...] = () if fixed.layers is None else ("none",)
