@@ -21,7 +21,8 @@ from longspan.plan import (
     plan_fixed,
 )
 from longspan.plan.cost.cost_changes import CostSettings
-from longspan.plan.memory.seconds import extra_seconds
+from longspan.plan.memory.choose import _choices, _fit_fewest_layers, _segment_choices, _set_segments
+from longspan.plan.memory.seconds import MemoryPrices, extra_seconds
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 GIB = 2**30
@@ -63,6 +64,44 @@ def test_recomputes_as_few_layers_as_need_be() -> None:
     plan = plan_fixed([16384 * 2], HOME, cp=2, cp_comm_type="a2a")
     assert 0 < len(recomputed) < 36 and count <= 36
     assert not MemoryPlan.of(QWEN3_8B, HOME, plan, MemorySettings(), fewer).fits(NO_HOST)
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {},
+        {"gathered_once": False},
+        {"offload": False},
+        {"offload_states": False},
+        {"measure": "selective"},
+        {"measure": "full", "layers": 5},
+        {"mlp_tile_rows": 16384},
+        {"segment_layers": 4},
+    ],
+)
+@pytest.mark.parametrize(("rows", "device", "host"), [(4096, 129, 128), (20480, 75, 0), (65536, 60, 64)])
+def test_is_the_first_of_the_fastest_of_all_plans_that_fit(
+    fixed: dict[str, Any], rows: int, device: int, host: int
+) -> None:
+    budget, by_hand = MemoryBudget(device=device * GIB, host=host * GIB), FixedMemory(**fixed)
+    plan = plan_fixed([rows * 2], HOME, cp=2, cp_comm_type="a2a")
+    needs = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings())
+    prices = MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))
+    fastest: MemoryPlan | None = None
+    for size in _segment_choices(needs, by_hand):
+        choices = list(_choices(_set_segments(needs, size), by_hand))
+        plans = [_fit_fewest_layers(*choice, budget, by_hand) for choice in choices]
+        for (choice, slow, fast), memory in zip(choices, plans, strict=True):
+            if memory is not None:
+                assert prices.least_seconds(choice, (slow, fast, *memory.measures)) <= prices.seconds(memory)
+        if fitting := [memory for memory in plans if memory is not None]:
+            fastest = min(fitting, key=prices.seconds)
+            break
+    if fastest is None:
+        with pytest.raises(PlanError, match="does not fit"):
+            chosen(rows, budget, **fixed)
+    else:
+        assert chosen(rows, budget, **fixed) == fastest
 
 
 def test_keys_given_by_hand_win() -> None:

@@ -1,9 +1,11 @@
 """What layers keep so that a step fits and takes least time, by the prices of a machine; and the longest document.
 
 The first layers of each stage have one measure and the others a faster one: as few of the first as fit. All pairs of
-measures are tried, with weights gathered once or twice and states on the device or the host, and what costs least wins.
+measures are choices, with weights gathered once or twice and states on the device or the host, and what costs least
+wins; a choice that costs more, whatever its number of layers, than one that fits is not counted.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,18 +87,44 @@ def choose_memory(
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    if fitting := _list_fitting_plans(needs, budget, fixed):
-        return min(fitting, key=prices.seconds)
+    if (fastest := _find_fastest_plan(needs, budget, fixed, prices)) is not None:
+        return fastest
     leanest = min(leanest_plans(needs, fixed), key=lambda memory: memory.excess(budget))
     raise PlanError(_refusal_text(leanest, budget, home, fixed))
 
 
-def _list_fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> list[MemoryPlan]:
-    """List the plans that fit; those with segments, which run layers once more, only where there are no others."""
+def _find_fastest_plan(
+    needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory, prices: MemoryPrices
+) -> MemoryPlan | None:
+    """Return the fastest plan that fits, with segments, which run layers once more, only where no other fits; or None.
+
+    Of plans that take as long it is that of the first choice.
+    """
     for size in _segment_choices(needs, fixed):
-        if fitting := list(_fitting_plans(_set_segments(needs, size), budget, fixed)):
-            return fitting
-    return []
+        if (fastest := _fastest_of_choices(_set_segments(needs, size), budget, fixed, prices)) is not None:
+            return fastest
+    return None
+
+
+def _fastest_of_choices(
+    needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory, prices: MemoryPrices
+) -> MemoryPlan | None:
+    """Return the fastest of the plans that fit, one for each setting and pair of measures; None where none does.
+
+    Choices are counted from the one that may be fastest on, by the least seconds of each, until none that is left can
+    be faster than a plan that fits.
+    """
+    choices = list(_choices(needs, fixed))
+    others: tuple[Measure, ...] = () if fixed.layers is None else ("none",)
+    bounds = [prices.least_seconds(choice, (slow, fast, *others)) for choice, slow, fast in choices]
+    fastest, best = None, (math.inf, len(choices))
+    for bound, place in sorted(zip(bounds, range(len(choices)), strict=True)):
+        if (bound, place) > best:
+            break
+        memory = _fit_fewest_layers(*choices[place], budget, fixed)
+        if memory is not None and (seconds := (prices.seconds(memory), place)) < best:
+            fastest, best = memory, seconds
+    return fastest
 
 
 def _segment_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[int]:
@@ -111,12 +139,12 @@ def _set_segments(needs: MemoryNeeds, size: int) -> MemoryNeeds:
     return needs.with_settings(replace(needs.places[0].settings, segment_layers=size))
 
 
-def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """Yield, for each setting and pair of measures, the fitting plan with the fewest layers of the slower measure."""
+def _choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure, Measure]]:
+    """Yield the choices in order: the needs under each setting, with each pair of a slower measure and a faster."""
+    pairs = _measure_pairs(_distinct_measures(needs, fixed.measures))
     for changed_needs in _needs_by_setting(needs, fixed):
-        for fast, slow in _measure_pairs(_distinct_measures(needs, fixed.measures)):
-            if (memory := _fit_fewest_layers(changed_needs, slow, fast, budget, fixed)) is not None:
-                yield memory
+        for fast, slow in pairs:
+            yield changed_needs, slow, fast
 
 
 def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
@@ -298,4 +326,4 @@ def longest_document(
     if measures != "auto":
         return low * step * home.slots, needs.under(measures)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    return low * step * home.slots, min(_list_fitting_plans(needs, budget, fixed), key=prices.seconds)
+    return low * step * home.slots, _find_fastest_plan(needs, budget, fixed, prices)

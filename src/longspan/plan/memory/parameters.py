@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
@@ -55,7 +56,7 @@ class Stage:
     embeds: bool
     predicts: bool
 
-    @property
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         """The layers of all chunks, by index."""
         return tuple(layer for chunk in self.chunks for layer in chunk)

@@ -87,6 +87,18 @@ class MemoryPrices:
         state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
         return layers + gather + state_copies
 
+    def least_seconds(self, needs: MemoryNeeds, words: Sequence[Measure]) -> float:
+        """Return the least seconds that a plan of these needs may add whose layers keep some of these measures.
+
+        No plan is below it by rounding either: each sum has the terms of `seconds` in the same order, or smaller ones.
+        """
+        settings = needs.places[0].settings
+        tiled = bool(settings.mlp_tile_rows)
+        layers = sum(
+            min(self._layer_seconds(index, word, tiled=tiled) for word in words) for index in range(needs.layers)
+        )
+        return layers + (0.0 if settings.gathered_once else self._gather_seconds)
+
     def _layer_seconds(self, index: int, word: str, *, tiled: bool = False) -> float:
         """Return the seconds that a layer's measure adds: what is computed and exchanged again, and copies to the host.
 
