@@ -47,10 +47,10 @@ def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tu
 
 
 def refuse_partly_shared(model: PreTrainedModel, stages: Sequence[nn.Module]) -> None:
-    """Raise ModelError where stages share one parameter of a module and not its others.
+    """Raise ModelError where a module shares a parameter with another stage, and has further parameters of its own.
 
-    Such a module is not a copy of the other stage's as a whole, and cannot take its name. Parameters that both stages
-    have under the same name, such as the embedding's, are allowed.
+    A shared parameter is registered with its whole module, under the first name in the whole model: a parameter of its
+    own would get another one's name. Parameters that have one name in all stages, such as the embedding's, are allowed.
     """
     shared = shared_parameters(model, stages)
     first_name = {name: entry.names[0] for entry in shared for name in entry.names}
@@ -140,22 +140,24 @@ class StageCopies:
         self.first_names: dict[str, nn.Module] = {}  # what is here of modules that belong to other stages, by name
         self.trained: dict[nn.Module, nn.Module] = {}  # modules of later stages here, and whose parameters are trained
         for entry in shared:
-            holders = [(models[i], [n for n in entry.names if n in names[i]]) for i in models if i in entry.stages]
-            self._places.append([_find_place(model, here[0]) for model, here in holders])
-            self._note_modules(entry.names[0], holders)
+            copies = [(models[i], [n for n in entry.names if n in names[i]]) for i in models if i in entry.stages]
+            self._places.append([_find_place(model, names_there[0]) for model, names_there in copies])
+            self._note_modules(entry.names[0], copies)
 
-    def _note_modules(self, first_name: str, holders: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
+    def _note_modules(self, first_name: str, copies: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
         """Note which module of this rank has the trained copy of a parameter.
 
-        It is noted for the parameter's first name in the whole model, if that belongs to another rank's stage, and for
-        the modules of the other copies here.
+        `copies` are this rank's stages that have the parameter, the trained one first, with its names there. The module
+        is noted for the parameter's first name in the whole model, if that belongs to another rank's stage, and for the
+        modules of the other copies.
         """
-        if not holders:  # no stage here has the parameter
+        if not copies:  # no stage here has the parameter
             return
-        trained = _find_place(holders[0][0], holders[0][1][0]).module
-        if first_name not in holders[0][1]:
+        trained_model, trained_names = copies[0]
+        trained = _find_place(trained_model, trained_names[0]).module
+        if first_name not in trained_names:
             self.first_names[first_name.rpartition(".")[0]] = trained
-        for model, names in holders[1:]:
+        for model, names in copies[1:]:
             self.trained |= {_find_place(model, name).module: trained for name in names}
 
     def of(self, name: str) -> list[nn.Parameter]:

@@ -93,7 +93,8 @@ class ScheduledStage(PipelineStage):
     ) -> Any:
         """Do as torch's method does, with this micro-batch's ids and arguments.
 
-        The watch notes the hand-off before it, so that its report can say that this rank waits for hidden states.
+        The watch notes the hand-off first, so that a report of the watch can say that this rank waits for hidden
+        states. Hidden states are received into a buffer of ours, which needs a gradient as torch's own would.
         """
         stage_input = self.inputs[fwd_chunk_id]
         if not self.is_first:
@@ -231,7 +232,10 @@ def make_schedule(
 
 
 def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
-    """Return torch's class for this schedule; torch's single-stage 1F1B refuses fewer micro-batches than stages."""
+    """Return torch's class for this schedule; torch's single-stage 1F1B refuses fewer micro-batches than stages.
+
+    Evaluation takes a class that runs forward passes alone. "zbv" has none: no other class has its order of stages.
+    """
     if pipeline_settings.is_folded:
         return ScheduleZBVZeroBubble
     if pipeline_settings.schedule == "zero_bubble" and backward:

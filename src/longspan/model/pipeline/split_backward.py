@@ -59,7 +59,8 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
     while pending.groups:
         nodes, weights = pending.groups.popitem()
         gradients = {node: pending.gradients[node] for node in nodes if node in pending.gradients}
-        # The gradient of a node holds already what reached it through other nodes of the group: hooks put it back.
+        # A node's recorded gradient includes what reached it through other nodes of the group. Backward from all of
+        # them would add that again, so hooks set each node's gradient to the recorded one.
         hooks = gradients.items() if len(gradients) > 1 else ()
         handles = [node.register_prehook(lambda _, passed=passed: passed) for node, passed in hooks]
         try:

@@ -74,8 +74,9 @@ class _WholeWeights:
     def __init__(self, model: PreTrainedModel | PipelineModel, world: World) -> None:
         """Collect which weights there are, over all pipeline stages, under their names in the whole model.
 
-        Of names that share a tensor only the first is given out, and is noted as tied. A weight in an adapted module
-        has the scaling with which the adapter is added to it.
+        Of names that share a tensor only the first is given out, and is noted as tied. A weight that several stages of
+        this rank have is the first one's. A weight in an adapted module has the scaling with which the adapter is added
+        to it.
         """
         self._world, self._adapter = world, model_adapter(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
@@ -87,8 +88,8 @@ class _WholeWeights:
                 if name not in first_names and name not in self._local:
                     self._local[name] = value
                     scaling = scalings.get(name.partition(_BASE)[0]) if _BASE in name else None
-                    place = tuple(value.shape), value.dtype, world.coordinates.pp
-                    entries.append(_Entry(name, *place, name in first_names.values(), scaling))
+                    shape_dtype_stage = tuple(value.shape), value.dtype, world.coordinates.pp
+                    entries.append(_Entry(name, *shape_dtype_stage, name in first_names.values(), scaling))
         entries = self._collect_entries(entries)
         self._tied = {entry.name for entry in entries if entry.tied}
         self._entries = dict[str, _Entry]()
@@ -97,7 +98,7 @@ class _WholeWeights:
         self._names = [*self._entries]
 
     def _collect_entries(self, entries: list[_Entry]) -> list[_Entry]:
-        """Collect the entries of all pipeline positions on every rank, in their order; one rank reports for each."""
+        """Collect the entries of all pipeline positions on every rank, in order; one rank of each position reports."""
         if self._world.home.pp == 1:
             return entries
         is_reporter = (self._world.slot, self._world.coordinates.tp) == (0, 0)
@@ -162,7 +163,7 @@ class _WholeWeights:
         if kind == "weight":
             suffixes = {"A": f"lora_A.{adapter}.weight", "B": f"lora_B.{adapter}.weight"}
             suffixes |= {"embedding_A": f"lora_embedding_A.{adapter}", "embedding_B": f"lora_embedding_B.{adapter}"}
-            if f"{module}.lora_A.{adapter}.weight" in self._entries:
+            if f"{module}.lora_A.{adapter}.weight" in self._entries:  # an embedding's DoRA is refused by check_merge
                 suffixes |= {"magnitude": f"lora_magnitude_vector.{adapter}.weight"}
         names = {role: f"{module}.{tensor_name}" for role, tensor_name in suffixes.items()}
         return {role: tensor_name for role, tensor_name in names.items() if tensor_name in self._entries}
