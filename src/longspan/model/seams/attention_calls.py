@@ -90,8 +90,8 @@ def sharded_attention(
 ) -> tuple[Tensor, None]:
     """Stand in for transformers' attention function: query (1, N, T, H), key, value (1, K, T, H) to (1, T, N, H).
 
-    A shard that records calls notes this one. A probe, which has no rows of a sequence, gets an empty output of the
-    right shape. Rows that are separate (a tower's images) attend inside each of them, all others over the shard.
+    If calls with this shard are recorded, the call is noted. A probe, which has no rows of a sequence, gets an empty
+    output of the right shape. Rows of SeparateRows attend to themselves alone, all others over the shard.
 
     Raises ModelError without a shard, with a mask, or with more than one batch row.
     """

@@ -151,11 +151,11 @@ def attend_causally(model: nn.Module) -> None:
 def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
     """Raise ModelError if training, or evaluating, this prepared model would draw numbers that depend on the layout."""
     rules = call_rules(model)
-    always = rules.draws_in_evaluation
-    if draws := ", ".join(rules.random_draws if training else always):
+    evaluation_draws = rules.draws_in_evaluation
+    if draws := ", ".join(rules.random_draws if training else evaluation_draws):
         config = getattr(model, "config", None)
-        when, exception = (" and in evaluation", "") if always else ("", ", and evaluation draws nothing")
-        remedy = _remedy_text(config, draws, in_evaluation=bool(always))
+        when, exception = (" and in evaluation", "") if evaluation_draws else ("", ", and evaluation draws nothing")
+        remedy = _remedy_text(config, draws, in_evaluation=bool(evaluation_draws))
         raise ModelError(
             f"{rules.architecture} draws at random outside attention in training{when}: {draws}. Each rank would draw "
             f"for its own rows, so that the loss would depend on the layout; {remedy}. Attention "

@@ -58,7 +58,7 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
             slice_inputs(linear, world)
         for linear in second:
             sum_partial_gradients(linear, key)
-        whole_inputs = style == SPLIT_INPUT
+        whole_inputs = style == SPLIT_INPUT  # in a block that gets, and returns, all rows
         leave = make_output_sum(base, key, sequence_parallel=sequence_parallel and not whole_inputs)
         wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if whole_inputs else None, leave=leave)
         return

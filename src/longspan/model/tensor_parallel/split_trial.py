@@ -198,16 +198,17 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
     Tried with numbers on the host: column-wise linears are made to return all features, then each half of them; the
     input of the row-wise linear must be the same. False for a block that cannot be tried.
     """
-    columns = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
-    rows = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
-    if not columns or not rows:
+    column_linears = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
+    row_linears = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
+    if not column_linears or not row_linears:
         return False
     numbers = torch.randn(1, 2, _FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    outputs = [numbers.roll(3 * shift, -1) for shift in range(len(columns))]  # other numbers from each linear
+    outputs = [numbers.roll(3 * shift, -1) for shift in range(len(column_linears))]  # other numbers from each linear
     parts = [outputs, *zip(*(output.chunk(2, -1) for output in outputs), strict=True)]
     try:
         at_once, *halves = (
-            _row_wise_input(block, dict(zip(columns, outputs_of_part, strict=True)), rows) for outputs_of_part in parts
+            _row_wise_input(block, dict(zip(column_linears, outputs_of_part, strict=True)), row_linears)
+            for outputs_of_part in parts
         )
         return not torch.allclose(at_once, torch.cat(halves, -1))
     except Exception:  # whatever a block raises that needs more than hidden states, or its own number of features

@@ -195,7 +195,7 @@ def split_rows(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> N
 
 def split_whole_inputs(linear: nn.Linear, world: World) -> None:
     """Split as `split_rows`, with inputs that every rank has whole, for example after a norm over all heads."""
-    split_rows(linear, world, sequence_parallel=False)
+    split_rows(linear, world, sequence_parallel=False)  # its block is not split, and returns all rows
     wrap_forward(linear, enter=partial(tp_split, world_key=world.key, dim=-1))
 
 
@@ -216,15 +216,15 @@ def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> 
     )
     if linear.bias is None:
         return total
-    bias_of: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
+    local_bias: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
 
-    def add_bias(out: Tensor) -> Tensor:
+    def sum_and_add_bias(out: Tensor) -> Tensor:
         """Sum the outputs over tp, and add the bias once."""
         bias = linear.bias
         assert bias is not None
-        return total(out) + bias_of(bias)
+        return total(out) + local_bias(bias)
 
-    return add_bias
+    return sum_and_add_bias
 
 
 def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
