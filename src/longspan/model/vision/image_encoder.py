@@ -97,7 +97,11 @@ def _has_one_row(base: Any, image: ImageInput) -> bool:
 
 
 def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
-    """Join the rows of images that were encoded in `order` (one tensor, or one each) to (n, D), in input order."""
+    """Join the rows of images that were encoded in `order` to (n, D), in input order.
+
+    `parts` are one tensor for each image, or one of all images: then `order` is that of the inputs, as only
+    LLaVA-OneVision, which gives a tensor for each image, needs another.
+    """
     if not isinstance(parts, Tensor):
         parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
     return parts.flatten(0, -2)
