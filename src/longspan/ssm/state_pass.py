@@ -28,7 +28,7 @@ from longspan.ssm.kernels.packages import fla_function, fla_lack
 def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
     """Compute x / √(Σ x² + epsilon) over the last dimension.
 
-    By fla's kernel half precision stays half precision; by torch's operations it becomes float32.
+    fla's kernel, where it can be used, leaves half precision as it is; torch's operations make it float32.
     """
     if not fla_lack(x.dtype, x.device):
         return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
@@ -74,7 +74,11 @@ def linear_scan(
 def scan_kernel(
     v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False, kernel_names: Sequence[str] = ()
 ) -> ScanKernel:
-    """Return the kernel that `linear_scan` takes for values like these, (T, H, V). Raises LayoutError as that does."""
+    """Return the kernel that `linear_scan` takes for values like v (T, H, V).
+
+    `delta`: whether there is a beta; `by_channel`: whether each key number has a decay of its own. Raises LayoutError
+    for a named kernel that cannot be used.
+    """
     return choose_scan_kernel(
         Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel), kernel_names
     )
@@ -161,9 +165,9 @@ class _StatePass(torch.autograd.Function):
             local = _member_kernel(ctx.kernel, chains).backward(
                 inputs.rows(start, stop), chains.local_runs, ctx.scale, saved
             )
-            entry_gradients = BackwardFold(chains, states, transitions, local.entry_gradients)
-            local.prepare_chunks()
-            parts.insert(0, local.gradients(entry_gradients.leaving_gradients()))
+            fold = BackwardFold(chains, states, transitions, local.entry_gradients)
+            local.prepare_chunks()  # while gradients of states travel
+            parts.insert(0, local.gradients(fold.leaving_gradients()))
         present = [x for x in inputs if x is not None]
         results = [join_part_rows([part[i] for part in parts], x) for i, x in enumerate(present)]
         return None, None, None, *results, *([None] if inputs.beta is None else [])

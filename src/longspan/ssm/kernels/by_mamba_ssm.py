@@ -115,7 +115,7 @@ class MambaBackward:
         self._dout = chunks.lay_out(saved.dout.to(inputs.v.dtype))
         gradients_of_states = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
         self._added_gradients = gradients_of_states(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
-        self._h = inputs.v[:0]
+        self._h = inputs.v[:0]  # the states that enter chunks, once `prepare_chunks` has run
 
     def entry_gradients(self, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, with 0 at final states."""

@@ -275,10 +275,10 @@ def _package_backward(
         weight.contiguous(),
         bias,
         _channels_last(row_gradients),
-        None,
+        None,  # seq_idx
         state,
-        None,
-        None,
+        None,  # the gradient of a final state
+        None,  # memory for the rows' gradients
     )
     drows, dweight, dbias, _ = _conv_package().causal_conv1d_bwd_function(*arguments, False, silu)
     drows = drows.squeeze(0).t()

@@ -125,7 +125,7 @@ class DecayBackward:
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
         self._added_gradients = chunk_additions(inputs.q, self._do, scale * self._decays.decay_from_start(), runs)
-        self._h = inputs.v[:0]
+        self._h = inputs.v[:0]  # the states that enter chunks, once `prepare_chunks` has run
 
     def entry_gradients(self, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) of the outputs by the states that enter these runs.

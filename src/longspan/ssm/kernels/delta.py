@@ -142,7 +142,7 @@ class DeltaBackward:
         dv = chunk_kernel(**self._shared_rows, scale=scale, chunk_size=CHUNK, **indices)
         self._states = DeltaGradients({**self._shared_rows, "w": self._w, "dv": dv}, pieces, transitions, scale)
         self.entry_gradients = self._states.entry_gradients
-        self._h = self._new_values = inputs.v[:0]
+        self._h = self._new_values = inputs.v[:0]  # results of `compute_chunk_states`, once `prepare_chunks` has run
 
     def prepare_chunks(self) -> None:
         """Compute once more, while gradients travel, the states of chunks, which forward did not keep."""

@@ -95,11 +95,10 @@ class DeltaStates:
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """Return what runs `leaving` add to the state, and M of runs `carrying`, as `Forward.summaries`."""
-        either = np.union1d(leaving, carrying)
-        states, transitions = self._pieces.run_maps(self._states, self.transitions, either)
-        return pick_rows(states, np.searchsorted(either, leaving)), pick_rows(
-            transitions, np.searchsorted(either, carrying)
-        )
+        summed_runs = np.union1d(leaving, carrying)
+        states, transitions = self._pieces.run_maps(self._states, self.transitions, summed_runs)
+        leaving_at, carrying_at = (np.searchsorted(summed_runs, runs) for runs in (leaving, carrying))
+        return pick_rows(states, leaving_at), pick_rows(transitions, carrying_at)
 
     def chunk_states(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute, from the states that enter runs, those that enter chunks, the values that rows add, and the states

@@ -28,15 +28,16 @@ class Pieces:
         """Cut shared runs into pieces, as many as fill a GPU with these heads; other runs are one piece each."""
         most_pieces = -(-_AT_ONCE // heads)
         sizes = [
-            _piece_sizes(int(n), most_pieces) if s else [int(n)] for n, s in zip(runs.lengths, runs.shared, strict=True)
+            _piece_sizes(int(rows), most_pieces) if is_shared else [int(rows)]
+            for rows, is_shared in zip(runs.lengths, runs.shared, strict=True)
         ]
         counts = np.array([len(cut) for cut in sizes])
         self.runs: LocalRuns = LocalRuns(np.array([n for cut in sizes for n in cut], dtype=np.int64), runs.device)
         self._starts = np.cumsum(counts) - counts
         self._counts = counts
-        pieces_with_maps = np.flatnonzero(runs.shared)
-        self.first: int = int(self._starts[pieces_with_maps[0]]) if len(pieces_with_maps) else 0
-        self.stop: int = int((self._starts + counts)[pieces_with_maps[-1]]) if len(pieces_with_maps) else 0
+        shared_runs = np.flatnonzero(runs.shared)
+        self.first: int = int(self._starts[shared_runs[0]]) if len(shared_runs) else 0
+        self.stop: int = int((self._starts + counts)[shared_runs[-1]]) if len(shared_runs) else 0
 
     @cached_property
     def pieces_with_maps(self) -> tuple[LocalRuns, slice]:

@@ -85,7 +85,7 @@ def scan(
     k, v, g = cut_rows(k), cut_rows(v), cut_rows(g)
     decay, chunk_decay = g.cumsum(2), g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
     later_decay = torch.cat([g[:, :, 1:], torch.zeros_like(chunk_decay)], 2).flip(2).cumsum(2).flip(2)  # last − decay
-    new_values, state_share = v, None
+    new_values, state_share = v, None  # u and w
     fades = None if q is None and beta is None else _pair_decays(g)
     if beta is not None and fades is not None:
         weight = cut_rows(beta.unsqueeze(-1))

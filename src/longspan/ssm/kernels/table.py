@@ -52,7 +52,7 @@ def describe_kernels(dtype: torch.dtype, device: torch.device, kernel_names: Seq
     """Describe the kernels of recurrences in this dtype on this device, and what a GPU needs for faster ones."""
     if TORCH_ONLY in kernel_names:
         return "torch's operations, as asked for"
-    packages_text = " and ".join(f"{name} ({version})" for name, version in PACKAGES.items() if name in kernel_names)
+    packages_text = " and ".join(f"{name} ({trial})" for name, trial in PACKAGES.items() if name in kernel_names)
     by_name = f"{packages_text}, as asked for, and " if packages_text else ""
     if not (lacking := fla_lack(dtype, device)):
         return f"{by_name}flash-linear-attention's kernels"
