@@ -89,10 +89,10 @@ class Halo:
         return table
 
     def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> Before:
-        """Index runs of these lengths as one row, each behind the rows that arrive for it.
+        """Index runs of these lengths as one sequence, each run behind the rows that arrive for it.
 
-        Sources count the own rows, then the arriving ones, then one row of zeros for what no member has. The columns of
-        arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the first.
+        Sources count the local rows, then the arriving ones, then one row of zeros for what no member has. The columns
+        of arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the first.
         """
         rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
         source_before = np.where(arrived >= 0, rows + arrived, rows + count)

@@ -83,13 +83,13 @@ class _WholeWeights:
         self._local: dict[str, Tensor] = {}
         entries = list[_Entry]()
         for stage in stages:
-            state, scalings, first_names = stage.state_dict(), self._adapter_scalings(stage), _first_names(stage)
+            state, scalings, tied_names = stage.state_dict(), self._adapter_scalings(stage), _tied_names(stage)
             for name, value in state.items():
-                if name not in first_names and name not in self._local:
+                if name not in tied_names and name not in self._local:
                     self._local[name] = value
                     scaling = scalings.get(name.partition(_BASE)[0]) if _BASE in name else None
                     shape_dtype_stage = tuple(value.shape), value.dtype, world.coordinates.pp
-                    entries.append(_Entry(name, *shape_dtype_stage, name in first_names.values(), scaling))
+                    entries.append(_Entry(name, *shape_dtype_stage, name in tied_names.values(), scaling))
         entries = self._collect_entries(entries)
         self._tied = {entry.name for entry in entries if entry.tied}
         self._entries = dict[str, _Entry]()
@@ -205,7 +205,7 @@ def _merge_adapter(name: str, weight: Tensor, parts: Mapping[str, Tensor], scali
     return total.to(weight.dtype)
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
+def _tied_names(model: nn.Module) -> dict[str, str]:
     """Map each further name of a tied parameter to the parameter's first name."""
     first = dict[int, str]()
     names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}

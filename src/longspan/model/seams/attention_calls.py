@@ -205,7 +205,7 @@ def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> Non
 def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
     """Make the tensor (1, T, …), checked against the shard's T rows; positions in parts (M-RoPE) become (n, 1, T)."""
     if name == "position_ids" and x.ndim == 3 and x.shape[0] in PARTS_OF_POSITIONS and x.shape[1] == 1:
-        _make_one_row(name, x[0], shard)
+        _make_one_row(name, x[0], shard)  # checks the rows of a part
         return x
     plain_dims = 2 if name == "inputs_embeds" else 1
     x = x.unsqueeze(0) if x.ndim == plain_dims else x

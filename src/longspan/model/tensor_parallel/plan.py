@@ -127,8 +127,9 @@ def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, i
     """Return the numbers that tp must divide, by words for messages: heads, widths of linears, sizes of parameters.
 
     All layers share one entry, as their numbers are alike. The width of a linear is what its style splits: the outputs
-    of a column-wise one, half the outputs of a packed one, the inputs of others. Linears of attention have no entry,
-    as they divide where the heads do. Raises ModelError for a style on a module or parameter that it is not for.
+    of a column-wise one, half the outputs of a packed one, the inputs of others. Linears of attention have no entry, as
+    they divide where the heads do, except those whose whole inputs are cut evenly (SPLIT_INPUT). Raises ModelError for
+    a style on a module or parameter that it is not for.
     """
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in placed:

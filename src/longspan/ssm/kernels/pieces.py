@@ -92,7 +92,8 @@ class Pieces:
     def run_entry_gradients(self, entry_gradients: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at states of pieces.
 
-        Pieces are followed backwards: the gradient after a piece goes through its transposed M, plus that piece's own.
+        Pieces are followed backwards. The gradient at the state that enters a piece is that of the piece's outputs,
+        plus the gradient at its final state through its transposed M.
         """
         last_pieces = self._starts[runs] + self._counts[runs] - 1
         result = pick_rows(entry_gradients, last_pieces - self.first)
@@ -109,7 +110,8 @@ class Pieces:
         """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs.
 
         The last piece of a run gets the run's. Each earlier piece gets the gradient at the state that enters the next
-        piece: its own outputs' and, through its transposed M, that of its final state. Without cuts pieces are runs.
+        piece: that of the next piece's outputs, plus the gradient at the next piece's final state through its
+        transposed M. Without cuts pieces are runs.
         """
         if entry_gradients is None or not self.has_cuts:
             return leaving
