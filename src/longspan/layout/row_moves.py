@@ -61,10 +61,11 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     A block that a member has several times is sent once, after its copies are summed. `begin` is where each distinct
     block of this member starts among its rows.
     """
-    summed, groups = groups is not None, [range(len(source.members))] if groups is None else list(map(sorted, groups))
+    summed = groups is not None
+    groups = [range(len(source.members))] if groups is None else list(map(sorted, groups))
     distinct_blocks = [blocks[_first_occurrences(blocks, source)] for blocks in source.members]
     repeats = [len(distinct) < len(blocks) for distinct, blocks in zip(distinct_blocks, source.members, strict=True)]
-    if summed:
+    if summed:  # without repeats no member has a row more often than another
         _check_copies(source, [group for group in groups if len(group) > 1 and any(repeats[m] for m in group)])
     arriving = _arriving_blocks(target, distinct_blocks, me, groups)
     leaving = _leaving_blocks(target, distinct_blocks, me, next(group for group in groups if me in group))

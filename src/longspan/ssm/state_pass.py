@@ -140,10 +140,10 @@ class _StatePass(torch.autograd.Function):
             ForwardFold(part_chains, part, scan) for part_chains, part, scan in zip(chains, parts, scans, strict=True)
         ]
         outs, activations = list[Tensor](), list[tuple[Tensor, ...]]()
-        for part, scan in zip(folds, scans, strict=True):
-            states = part.entering_states()
+        for fold, scan in zip(folds, scans, strict=True):
+            states = fold.entering_states()
             outs.append(scan.outputs(states))
-            activations.append((part.transitions, states, *scan.activations))
+            activations.append((fold.transitions, states, *scan.activations))
         ctx.save_for_backward(*tensors, *(x for saved in activations for x in saved))
         ctx.chains, ctx.kernel, ctx.scale, ctx.counts = chains, kernel, scale, [len(saved) for saved in activations]
         return join_part_rows(outs, inputs.v)

@@ -69,15 +69,15 @@ def refuse_partly_shared(model: PreTrainedModel, stages: Sequence[nn.Module]) ->
 
 def separate_copies(stages: Sequence[nn.Module]) -> None:
     """Give each stage of one rank its own copies of parameters that an earlier of these stages has too."""
-    modules, parameters = set[nn.Module](), set[nn.Parameter]()
+    earlier_modules, earlier_parameters = set[nn.Module](), set[nn.Parameter]()
     for stage in stages:
         replacements = {
-            p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in stage.parameters() if p in parameters
+            p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in stage.parameters() if p in earlier_parameters
         }
         if replacements:
-            _replace_parameters(stage, replacements, modules, {})
-        modules.update(stage.modules())
-        parameters.update(stage.parameters())
+            _replace_parameters(stage, replacements, earlier_modules, {})
+        earlier_modules.update(stage.modules())
+        earlier_parameters.update(stage.parameters())
 
 
 def _replace_parameters(
@@ -220,7 +220,7 @@ def _sum_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World)
         parameter.grad = torch.zeros_like(parameter)
     gradient = local_tensor(parameter.grad)
     total, label = gradient.contiguous(), "sum of gradients that stages share"
-    slices = dict(zip(holders, total.view(-1).tensor_split(len(holders)), strict=True))
+    slices = dict(zip(holders, total.view(-1).tensor_split(len(holders)), strict=True))  # views, which get the sums
     local_slice = slices.pop(pipeline.index)
     parts = {holder: local_slice if holder == pipeline.index else torch.empty_like(local_slice) for holder in holders}
     pipeline.exchange([*slices.items()], [(holder, parts[holder]) for holder in slices], label).wait()

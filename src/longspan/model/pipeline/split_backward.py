@@ -123,12 +123,12 @@ def _find_users(output: Node) -> dict[Node, list[Node]]:
     return users
 
 
-def _dependent_nodes(start: Node, users: dict[Node, list[Node]], ends: Set[Node] = frozenset()) -> set[Node]:
-    """Return the nodes that depend on `start`, `start` included; the search does not go on behind nodes in `ends`."""
+def _dependent_nodes(start: Node, users: dict[Node, list[Node]], last_nodes: Set[Node] = frozenset()) -> set[Node]:
+    """Return the nodes that depend on `start`, `start` included; the search ends at `last_nodes`."""
     dependents, to_visit = {start}, [start]
     while to_visit:
         node = to_visit.pop()
-        following = () if node in ends else users.get(node, ())
+        following = () if node in last_nodes else users.get(node, ())
         new_nodes = [user for user in following if user not in dependents]
         dependents.update(new_nodes)
         to_visit += new_nodes

@@ -170,11 +170,11 @@ def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
         )
     if called != order:
         raise ModelError(f"{name} calls {', '.join(called)}; pipeline stages call {', '.join(order)}: use pp 1")
-    behind = [call.part for call in calls if call.reads_more]
-    if behind and embedding_argument(calls, parts.layers) is None:
+    readers = [call.part for call in calls if call.reads_more]
+    if readers and embedding_argument(calls, parts.layers) is None:
         raise ModelError(
-            f"{name} gives {behind[0]} hidden states from before the part ahead of it, which a pipeline stage does not "
-            "have: use pp 1"
+            f"{name} gives {readers[0]} hidden states from before the part ahead of it, which a pipeline stage does "
+            "not have: use pp 1"
         )
     if not unchanged:
         raise ModelError(

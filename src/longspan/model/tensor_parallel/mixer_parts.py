@@ -218,13 +218,13 @@ _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
 )
 
 
-def find_tensors(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the parameters and buffers of a child of the mixer, or the one tensor, that `place` names.
+def find_tensors(mixer: nn.Module, part_name: str) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the parameters and buffers of a child of the mixer, or the one tensor, that `part_name` names.
 
     Each is (its name in the mixer, the module that owns it, its name there).
     """
     for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
-        if name == place or name.startswith(f"{place}."):
+        if name == part_name or name.startswith(f"{part_name}."):
             owner, _, attribute = name.rpartition(".")
             yield name, mixer.get_submodule(owner), attribute
 

@@ -158,11 +158,11 @@ def _part_views(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[t
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
         yield mixer.get_submodule(owner), attribute, partial(_return_constant, value)
-    for place, rows in parts.rows.items():
-        for name, owner, attribute in find_tensors(mixer, place):
+    for part_name, rows in parts.rows.items():
+        for name, owner, attribute in find_tensors(mixer, part_name):
             yield owner, attribute, copied if reads_inputs(name) else make_row_view(owner, attribute, rows, world)
-    for place in parts.whole:
-        for _, owner, attribute in find_tensors(mixer, place):
+    for part_name in parts.whole:
+        for _, owner, attribute in find_tensors(mixer, part_name):
             yield owner, attribute, copied
 
 

@@ -97,9 +97,9 @@ def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> 
     if copied := [name for name, module in modules.items() if is_copied(module)]:
         yield f"modules_to_save ({', '.join(copied[:2])}) are not split"
     styles = {entry.name: entry.style for entry in placed}
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())
     blocks = split_blocks(placed)
-    linears = [name for name, module in modules.items() if is_adapted(module) and module not in ends]
+    linears = [name for name, module in modules.items() if is_adapted(module) and module not in embedding_and_head]
     if unplaced := [name for name in linears if not _can_be_split(name, styles, blocks)]:
         yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"
 

@@ -71,7 +71,7 @@ class SplitTrial:
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
         values = {name: _gather_parameter(p) for name, p in self.unit.named_parameters()}
-        wholes = {name: values[name].requires_grad_() for name in parameters}
+        whole_parameters = {name: values[name].requires_grad_() for name in parameters}
 
         def call_unsplit(*args: Any, **kwargs: Any) -> Any:
             """Call the twin with the gathered parameters and the block's buffers."""
@@ -80,7 +80,7 @@ class SplitTrial:
         with preserve_modes(self.unit), torch.enable_grad():
             self._twin.eval()
             self.unit.eval()
-            true = _call_results(call_unsplit, args, kwargs, wholes)
+            true = _call_results(call_unsplit, args, kwargs, whole_parameters)
             try:
                 results = _call_results(split, args, kwargs, parameters)
             except LongspanError:
@@ -129,7 +129,8 @@ def _call_results(
 
     Backward begins with fixed gradients of the outputs. Inputs that need gradients are replaced by copies, wherever
     they stand in the arguments, so that backward does not enter the caller's graph. The first input, the hidden states,
-    gets a gradient even where the caller needs none, so that it is compared too.
+    gets a gradient even where the caller needs none, so that it is compared too. Outputs count that depend on what gets
+    a gradient.
     """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
@@ -171,7 +172,7 @@ def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[st
         assert x is not None
         off = (local_tensor(result).double() - x.double()).norm().item() if result is not None else norm
         error = off / max(norm, _FLOOR * largest, 1e-30)
-        if not error <= _TOLERANCE.get(x.dtype, _LOW_PRECISION):
+        if not error <= _TOLERANCE.get(x.dtype, _LOW_PRECISION):  # true also of an error that is NaN
             wrong.append(f"{name} differs by {error:.1g} of its norm")
     return wrong
 

@@ -138,7 +138,7 @@ def _image_counts(counts: Sequence[Tensor]) -> Tensor:
 def _pad_to_largest(parts: Sequence[Tensor]) -> list[Tensor]:
     """Pad tensors (n, …) to one shape after the first dim, with zeros behind, as processors pad images of a call.
 
-    Tensors with different numbers of dims are returned as they are.
+    Tensors with different numbers of dims are returned as they are; they are refused when they are joined.
     """
     if len({x.ndim for x in parts}) > 1:
         return list(parts)

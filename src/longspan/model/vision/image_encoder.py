@@ -156,8 +156,8 @@ def _packing_modules(encoder: nn.Module) -> Iterator[Any]:
     """Yield the modules that take cu_seqlens, with transformers' default attention function in their configuration."""
     for module in encoder.modules():
         config = getattr(module, "config", None)
-        usual = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)
-        if usual and "cu_seqlens" in signature(module.forward).parameters:
+        is_default = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)
+        if is_default and "cu_seqlens" in signature(module.forward).parameters:
             yield module
 
 

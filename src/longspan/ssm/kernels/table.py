@@ -25,8 +25,8 @@ _KERNELS = (
 def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ()) -> ScanKernel:
     """Choose the named kernel, or the first that can do this recurrence.
 
-    "torch" may be named, and "mamba_ssm", which counts only for recurrences without a delta term. Raises LayoutError if
-    the named one cannot be used, or is unknown.
+    `kernel_names` are those of all kernels of a mixer, of which "torch" concerns every recurrence, and "mamba_ssm"
+    those without a delta term. Raises LayoutError for an unknown name, or where mamba_ssm is named and cannot be used.
     """
     check_kernel_names(kernel_names)
     if TORCH_ONLY in kernel_names:

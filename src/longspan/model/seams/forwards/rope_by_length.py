@@ -150,7 +150,8 @@ def _copy_unscaled_rotary(rotary: nn.Module) -> nn.Module:
     """Copy a rotary module with the frequencies that it was made with; the module itself stays as it is.
 
     Buffers are named "inv_freq", with the type of layer before it if each type has its own. The copy has its class's
-    forward, which may write to buffers, and a dynamic one counts from the trained length again.
+    forward, and buffers of its own, as that forward may write to them; a dynamic one counts from the trained length
+    again.
     """
     fresh_rotary: Any = copy.copy(rotary)
     del fresh_rotary.__dict__["forward"]
