@@ -217,8 +217,9 @@ class _Zigzag(_LengthPartition):
         """Work out how many rows of each document the chunks have, and which members have one row more.
 
         Every member has `base` rows of a document, and `extra` members from `first` on have one more. A member cuts its
-        rows into an early and a late chunk; where they are odd, one chunk gets a row more, early and late in turn from
-        member to member. `turn` of a document is 0 if the first of these takes it late, 1 if early.
+        rows into an early and a late chunk. If the member has an odd number of rows, one chunk gets a row more: from
+        one of these members to the next, early and late in turn. `turn` of a document is 0 if the first of these
+        members has the longer chunk late, 1 if early.
         """
         length = np.array(self.lengths, dtype=np.int64)
         base, extra = length // self.degree, length % self.degree

@@ -38,9 +38,9 @@ class ForwardFold:
     def entering_states(self) -> Tensor:
         """Fold the state (R, H, K, V) that enters each run of this member.
 
-        Chains are followed place by place: the state that enters a run is the transition of the run before it, applied
-        to the state that entered the run before, plus the state that its own rows made. At place 1 that entering state
-        was zero, so the made state is all.
+        Chains are followed place by place: the state that enters a run is the transition of the run before, applied to
+        the state that entered the run before, plus the state that the rows of the run before made. At place 1 only the
+        made state counts, since zero entered the run before.
         """
         v = self.inputs.v
         shape = (len(self.chains.local_indices), *self.inputs.state_shape)

@@ -57,14 +57,14 @@ def linear_scan(
     has one number a head. Half precision on a GPU runs by the kernels of flash-linear-attention where they can;
     everything else in torch's operations, in float32 (float64 for float64). Every member of a group that has a part
     here makes the same call, and enters backward. `kernels` names packages to use (`kernels/packages.py`). Raises
-    LayoutError for tensors that do not fit the shard or each other, and for a named kernel that cannot,
-    before any communication.
+    LayoutError for tensors that do not fit the shard or each other, and for a named kernel that cannot be
+    used, before any communication.
     """
     _check_scan_inputs(q, k, v, g, beta, shard)
     kernel = scan_kernel(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1, kernel_names=kernels)
     wide_dtype = state_dtype(v.dtype)
-    rows = v.dtype if kernel.half else wide_dtype
-    dtypes = (rows, rows, rows, wide_dtype, wide_dtype)
+    row_dtype = v.dtype if kernel.half else wide_dtype
+    dtypes = (row_dtype, row_dtype, row_dtype, wide_dtype, wide_dtype)
     tensors = [
         None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
     ]

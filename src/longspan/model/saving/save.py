@@ -52,12 +52,12 @@ def save_model(
     """Write the full weights to a folder that stock transformers loads; all ranks call it together.
 
     The home's first rank writes safetensors, configuration and tokenizer next to `folder`. Once all are written they
-    take the places of an older model's or adapter's (of an adapter: of an older adapter's), so an interrupted save
-    leaves what was there. Other files of the folder stay. The first rank is sent a decoder layer at a time, so no rank
-    holds the whole model. `dtype` is that of the files, the parameters' own by default. If the model has an adapter the
-    adapter only is written, as stock peft loads it, with what is trained of an encoder as its `modules_to_save`. A
-    vision-language model (`prepare(…, encoder=…)`) is written whole, under its own class and names. Raises ModelError
-    on every rank where writing failed, CommError where a rank is lost.
+    replace the files of an older model or adapter (a saved adapter only those of an older adapter), so an interrupted
+    save leaves what was there. Other files of the folder stay. The first rank is sent a decoder layer at a time, so no
+    rank holds the whole model. `dtype` is that of the files, the parameters' own by default. If the model has an
+    adapter the adapter only is written, as stock peft loads it, with what is trained of an encoder as its
+    `modules_to_save`. A vision-language model (`prepare(…, encoder=…)`) is written whole, under its own class and
+    names. Raises ModelError on every rank where writing failed, CommError where a rank is lost.
     """
     encoders = _find_encoders(model)
     model = model.language_model if isinstance(model, MultimodalModel) else model

@@ -34,8 +34,8 @@ def weights_by_name(
 
     All ranks call it together and go through to the end; each gets every weight, in one order. Names are those of the
     stock model's `state_dict`, with fused experts where transformers has them; a tied weight comes once. One weight is
-    whole at a time, of an adapted linear its adapter as well. Do not write to the tensors: one that is not sharded is
-    the parameter itself.
+    whole at a time, and with it the adapter of its linear, if it has one. Do not write to the tensors: one that is not
+    sharded is the parameter itself.
 
     If the model has an adapter, `merge_adapter` adds it to the weights, as `merge_and_unload` of peft does: sums are in
     float32 at least, and come in the weight's dtype. Otherwise weights are the base model's, and the adapter's come

@@ -103,6 +103,7 @@ def _share_means(y: Tensor, groups: range, sizes: list[int], count: int, key: in
 
     y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`. Each rank's sums
     of squares are padded with zeros to all groups and summed over tp; every group has features of y times tp / `count`.
+    Each rank uses the means for its own features, so that their gradients are summed over tp too (`tp_copy`).
     """
     sums = torch.stack(
         [group_features.square().sum(-1) for group_features in y.split(sizes, -1)], -1

@@ -218,9 +218,9 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Tensor:
     """Return the input of the first row-wise linear, if the column-wise ones return `outputs`."""
-    inside = {id(p) for module in (*outputs, *rows) for p in module.parameters()}
+    unused = {id(p) for module in (*outputs, *rows) for p in module.parameters()}  # of forwards that are replaced
     tensors = (*block.named_parameters(), *block.named_buffers())
-    ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in tensors if id(x) not in inside}
+    ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in tensors if id(x) not in unused}
     with _replace_outputs(outputs, rows):
         try:
             functional_call(block, ones, (torch.zeros(1, 2, 1, dtype=torch.float64),))

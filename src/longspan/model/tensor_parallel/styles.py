@@ -144,8 +144,8 @@ def split_three_columns(linear: nn.Linear, world: World, widths: Sequence[int] =
     module does. A rank's gradients are zero outside of its heads' rows, and are summed over the ranks.
     """
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
-    three = tuple(widths) or (linear.out_features // 3,) * 3
-    wrap_forward(linear, views=dict.fromkeys(names, partial(_three_part_rows, key=world.key, widths=three)))
+    part_widths = tuple(widths) or (linear.out_features // 3,) * 3
+    wrap_forward(linear, views=dict.fromkeys(names, partial(_three_part_rows, key=world.key, widths=part_widths)))
 
 
 def _three_part_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:

@@ -69,7 +69,7 @@ def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def share_parameters_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
-    """Give modules that shared a parameter the first one's slice, after each module has made a slice for itself."""
+    """Give modules that shared a parameter the first module's slice, after each has made a slice for itself."""
     for (first_module, name), *other_places in places:
         for module, other_name in other_places:
             module.register_parameter(other_name, getattr(first_module, name))
@@ -169,7 +169,8 @@ def _mixture_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
 def _wrap_blocks(model: nn.Module, placed: list[StyledModule], world: World, *, whole: tuple[str, ...]) -> None:
     """Have split blocks sum over tp the gradients of their inputs, which are partial.
 
-    Blocks whose names begin with one of `whole` ("": all) are given all rows; others get this rank's part, and gather.
+    Blocks whose names begin with one of `whole` ("": all) are given all rows; other blocks are given this rank's part
+    of the rows, and gather all.
     """
     copied: Transform = partial(tp_copy, world_key=world.key)
     gathered: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")

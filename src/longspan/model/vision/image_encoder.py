@@ -55,7 +55,11 @@ class ImageEncoder(nn.Module):
         return self.get_submodule(self.base_name) if self.base_name else self.__dict__["_whole"]
 
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """Encode images. Raises DataError if they do not fit each other, ModelError if the model gives no rows."""
+        """Encode images.
+
+        Raises DataError if they do not fit each other, ModelError if the model makes no rows of images, or rows for
+        another number of deeper layers than its configuration names.
+        """
         rows = encode_images(self.base, inputs)
         if len(rows) != 1 + self.deep_layers:
             raise ModelError(
