@@ -27,7 +27,7 @@ from longspan.ssm.kernels.convolutions import (
     FirstRows,
     choose_convolution,
 )
-from longspan.ssm.state_pass import join_part_rows, refuse_no_shard
+from longspan.ssm.state_pass import check_is_shard, join_part_rows
 
 
 class Halo:
@@ -154,7 +154,7 @@ def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: Sequenc
     It is raised before rows are on their way: other members would wait for them.
     """
     weight, *biases = parameters
-    refuse_no_shard("causal_conv", shard)
+    check_is_shard("causal_conv", shard)
     if x.ndim != 2 or x.shape[0] != shard.local_rows:
         raise LayoutError(f"causal_conv got x of {tuple(x.shape)}; the shard holds {shard.local_rows} rows: (T, C)")
     channels = x.shape[1]

@@ -84,7 +84,7 @@ def scan_kernel(
     )
 
 
-def refuse_no_shard(caller: str, shard: object) -> None:
+def check_is_shard(caller: str, shard: object) -> None:
     """Raise LayoutError, naming the calling function, for anything but a SequenceShard."""
     if not isinstance(shard, SequenceShard):
         raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")
@@ -96,7 +96,7 @@ def _check_scan_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor 
     With T rows, G heads of keys that divide H heads of values: q and k (T, G, K), v (T, H, V), beta (T, H). Decays g
     are (T, H, 1), or with beta also (T, H, K).
     """
-    refuse_no_shard("linear_scan", shard)
+    check_is_shard("linear_scan", shard)
     for name, x in (("k", k), ("v", v), ("g", g)):
         if x.ndim != 3:
             raise LayoutError(f"linear_scan got {name} of {tuple(x.shape)}; it has rows, heads and numbers of a head")

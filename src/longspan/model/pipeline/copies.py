@@ -172,7 +172,7 @@ class StageCopies:
         return {places[0].parameter for places, counted in pairs if places and counted != self._position}
 
     @torch.no_grad()
-    def make_equal(self) -> None:
+    def make_copies_equal(self) -> None:
         """Set all copies of this rank to the values of the first, which is trained."""
         for trained_place, *copied_places in filter(None, self._places):
             for copied_place in copied_places:

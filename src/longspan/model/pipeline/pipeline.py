@@ -188,7 +188,7 @@ class PipelineModel(nn.Module):
         for stage_input in inputs:
             call_rules(self).check_spans(stage_input.shard)
         world = world_of(self._world_key)
-        self.copies.make_equal()
+        self.copies.make_copies_equal()
         with self.copies.sum_copied_gradients(world) if backward else nullcontext():
             step, stages = self._make_schedule(len(inputs), backward, world)
             for stage_input in inputs:

@@ -96,7 +96,7 @@ class DeltaStates:
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """Return what runs `leaving` add to the state, and M of runs `carrying`, as `Forward.summaries`."""
         summed_runs = np.union1d(leaving, carrying)
-        states, transitions = self._pieces.run_maps(self._states, self.transitions, summed_runs)
+        states, transitions = self._pieces.compose_run_maps(self._states, self.transitions, summed_runs)
         leaving_at, carrying_at = (np.searchsorted(summed_runs, runs) for runs in (leaving, carrying))
         return pick_rows(states, leaving_at), pick_rows(transitions, carrying_at)
 

@@ -51,7 +51,7 @@ class Pieces:
         """Whether any run has several pieces."""
         return bool((self._counts > 1).any())
 
-    def run_maps(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
+    def compose_run_maps(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
         """Return B (n, H, K, V) and M (n, H, K, K) of some shared runs, composed from those of their pieces.
 
         The map S → M S + B of a run is that of its pieces one after another: B ← M_p B + B_p, M ← M_p M. Runs without
