@@ -76,7 +76,7 @@ def worst(seed: int = 0) -> float:
     entering, final = _by_hand(runs, pieces, all_maps, states)
     shared = np.array([1, 2, 4])
     added, transitions = maps[..., :V].contiguous(), maps[..., V:].contiguous()
-    of_runs = pieces.run_maps(added, transitions, shared)
+    of_runs = pieces.compose_run_maps(added, transitions, shared)
     differences = [
         (pieces.entering_states(states.detach(), added, transitions) - torch.stack(entering)).abs().max(),
         (of_runs[1] @ states[shared] + of_runs[0] - torch.stack(final)[shared]).abs().max(),

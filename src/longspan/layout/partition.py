@@ -45,9 +45,9 @@ class Partition(ABC):
         A document of L rows gives every member L // degree rows; its L % degree remaining rows go round the members, on
         from where the document before stopped. So members differ by at most one row in all, and none holds more than
         ceil(sum / degree). A member's n rows of a document are n // 2 in one chunk and the rest in the other; where
-        n is odd, the members take the longer chunk at the late and at the early end in turn. With that, and work
-        counted as position + 1 pairs a row, members differ by at most L + 1 pairs (one row's worth) per document,
-        and who begins changes from document to document, so that these differences do not add up.
+        n is odd, the members take the longer chunk at the late and at the early end in turn. If a row's work is
+        position + 1 pairs, the work of members then differs by at most L + 1 pairs a document. Which member begins
+        changes from document to document, so that these differences do not add up.
         """
         return _Zigzag(check_lengths(lengths), check_degree("degree", degree))
 
@@ -217,8 +217,9 @@ class _Zigzag(_LengthPartition):
         """Work out how many rows of each document the chunks have, and which members have one row more.
 
         Every member has `base` rows of a document, and `extra` members from `first` on have one more. A member cuts its
-        rows into an early and a late chunk; where they are odd, one chunk gets a row more, early and late in turn from
-        member to member. `turn` of a document is 0 if the first of these takes it late, 1 if early.
+        rows into an early and a late chunk. If the member has an odd number of rows, one chunk gets a row more: from
+        one of these members to the next, early and late in turn. `turn` of a document is 0 if the first of these
+        members has the longer chunk late, 1 if early.
         """
         length = np.array(self.lengths, dtype=np.int64)
         base, extra = length // self.degree, length % self.degree

@@ -61,10 +61,11 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     A block that a member has several times is sent once, after its copies are summed. `begin` is where each distinct
     block of this member starts among its rows.
     """
-    summed, groups = groups is not None, [range(len(source.members))] if groups is None else list(map(sorted, groups))
+    summed = groups is not None
+    groups = [range(len(source.members))] if groups is None else list(map(sorted, groups))
     distinct_blocks = [blocks[_first_occurrences(blocks, source)] for blocks in source.members]
     repeats = [len(distinct) < len(blocks) for distinct, blocks in zip(distinct_blocks, source.members, strict=True)]
-    if summed:
+    if summed:  # without repeats no member has a row more often than another
         _check_copies(source, [group for group in groups if len(group) > 1 and any(repeats[m] for m in group)])
     arriving = _arriving_blocks(target, distinct_blocks, me, groups)
     leaving = _leaving_blocks(target, distinct_blocks, me, next(group for group in groups if me in group))
@@ -87,9 +88,9 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
 def _arriving_blocks(target: Blocks, distinct_blocks: Sequence[Integers], me: int, groups: Groups) -> list[Integers]:
     """Return for each member the blocks that it brings here, in the order in which they are first needed.
 
-    Of each group one member brings a block: this one itself if it has the block, else one of the members that have it,
-    chosen so that each sends as much. `order` says where a block is first needed here (−1: nowhere). The holders of a
-    block are numbered within their group; the chosen one is known by that number.
+    Of each group one member brings a block: this member itself if it has the block, else one of the group's members
+    that have it, chosen so that each sends as much. `order` says where a block is first needed here (−1: nowhere). The
+    holders of a block are numbered within their group; the chosen one is known by that number.
     """
     needed = target.members[me][_first_occurrences(target.members[me], target)]
     order = np.full(len(target.size), -1, dtype=np.int64)
@@ -98,7 +99,8 @@ def _arriving_blocks(target: Blocks, distinct_blocks: Sequence[Integers], me: in
     for group in groups:
         holder_counts, rank_of_holder = _count_holders([arriving[member] for member in group], target)
         is_here = np.zeros(len(target.size), dtype=np.bool_)
-        is_here[arriving[me] if me in group else needed[:0]] = True
+        if me in group:
+            is_here[arriving[me]] = True
         for member, holder_rank in zip(group, rank_of_holder, strict=True):
             blocks = arriving[member]
             if member != me:
@@ -110,9 +112,9 @@ def _arriving_blocks(target: Blocks, distinct_blocks: Sequence[Integers], me: in
 def _leaving_blocks(
     target: Blocks, distinct_blocks: Sequence[Integers], me: int, group: Sequence[int]
 ) -> list[Integers]:
-    """Return for each member the blocks that this one brings it, in the order in which that member first needs them.
+    """Return for each member the blocks that member `me` brings it, in the order in which that member first needs them.
 
-    The counterpart of `_arriving_blocks`: a member of this one's group that has a block itself is not brought it.
+    The counterpart of `_arriving_blocks`: a member of `group`, that of `me`, brings a block that it has to itself.
     """
     holder_counts, rank_of_holder = _count_holders([distinct_blocks[member] for member in group], target)
     own_rank = np.full(len(target.size), -1, dtype=np.int64)
@@ -240,7 +242,7 @@ def _block_rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
 
 
 def _first_occurrences(blocks: Integers, among: Blocks) -> Flags:
-    """Return for each of these blocks whether it is the first of its kind in the list.
+    """Return for each entry of a list of block numbers whether it is the first with its number; `among` has all blocks.
 
     The assignment goes in reverse, because numpy keeps the last of several values that are assigned to one index.
     """

@@ -53,7 +53,7 @@ class Spans:
         return int((rows * (rows - 1) // 2).sum())
 
     def find_rows(self, segments: Segments) -> Segments:
-        """Find the rows of these segments that lie in runs; `document` of the result is the index of the run here.
+        """Find the rows of these segments that lie in runs of these spans; the result's `document` is the run's index.
 
         Positions of all documents are put on one line, `document · stride + position`, so that two sorted searches give
         the runs that each segment meets.

@@ -125,7 +125,7 @@ class Passing:
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
 
     def count_rows(self, state_rows: int, transition_rows: int) -> list[int]:
-        """Count the rows that each member sends, for states and transitions of so many rows each."""
+        """Count the rows that each member sends, if a state is `state_rows` rows and a transition `transition_rows`."""
         sizes = state_rows, transition_rows
         if sizes not in self._counts:
             members = (self.chains.runs.member[senders] for senders in (self._leaves, self._carries))
@@ -163,16 +163,16 @@ class Passing:
         −1 stands past a chain's end. Longer chains come first, so that those with a run at a place are the first few.
         """
         runs = self.chains.runs
-        heads = np.flatnonzero(runs.place == 0)
-        sizes = np.diff(np.append(heads, len(runs.place)))
-        is_local = np.zeros(len(heads), dtype=bool)
-        is_local[np.searchsorted(heads, self.chains.local_indices, side="right") - 1] = True
-        keep = np.flatnonzero(is_local & (sizes > 1))
-        keep = keep[np.argsort(-sizes[keep], kind="stable")]
-        table = np.full((len(keep), int(sizes[keep].max(initial=0))), -1, dtype=np.int64)
-        table[np.repeat(np.arange(len(keep)), sizes[keep]), expand_runs(np.zeros_like(keep), sizes[keep])] = (
-            expand_runs(heads[keep], heads[keep] + sizes[keep])
-        )
+        first_runs = np.flatnonzero(runs.place == 0)
+        sizes = np.diff(np.append(first_runs, len(runs.place)))
+        is_local = np.zeros(len(first_runs), dtype=bool)
+        is_local[np.searchsorted(first_runs, self.chains.local_indices, side="right") - 1] = True
+        chosen = np.flatnonzero(is_local & (sizes > 1))
+        chosen = chosen[np.argsort(-sizes[chosen], kind="stable")]
+        first_runs, sizes = first_runs[chosen], sizes[chosen]
+        table = np.full((len(chosen), int(sizes.max(initial=0))), -1, dtype=np.int64)
+        table_row, place = np.repeat(np.arange(len(chosen)), sizes), expand_runs(np.zeros_like(chosen), sizes)
+        table[table_row, place] = expand_runs(first_runs, first_runs + sizes)
         return table
 
     @cached_property

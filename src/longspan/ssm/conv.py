@@ -27,7 +27,7 @@ from longspan.ssm.kernels.convolutions import (
     FirstRows,
     choose_convolution,
 )
-from longspan.ssm.state_pass import join_part_rows, refuse_no_shard
+from longspan.ssm.state_pass import check_is_shard, join_part_rows
 
 
 class Halo:
@@ -89,10 +89,10 @@ class Halo:
         return table
 
     def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> Before:
-        """Index runs of these lengths as one row, each behind the rows that arrive for it.
+        """Index runs of these lengths as one sequence, each run behind the rows that arrive for it.
 
-        Sources count the own rows, then the arriving ones, then one row of zeros for what no member has. The columns of
-        arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the first.
+        Sources count the local rows, then the arriving ones, then one row of zeros for what no member has. The columns
+        of arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the first.
         """
         rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
         source_before = np.where(arrived >= 0, rows + arrived, rows + count)
@@ -154,7 +154,7 @@ def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: Sequenc
     It is raised before rows are on their way: other members would wait for them.
     """
     weight, *biases = parameters
-    refuse_no_shard("causal_conv", shard)
+    check_is_shard("causal_conv", shard)
     if x.ndim != 2 or x.shape[0] != shard.local_rows:
         raise LayoutError(f"causal_conv got x of {tuple(x.shape)}; the shard holds {shard.local_rows} rows: (T, C)")
     channels = x.shape[1]

@@ -38,9 +38,9 @@ class ForwardFold:
     def entering_states(self) -> Tensor:
         """Fold the state (R, H, K, V) that enters each run of this member.
 
-        Chains are followed place by place: the state that enters a run is the transition of the run before it, applied
-        to the state that entered the run before, plus the state that its own rows made. At place 1 that entering state
-        was zero, so the made state is all.
+        Chains are followed place by place: the state that enters a run is the transition of the run before, applied to
+        the state that entered the run before, plus the state that the rows of the run before made. At place 1 only the
+        made state counts, since zero entered the run before.
         """
         v = self.inputs.v
         shape = (len(self.chains.local_indices), *self.inputs.state_shape)
@@ -68,7 +68,7 @@ class BackwardFold:
         self, chains: Chains, states: Tensor, transitions: Tensor, entry_gradients: Callable[[Integers], Tensor]
     ) -> None:
         """Begin to send the gradients of the outputs by the states that entered runs, with the forward transitions."""
-        self._chains, self._zero = chains, states
+        self._chains, self._states = chains, states
         if chains.backward.any:
             runs = chains.backward.leaving
             local = entry_gradients(runs) if len(runs) else states[:0]
@@ -78,11 +78,11 @@ class BackwardFold:
     def leaving_gradients(self) -> Tensor:
         """Fold the gradient (R, H, K, V) at the final state of each run of this member.
 
-        Chains are followed from their ends: the gradient at the state that enters a run is that of the run's outputs,
-        plus the one at its final state through the transposed transition. It is the gradient at the final state of the
-        run before. A chain's last run has no gradient at its final state.
+        Chains are followed from their ends. The gradient at the state that enters a run (the final state of the run
+        before) is that of the run's outputs, plus the gradient at the run's own final state through the transposed
+        transition. A chain's last run has no gradient at its final state.
         """
-        passing, leaving = self._chains.backward, torch.zeros_like(self._zero)
+        passing, leaving = self._chains.backward, torch.zeros_like(self._states)
         if not passing.any:
             return leaving
         gathered = self._gathered.wait()

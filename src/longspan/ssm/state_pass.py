@@ -28,7 +28,7 @@ from longspan.ssm.kernels.packages import fla_function, fla_lack
 def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
     """Compute x / √(Σ x² + epsilon) over the last dimension.
 
-    By fla's kernel half precision stays half precision; by torch's operations it becomes float32.
+    fla's kernel, where it can be used, leaves half precision as it is; torch's operations make it float32.
     """
     if not fla_lack(x.dtype, x.device):
         return fla_function("modules.norm.l2norm", "l2norm")(x, epsilon)
@@ -57,14 +57,14 @@ def linear_scan(
     has one number a head. Half precision on a GPU runs by the kernels of flash-linear-attention where they can;
     everything else in torch's operations, in float32 (float64 for float64). Every member of a group that has a part
     here makes the same call, and enters backward. `kernels` names packages to use (`kernels/packages.py`). Raises
-    LayoutError for tensors that do not fit the shard or each other, and for a named kernel that cannot,
-    before any communication.
+    LayoutError for tensors that do not fit the shard or each other, and for a named kernel that cannot be
+    used, before any communication.
     """
     _check_scan_inputs(q, k, v, g, beta, shard)
     kernel = scan_kernel(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1, kernel_names=kernels)
     wide_dtype = state_dtype(v.dtype)
-    rows = v.dtype if kernel.half else wide_dtype
-    dtypes = (rows, rows, rows, wide_dtype, wide_dtype)
+    row_dtype = v.dtype if kernel.half else wide_dtype
+    dtypes = (row_dtype, row_dtype, row_dtype, wide_dtype, wide_dtype)
     tensors = [
         None if x is None else x.to(dtype).contiguous() for x, dtype in zip((q, k, v, g, beta), dtypes, strict=True)
     ]
@@ -74,13 +74,17 @@ def linear_scan(
 def scan_kernel(
     v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False, kernel_names: Sequence[str] = ()
 ) -> ScanKernel:
-    """Return the kernel that `linear_scan` takes for values like these, (T, H, V). Raises LayoutError as that does."""
+    """Return the kernel that `linear_scan` takes for values like v (T, H, V).
+
+    `delta`: whether there is a beta; `by_channel`: whether each key number has a decay of its own. Raises LayoutError
+    for a named kernel that cannot be used.
+    """
     return choose_scan_kernel(
         Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel), kernel_names
     )
 
 
-def refuse_no_shard(caller: str, shard: object) -> None:
+def check_is_shard(caller: str, shard: object) -> None:
     """Raise LayoutError, naming the calling function, for anything but a SequenceShard."""
     if not isinstance(shard, SequenceShard):
         raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")
@@ -92,7 +96,7 @@ def _check_scan_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor 
     With T rows, G heads of keys that divide H heads of values: q and k (T, G, K), v (T, H, V), beta (T, H). Decays g
     are (T, H, 1), or with beta also (T, H, K).
     """
-    refuse_no_shard("linear_scan", shard)
+    check_is_shard("linear_scan", shard)
     for name, x in (("k", k), ("v", v), ("g", g)):
         if x.ndim != 3:
             raise LayoutError(f"linear_scan got {name} of {tuple(x.shape)}; it has rows, heads and numbers of a head")
@@ -136,10 +140,10 @@ class _StatePass(torch.autograd.Function):
             ForwardFold(part_chains, part, scan) for part_chains, part, scan in zip(chains, parts, scans, strict=True)
         ]
         outs, activations = list[Tensor](), list[tuple[Tensor, ...]]()
-        for part, scan in zip(folds, scans, strict=True):
-            states = part.entering_states()
+        for fold, scan in zip(folds, scans, strict=True):
+            states = fold.entering_states()
             outs.append(scan.outputs(states))
-            activations.append((part.transitions, states, *scan.activations))
+            activations.append((fold.transitions, states, *scan.activations))
         ctx.save_for_backward(*tensors, *(x for saved in activations for x in saved))
         ctx.chains, ctx.kernel, ctx.scale, ctx.counts = chains, kernel, scale, [len(saved) for saved in activations]
         return join_part_rows(outs, inputs.v)
@@ -161,9 +165,9 @@ class _StatePass(torch.autograd.Function):
             local = _member_kernel(ctx.kernel, chains).backward(
                 inputs.rows(start, stop), chains.local_runs, ctx.scale, saved
             )
-            entry_gradients = BackwardFold(chains, states, transitions, local.entry_gradients)
-            local.prepare_chunks()
-            parts.insert(0, local.gradients(entry_gradients.leaving_gradients()))
+            fold = BackwardFold(chains, states, transitions, local.entry_gradients)
+            local.prepare_chunks()  # while gradients of states travel
+            parts.insert(0, local.gradients(fold.leaving_gradients()))
         present = [x for x in inputs if x is not None]
         results = [join_part_rows([part[i] for part in parts], x) for i, x in enumerate(present)]
         return None, None, None, *results, *([None] if inputs.beta is None else [])

@@ -47,10 +47,10 @@ def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tu
 
 
 def refuse_partly_shared(model: PreTrainedModel, stages: Sequence[nn.Module]) -> None:
-    """Raise ModelError where stages share one parameter of a module and not its others.
+    """Raise ModelError where a module shares a parameter with another stage, and has further parameters of its own.
 
-    Such a module is not a copy of the other stage's as a whole, and cannot take its name. Parameters that both stages
-    have under the same name, such as the embedding's, are allowed.
+    A shared parameter is registered with its whole module, under the first name in the whole model: a parameter of its
+    own would get another one's name. Parameters that have one name in all stages, such as the embedding's, are allowed.
     """
     shared = shared_parameters(model, stages)
     first_name = {name: entry.names[0] for entry in shared for name in entry.names}
@@ -69,15 +69,15 @@ def refuse_partly_shared(model: PreTrainedModel, stages: Sequence[nn.Module]) ->
 
 def separate_copies(stages: Sequence[nn.Module]) -> None:
     """Give each stage of one rank its own copies of parameters that an earlier of these stages has too."""
-    modules, parameters = set[nn.Module](), set[nn.Parameter]()
+    earlier_modules, earlier_parameters = set[nn.Module](), set[nn.Parameter]()
     for stage in stages:
         replacements = {
-            p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in stage.parameters() if p in parameters
+            p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in stage.parameters() if p in earlier_parameters
         }
         if replacements:
-            _replace_parameters(stage, replacements, modules, {})
-        modules.update(stage.modules())
-        parameters.update(stage.parameters())
+            _replace_parameters(stage, replacements, earlier_modules, {})
+        earlier_modules.update(stage.modules())
+        earlier_parameters.update(stage.parameters())
 
 
 def _replace_parameters(
@@ -140,22 +140,24 @@ class StageCopies:
         self.first_names: dict[str, nn.Module] = {}  # what is here of modules that belong to other stages, by name
         self.trained: dict[nn.Module, nn.Module] = {}  # modules of later stages here, and whose parameters are trained
         for entry in shared:
-            holders = [(models[i], [n for n in entry.names if n in names[i]]) for i in models if i in entry.stages]
-            self._places.append([_find_place(model, here[0]) for model, here in holders])
-            self._note_modules(entry.names[0], holders)
+            copies = [(models[i], [n for n in entry.names if n in names[i]]) for i in models if i in entry.stages]
+            self._places.append([_find_place(model, names_there[0]) for model, names_there in copies])
+            self._note_modules(entry.names[0], copies)
 
-    def _note_modules(self, first_name: str, holders: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
+    def _note_modules(self, first_name: str, copies: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
         """Note which module of this rank has the trained copy of a parameter.
 
-        It is noted for the parameter's first name in the whole model, if that belongs to another rank's stage, and for
-        the modules of the other copies here.
+        `copies` are this rank's stages that have the parameter, the trained one first, with its names there. The module
+        is noted for the parameter's first name in the whole model, if that belongs to another rank's stage, and for the
+        modules of the other copies.
         """
-        if not holders:  # no stage here has the parameter
+        if not copies:  # no stage here has the parameter
             return
-        trained = _find_place(holders[0][0], holders[0][1][0]).module
-        if first_name not in holders[0][1]:
+        trained_model, trained_names = copies[0]
+        trained = _find_place(trained_model, trained_names[0]).module
+        if first_name not in trained_names:
             self.first_names[first_name.rpartition(".")[0]] = trained
-        for model, names in holders[1:]:
+        for model, names in copies[1:]:
             self.trained |= {_find_place(model, name).module: trained for name in names}
 
     def of(self, name: str) -> list[nn.Parameter]:
@@ -170,7 +172,7 @@ class StageCopies:
         return {places[0].parameter for places, counted in pairs if places and counted != self._position}
 
     @torch.no_grad()
-    def make_equal(self) -> None:
+    def make_copies_equal(self) -> None:
         """Set all copies of this rank to the values of the first, which is trained."""
         for trained_place, *copied_places in filter(None, self._places):
             for copied_place in copied_places:
@@ -218,7 +220,7 @@ def _sum_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World)
         parameter.grad = torch.zeros_like(parameter)
     gradient = local_tensor(parameter.grad)
     total, label = gradient.contiguous(), "sum of gradients that stages share"
-    slices = dict(zip(holders, total.view(-1).tensor_split(len(holders)), strict=True))
+    slices = dict(zip(holders, total.view(-1).tensor_split(len(holders)), strict=True))  # views, which get the sums
     local_slice = slices.pop(pipeline.index)
     parts = {holder: local_slice if holder == pipeline.index else torch.empty_like(local_slice) for holder in holders}
     pipeline.exchange([*slices.items()], [(holder, parts[holder]) for holder in slices], label).wait()

@@ -64,8 +64,8 @@ def _holds_copies(module: nn.Module, copies: StageCopies) -> bool:
 def _add_children(into: nn.Module, source: nn.Module, around: set[nn.Module], copies: StageCopies) -> None:
     """Register the children of `source`, a module of a stage, in `into`, the module of that name in the whole model.
 
-    Modules `around` layers exist in every stage and are merged child by child. A name that an earlier stage of this
-    rank has filled keeps its module.
+    Modules `around` layers exist in every stage and are merged child by child, as are modules around an untrained copy,
+    for which the trained copy is registered. A name that an earlier stage of this rank has filled keeps its module.
     """
     for name, child in source.named_children():
         if child in around or _holds_copies(child, copies):
@@ -139,7 +139,7 @@ class PipelineModel(nn.Module):
             world.coordinates.pp,
         )
         self.probed = True  # whether the attention calls of all layers have been seen and judged
-        self._world_key = world.key
+        self._world_key = world.key  # by which the world is looked up: modules store no process group
         _ = world.channels.pipeline  # makes its group, on all ranks together
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
         self.routers: tuple[int, ...] = router_sizes(model)
@@ -188,7 +188,7 @@ class PipelineModel(nn.Module):
         for stage_input in inputs:
             call_rules(self).check_spans(stage_input.shard)
         world = world_of(self._world_key)
-        self.copies.make_equal()
+        self.copies.make_copies_equal()
         with self.copies.sum_copied_gradients(world) if backward else nullcontext():
             step, stages = self._make_schedule(len(inputs), backward, world)
             for stage_input in inputs:
@@ -196,7 +196,7 @@ class PipelineModel(nn.Module):
             for stage in stages:
                 stage.inputs = inputs
             if inputs and not self.probed:
-                record_calls(inputs[0].shard)
+                record_calls(inputs[0].shard)  # one micro-batch shows what every layer calls
             try:
                 _run_watched_schedule(step, world)
             finally:
@@ -220,7 +220,7 @@ class PipelineModel(nn.Module):
         self.probed: bool = True
 
     def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
-        """Return the schedule for so many micro-batches, with its stages; made at its first use."""
+        """Return the schedule of steps with this number of micro-batches, and its stages; made at its first use."""
         key = (micro_batches, backward)
         if key not in self._schedules:
             hidden, parts = self.config.get_text_config().hidden_size, call_rules(self).row_multiple
@@ -247,16 +247,16 @@ class PipelineModel(nn.Module):
             logits.append(model(**arguments).logits)
             return logits[0].new_zeros((), dtype=torch.float64)
 
-        keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}
+        keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}  # which a stage sets itself
         self.run([StageInput(shard, input_ids, make_output, keywords)], backward=False)
         return CausalLMOutput(logits=self._share_logits(logits, shard))
 
-    def _share_logits(self, made: list[Tensor], shard: SequenceShard) -> Tensor:
-        """Send the logits that the last stage `made` to all other stages; returns them on every rank."""
+    def _share_logits(self, last_stage_logits: list[Tensor], shard: SequenceShard) -> Tensor:
+        """Send the last stage's logits, a list of one there and of none elsewhere, to all ranks, which return them."""
         pipeline = world_of(self._world_key).channels.pipeline
         holder = self.pipeline_settings.loss_place
         if pipeline.index == holder:
-            logits = made[0].to(self.dtype).contiguous()
+            logits = last_stage_logits[0].to(self.dtype).contiguous()
             places = [place for place in range(pipeline.degree) if place != holder]
             pipeline.exchange([(place, logits) for place in places], [], "logits to all stages").wait()
             return logits
@@ -281,7 +281,8 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
 def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
     """Run a schedule; an error of the model is raised as the model raised it, without torch's wrapping.
 
-    An error of a collective is raised inside the watch, which adds its report of the ranks.
+    An error of a collective, or one that comes from no stage and so is not wrapped, is raised inside the watch, which
+    adds its report of the ranks.
     """
     failure: BaseException | None = None
     with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):

@@ -93,7 +93,8 @@ class ScheduledStage(PipelineStage):
     ) -> Any:
         """Do as torch's method does, with this micro-batch's ids and arguments.
 
-        The watch notes the hand-off before it, so that its report can say that this rank waits for hidden states.
+        The watch notes the hand-off first, so that a report of the watch can say that this rank waits for hidden
+        states. Hidden states are received into a buffer of ours, which needs a gradient as torch's own would.
         """
         stage_input = self.inputs[fwd_chunk_id]
         if not self.is_first:
@@ -216,7 +217,8 @@ def make_schedule(
 ) -> Callable[[], None]:
     """Make the schedule of one step over `micro_batches` micro-batches; call it once the stages have their inputs.
 
-    In evaluation, and where 1F1B has fewer micro-batches than stages, all forward passes run first (GPipe).
+    Without `backward` (evaluation) there is no loss function, by which torch knows that no backward passes are to run.
+    Gradients are not scaled, as the loss is a sum over targets.
     """
     settings: dict[str, Any] = {"loss_fn": _return_loss if backward else None, "scale_grads": False}
     kind = _schedule_class(pipeline_settings, micro_batches, backward=backward)
@@ -231,7 +233,11 @@ def make_schedule(
 
 
 def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
-    """Return torch's class for this schedule; torch's single-stage 1F1B refuses fewer micro-batches than stages."""
+    """Return torch's class for this schedule.
+
+    Evaluation takes a class that runs all forward passes first, except for "zbv": no other class has its order of
+    stages. So does 1F1B with fewer micro-batches than stages, which torch's class for single stages refuses.
+    """
     if pipeline_settings.is_folded:
         return ScheduleZBVZeroBubble
     if pipeline_settings.schedule == "zero_bubble" and backward:

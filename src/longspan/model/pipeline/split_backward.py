@@ -59,7 +59,8 @@ def compute_weight_gradients(pending: PendingWeights) -> None:
     while pending.groups:
         nodes, weights = pending.groups.popitem()
         gradients = {node: pending.gradients[node] for node in nodes if node in pending.gradients}
-        # The gradient of a node holds already what reached it through other nodes of the group: hooks put it back.
+        # A node's recorded gradient includes what reached it through other nodes of the group. Backward from all of
+        # them would add that again, so hooks set each node's gradient to the recorded one.
         hooks = gradients.items() if len(gradients) > 1 else ()
         handles = [node.register_prehook(lambda _, passed=passed: passed) for node, passed in hooks]
         try:
@@ -122,12 +123,12 @@ def _find_users(output: Node) -> dict[Node, list[Node]]:
     return users
 
 
-def _dependent_nodes(start: Node, users: dict[Node, list[Node]], ends: Set[Node] = frozenset()) -> set[Node]:
-    """Return the nodes that depend on `start`, `start` included; the search does not go on behind nodes in `ends`."""
+def _dependent_nodes(start: Node, users: dict[Node, list[Node]], last_nodes: Set[Node] = frozenset()) -> set[Node]:
+    """Return the nodes that depend on `start`, `start` included; the search ends at `last_nodes`."""
     dependents, to_visit = {start}, [start]
     while to_visit:
         node = to_visit.pop()
-        following = () if node in ends else users.get(node, ())
+        following = () if node in last_nodes else users.get(node, ())
         new_nodes = [user for user in following if user not in dependents]
         dependents.update(new_nodes)
         to_visit += new_nodes

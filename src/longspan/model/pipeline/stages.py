@@ -118,7 +118,7 @@ class Stage(nn.Module):
         self.layers_of_stages: tuple[range, ...] = tuple(layers)
         self.with_embedding: bool = with_embedding
         self.model: PreTrainedModel = model
-        self.training: bool = model.training
+        self.training: bool = model.training  # nn.Module would begin in training mode
 
     @property
     def first(self) -> bool:
@@ -170,11 +170,11 @@ def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
         )
     if called != order:
         raise ModelError(f"{name} calls {', '.join(called)}; pipeline stages call {', '.join(order)}: use pp 1")
-    behind = [call.part for call in calls if call.reads_more]
-    if behind and embedding_argument(calls, parts.layers) is None:
+    readers = [call.part for call in calls if call.reads_more]
+    if readers and embedding_argument(calls, parts.layers) is None:
         raise ModelError(
-            f"{name} gives {behind[0]} hidden states from before the part ahead of it, which a pipeline stage does not "
-            "have: use pp 1"
+            f"{name} gives {readers[0]} hidden states from before the part ahead of it, which a pipeline stage does "
+            "not have: use pp 1"
         )
     if not unchanged:
         raise ModelError(
@@ -198,7 +198,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
     """Raise ModelError where a stage's layers need more of earlier layers than their hidden states.
 
     Gemma 4's last layers attend to keys and values of earlier ones. `layers` are the layers of each stage. All layers
-    run on the meta device first, then each stage alone; if the whole model does not run there, nothing is concluded.
+    run on the meta device first, then each stage alone; if all layers together do not run there, no stage is tried.
     """
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
     for indices in (range(sum(map(len, layers))), *layers):
@@ -234,7 +234,7 @@ def cut_model(
     """Cut a model into this rank's stages; other parameters are freed, and the model itself is of no use afterwards.
 
     Each stage has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed,
-    for modules of which stages share some parameters and not all.
+    for a module that shares some of its parameters, and not all, with another stage.
     """
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
     models = stage_models(model, parts, layers)

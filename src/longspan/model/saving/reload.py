@@ -39,13 +39,13 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
         )
         return
     source = result_or_first_error(
-        world, lambda: _read_whole_model(model, folder), lambda error: _load_error(folder, error)
+        world, lambda: _whole_model_source(model, folder), lambda error: _load_error(folder, error)
     )
     stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
     source.fill_weights(stages, world)
 
 
-def _read_whole_model(model: PreTrainedModel | PipelineModel, folder: Path) -> DeferredWeights:
+def _whole_model_source(model: PreTrainedModel | PipelineModel, folder: Path) -> DeferredWeights:
     """Return the source of a folder's weights, by the names of the whole stock model.
 
     Raises ModelError for files other than safetensors.

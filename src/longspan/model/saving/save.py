@@ -52,12 +52,12 @@ def save_model(
     """Write the full weights to a folder that stock transformers loads; all ranks call it together.
 
     The home's first rank writes safetensors, configuration and tokenizer next to `folder`. Once all are written they
-    take the places of an older model's or adapter's (of an adapter: of an older adapter's), so an interrupted save
-    leaves what was there. Other files of the folder stay. The first rank is sent a decoder layer at a time, so no rank
-    holds the whole model. `dtype` is that of the files, the parameters' own by default. If the model has an adapter the
-    adapter only is written, as stock peft loads it, with what is trained of an encoder as its `modules_to_save`. A
-    vision-language model (`prepare(…, encoder=…)`) is written whole, under its own class and names. Raises ModelError
-    on every rank where writing failed, CommError where a rank is lost.
+    replace the files of an older model or adapter (a saved adapter only those of an older adapter), so an interrupted
+    save leaves what was there. Other files of the folder stay. The first rank is sent a decoder layer at a time, so no
+    rank holds the whole model. `dtype` is that of the files, the parameters' own by default. If the model has an
+    adapter the adapter only is written, as stock peft loads it, with what is trained of an encoder as its
+    `modules_to_save`. A vision-language model (`prepare(…, encoder=…)`) is written whole, under its own class and
+    names. Raises ModelError on every rank where writing failed, CommError where a rank is lost.
     """
     encoders = _find_encoders(model)
     model = model.language_model if isinstance(model, MultimodalModel) else model
@@ -88,10 +88,10 @@ def _save_weights(
         _save_adapter(adapter, target, world, tokenizer, cast, trained.modules)
         return
     as_save_error = partial_of(_make_save_error, target)
-    partial_folder = result_or_first_error(
-        world, lambda: _open_folder(model, target, kind) if writes else None, as_save_error
+    folder_and_model = result_or_first_error(
+        world, lambda: _make_folder_and_empty_model(model, target, kind) if writes else None, as_save_error
     )
-    writer = None if partial_folder is None else WeightWriter(*partial_folder, cast=kind is not None)
+    writer = None if folder_and_model is None else WeightWriter(*folder_and_model, cast=kind is not None)
     for unit in chain(
         _weight_units(model, world), *(_state_units(e.module.state_dict(), writes=writes) for e in encoders)
     ):
@@ -101,9 +101,9 @@ def _save_weights(
 
     def finish_files() -> None:
         """Finish on the rank that writes: index, configuration, tokenizer, and then move the files to the target."""
-        if writer is not None and partial_folder is not None:
+        if writer is not None and folder_and_model is not None:
             writer.finish()
-            partial, empty = partial_folder
+            partial, empty = folder_and_model
             write_configuration(empty, partial, tokenizer)
             replace_files(partial, target, OF_MODEL)
 
@@ -222,14 +222,15 @@ def _all_stage_units(model: PipelineModel, world: World) -> Iterator[dict[str, T
     The other ranks get as many empty units. Entered by all ranks; a rank that sends holds one whole tensor at a time.
     If the model has an adapter, only the adapter's tensors.
     """
-    in_stages = {name for stage in model.stages for name in stage.model.state_dict()}  # each layer whole in one unit
+    # Left out are names of other ranks' stages, which write them: a trained copy is registered under such a name too.
+    in_stages = {name for stage in model.stages for name in stage.model.state_dict()}
     local_state = {name: x for name, x in adapter_entries(model, model.state_dict()).items() if name in in_stages}
     entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in local_state.items()]
-    speaks = (world.slot, world.coordinates.tp) == (0, 0)  # one rank reports the names of its stage
-    of_stage = {world.coordinates.pp: entries} if speaks else None
-    of_stages = world.control.reduce_object(of_stage, dict[int, list[_Entry]].__or__, "names of weights") or {}
+    is_reporter = (world.slot, world.coordinates.tp) == (0, 0)  # one rank reports the names of its stage
+    local_entries = {world.coordinates.pp: entries} if is_reporter else None
+    by_stage = world.control.reduce_object(local_entries, dict[int, list[_Entry]].__or__, "names of weights") or {}
     for stage in range(world.home.pp):
-        for _, unit in groupby(of_stages[stage], lambda entry: weight_unit(entry.name)):
+        for _, unit in groupby(by_stage[stage], lambda entry: weight_unit(entry.name)):
             yield _whole_unit(list(unit), local_state, world, stage)
 
 
@@ -255,7 +256,7 @@ def _whole_unit(entries: list[_Entry], local_state: dict[str, Tensor], world: Wo
     return whole_tensors
 
 
-def _open_folder(
+def _make_folder_and_empty_model(
     model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None
 ) -> tuple[Path, PreTrainedModel]:
     """Make (the folder to write files in before they move to `target`, the stock model without memory)."""

@@ -34,8 +34,8 @@ def weights_by_name(
 
     All ranks call it together and go through to the end; each gets every weight, in one order. Names are those of the
     stock model's `state_dict`, with fused experts where transformers has them; a tied weight comes once. One weight is
-    whole at a time, of an adapted linear its adapter as well. Do not write to the tensors: one that is not sharded is
-    the parameter itself.
+    whole at a time, and with it the adapter of its linear, if it has one. Do not write to the tensors: one that is not
+    sharded is the parameter itself.
 
     If the model has an adapter, `merge_adapter` adds it to the weights, as `merge_and_unload` of peft does: sums are in
     float32 at least, and come in the weight's dtype. Otherwise weights are the base model's, and the adapter's come
@@ -74,21 +74,22 @@ class _WholeWeights:
     def __init__(self, model: PreTrainedModel | PipelineModel, world: World) -> None:
         """Collect which weights there are, over all pipeline stages, under their names in the whole model.
 
-        Of names that share a tensor only the first is given out, and is noted as tied. A weight in an adapted module
-        has the scaling with which the adapter is added to it.
+        Of names that share a tensor only the first is given out, and is noted as tied. A weight that several stages of
+        this rank have is the first one's. A weight in an adapted module has the scaling with which the adapter is added
+        to it.
         """
         self._world, self._adapter = world, model_adapter(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
         self._local: dict[str, Tensor] = {}
         entries = list[_Entry]()
         for stage in stages:
-            state, scalings, first_names = stage.state_dict(), self._adapter_scalings(stage), _first_names(stage)
+            state, scalings, tied_names = stage.state_dict(), self._adapter_scalings(stage), _tied_names(stage)
             for name, value in state.items():
-                if name not in first_names and name not in self._local:
+                if name not in tied_names and name not in self._local:
                     self._local[name] = value
                     scaling = scalings.get(name.partition(_BASE)[0]) if _BASE in name else None
-                    place = tuple(value.shape), value.dtype, world.coordinates.pp
-                    entries.append(_Entry(name, *place, name in first_names.values(), scaling))
+                    shape_dtype_stage = tuple(value.shape), value.dtype, world.coordinates.pp
+                    entries.append(_Entry(name, *shape_dtype_stage, name in tied_names.values(), scaling))
         entries = self._collect_entries(entries)
         self._tied = {entry.name for entry in entries if entry.tied}
         self._entries = dict[str, _Entry]()
@@ -97,7 +98,7 @@ class _WholeWeights:
         self._names = [*self._entries]
 
     def _collect_entries(self, entries: list[_Entry]) -> list[_Entry]:
-        """Collect the entries of all pipeline positions on every rank, in their order; one rank reports for each."""
+        """Collect the entries of all pipeline positions on every rank, in order; one rank of each position reports."""
         if self._world.home.pp == 1:
             return entries
         is_reporter = (self._world.slot, self._world.coordinates.tp) == (0, 0)
@@ -162,7 +163,7 @@ class _WholeWeights:
         if kind == "weight":
             suffixes = {"A": f"lora_A.{adapter}.weight", "B": f"lora_B.{adapter}.weight"}
             suffixes |= {"embedding_A": f"lora_embedding_A.{adapter}", "embedding_B": f"lora_embedding_B.{adapter}"}
-            if f"{module}.lora_A.{adapter}.weight" in self._entries:
+            if f"{module}.lora_A.{adapter}.weight" in self._entries:  # an embedding's DoRA is refused by check_merge
                 suffixes |= {"magnitude": f"lora_magnitude_vector.{adapter}.weight"}
         names = {role: f"{module}.{tensor_name}" for role, tensor_name in suffixes.items()}
         return {role: tensor_name for role, tensor_name in names.items() if tensor_name in self._entries}
@@ -204,7 +205,7 @@ def _merge_adapter(name: str, weight: Tensor, parts: Mapping[str, Tensor], scali
     return total.to(weight.dtype)
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
+def _tied_names(model: nn.Module) -> dict[str, str]:
     """Map each further name of a tied parameter to the parameter's first name."""
     first = dict[int, str]()
     names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}

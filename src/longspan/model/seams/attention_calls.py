@@ -90,8 +90,8 @@ def sharded_attention(
 ) -> tuple[Tensor, None]:
     """Stand in for transformers' attention function: query (1, N, T, H), key, value (1, K, T, H) to (1, T, N, H).
 
-    A shard that records calls notes this one. A probe, which has no rows of a sequence, gets an empty output of the
-    right shape. Rows that are separate (a tower's images) attend inside each of them, all others over the shard.
+    If calls with this shard are recorded, the call is noted. A probe, which has no rows of a sequence, gets an empty
+    output of the right shape. Rows of SeparateRows attend to themselves alone, all others over the shard.
 
     Raises ModelError without a shard, with a mask, or with more than one batch row.
     """
@@ -205,7 +205,7 @@ def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> Non
 def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
     """Make the tensor (1, T, …), checked against the shard's T rows; positions in parts (M-RoPE) become (n, 1, T)."""
     if name == "position_ids" and x.ndim == 3 and x.shape[0] in PARTS_OF_POSITIONS and x.shape[1] == 1:
-        _make_one_row(name, x[0], shard)
+        _make_one_row(name, x[0], shard)  # checks the rows of a part
         return x
     plain_dims = 2 if name == "inputs_embeds" else 1
     x = x.unsqueeze(0) if x.ndim == plain_dims else x

@@ -84,8 +84,9 @@ def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None
 def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
     """Raise ModelError, naming them, for layers in which an attention module does not reach our attention.
 
-    `reached` are the modules, by `id`, that did. Layers of a type without attention are passed over. A layer in which
-    nothing reached it is named by its first attention module, or by itself if no class is named as attention.
+    `reached` are the ids of modules that called our attention, or are mixers. Layers of a type without attention are
+    passed over. A layer without any such module is named by its first attention module, or, if no class in it is named
+    as attention, by its own name; of another layer each attention module that calls attention of its own is named.
     """
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []

@@ -112,10 +112,10 @@ class CallRules:
     def check_spans(self, shard: SequenceShard) -> None:
         """Raise ModelError for a shard without spans, if rows of this model may see each other."""
         documents = len(shard.micro_batch.documents)
-        seeing = ["a prefix"] if self.prefix else self.in_spans
-        if seeing and shard.spans is None and documents:
+        span_names = ["a prefix"] if self.prefix else self.in_spans
+        if span_names and shard.spans is None and documents:
             raise ModelError(
-                f"{self.architecture}: rows of {' and '.join(seeing)} see each other, and the shard of "
+                f"{self.architecture}: rows of {' and '.join(span_names)} see each other, and the shard of "
                 f"{documents} documents says nothing of them; use shard.with_spans(...), with {{}} for text alone"
             )
 
@@ -151,15 +151,15 @@ def attend_causally(model: nn.Module) -> None:
 def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
     """Raise ModelError if training, or evaluating, this prepared model would draw numbers that depend on the layout."""
     rules = call_rules(model)
-    always = rules.draws_in_evaluation
-    if draws := ", ".join(rules.random_draws if training else always):
+    evaluation_draws = rules.draws_in_evaluation
+    if draws := ", ".join(rules.random_draws if training else evaluation_draws):
         config = getattr(model, "config", None)
-        when, exception = (" and in evaluation", "") if always else ("", ", and evaluation draws nothing")
-        remedy = _remedy_text(config, draws, in_evaluation=bool(always))
+        when, allowed_text = (" and in evaluation", "") if evaluation_draws else ("", ", and evaluation draws nothing")
+        remedy = _remedy_text(config, draws, in_evaluation=bool(evaluation_draws))
         raise ModelError(
             f"{rules.architecture} draws at random outside attention in training{when}: {draws}. Each rank would draw "
             f"for its own rows, so that the loss would depend on the layout; {remedy}. Attention "
-            f"dropout may stay{exception}"
+            f"dropout may stay{allowed_text}"
         )
 
 
@@ -170,16 +170,16 @@ def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
     """
     is_sampled = any(f"{function} " in draws for function in _SAMPLE)
     if is_sampled or not (keys := _random_keys(config)):
-        exception = "" if in_evaluation else ": it can be evaluated alone"
-        return f"it does so by its code, and no key of its configuration is known to end that{exception}"
+        allowed_text = "" if in_evaluation else ": it can be evaluated alone"
+        return f"it does so by its code, and no key of its configuration is known to end that{allowed_text}"
     return f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
 
 
 def _random_keys(config: Any) -> str:
     """Return the keys of a configuration for dropout and noise outside attention, with their values.
 
-    Left out are keys in `_NOT_HERE`, of attention or of parts that do not run here. Those of "layerdrop", which leaves
-    out whole layers, are listed last.
+    Left out are keys in `_NOT_HERE`, of attention or of parts that do not run here. Every key of "layerdrop" is listed,
+    last, even one that names attention, since whole layers are left out by it.
     """
     values = {} if config is None else config.get_text_config().to_dict()
     words = ("drop", "jitter", "noise")

@@ -113,7 +113,8 @@ def keep_layer_arguments(model: PreTrainedModel) -> None:
 def run_within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a layer's forward, bound to its keyword arguments by `functools.partial`, to note them at every call.
 
-    A callable that is not bound to a shard notes what the layer around it has; with none around it, it stays as it is.
+    A callable that is not bound to a shard notes the arguments of the layer around it, and outside of every layer is
+    returned unwrapped.
     """
     keywords: Mapping[str, Any] = getattr(run, "keywords", {})
     if "shard" not in keywords and (running := _running.get()) is not None:

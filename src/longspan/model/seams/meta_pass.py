@@ -30,8 +30,9 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
     inputs = {name: value for name, value in inputs.items() if value is not None}
     settings: Any = _config  # torch.nonzero has no shape there unless all elements are taken to be nonzero
     values, tensors = _MadeUpValues(), _meta_tensors(model)
-    for name in tensors.keys() & dict(model.named_parameters(remove_duplicate=False)).keys() if gradients else ():
-        tensors[name].requires_grad_(tensors[name].is_floating_point())
+    if gradients:
+        for name in tensors.keys() & dict(model.named_parameters(remove_duplicate=False)).keys():
+            tensors[name].requires_grad_(tensors[name].is_floating_point())
     try:
         nonzero = settings.patch(meta_nonzero_assume_all_nonzero=True)
         with (

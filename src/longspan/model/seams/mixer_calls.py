@@ -159,11 +159,11 @@ def _run_delta_rule(
     """
     _refuse_state(initial_state)
     ops = find_ops(shard, len(query), query.shape[1])
-    q, k, v, decay, weight = (x.squeeze(0) for x in (query, key, value, g, beta))
+    q, k, v, decay, strength = (x.squeeze(0) for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = unit_vectors(q, _EPSILON), unit_vectors(k, _EPSILON)
     decay = decay if decay.ndim == 3 else decay.unsqueeze(-1)
-    return ops.scan(q, k, v, decay, weight, q.shape[-1] ** -0.5).to(query.dtype).unsqueeze(0), None
+    return ops.scan(q, k, v, decay, strength, q.shape[-1] ** -0.5).to(query.dtype).unsqueeze(0), None
 
 
 def _run_mamba2(

@@ -37,7 +37,7 @@ def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
 def is_mixer(module: nn.Module) -> bool:
     """Return whether the forward of a module's class is a mixer's: a causal convolution, and a scan or none.
 
-    A forward that calls a function which is not known here may mix rows in another way, and is none.
+    A forward that calls an unknown function is not taken for a mixer's, as it may mix rows in another way.
     """
     convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
     if not convolutions:

@@ -50,7 +50,8 @@ def stock_class_name(model: nn.Module) -> str:
 def has_instance_forward(module: nn.Module) -> bool:
     """Return whether somebody else than longspan gave a module a forward in place of its class's.
 
-    A forward with the code of the class's own is longspan's: a copy that calls other functions (`seams/mixers.py`).
+    Two kinds are longspan's: functions that its own modules define, alone or in a `partial`, and copies of the class's
+    code that call other functions (`seams/mixers.py`).
     """
     forward, in_class = vars(module).get("forward"), type(module).forward
     function = forward.func if isinstance(forward, partial) else getattr(forward, "__func__", forward)

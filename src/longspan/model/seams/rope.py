@@ -49,7 +49,7 @@ def has_no_positions(config: PreTrainedConfig) -> bool:
         return False
     kind = getattr(text, "position_embedding_type", "rope")  # a key of Granite: without positions None or "nope"
     rotary = getattr(text, "rope_parameters", None) is not None and kind == "rope"
-    return not rotary or not getattr(text, "use_mem_rope", True)
+    return not rotary or not getattr(text, "use_mem_rope", True)  # a key of Zamba 2
 
 
 def smallest_factor(config: PreTrainedConfig, longest: int) -> float:

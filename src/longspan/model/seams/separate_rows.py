@@ -28,8 +28,8 @@ class SeparateRows(SequenceShard):
 def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Attend each row to itself only: query (1, N, T, H), key, value (1, K, T, H) -> (1, T, N, H).
 
-    A row's value is weighted by the direction and the length of its query and key, in numbers near 1 whatever they are,
-    so that rounding is not made larger.
+    A row's value gets a weight that depends on its query and key, on their directions and their lengths. Weights are
+    0.5 to 2.5 whatever queries and keys are, so that rounding is not made larger.
     """
     groups, wide_dtype = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))

@@ -104,6 +104,6 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
         | {f"{PREFIX}.layers.*.mtp_block.{inside}": style for inside, style in inside_layers.items()}
         # a block of several layers numbers them
         | {f"{PREFIX}.layers.*.mtp_block.*.{inside}": style for inside, style in inside_layers.items()}
-        | ({} if ours is None else _HEAD)
+        | ({} if ours is None else _HEAD)  # a family that transformers does not cover may not name its head
         | dict(getattr(type(model), "_tp_plan", None) or {})
     )

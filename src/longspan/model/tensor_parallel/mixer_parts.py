@@ -46,7 +46,7 @@ class GroupRows:
         return self.groups * self.width
 
     def heads_together(self, tp: int) -> int:
-        """Return the largest number of neighbouring heads that share a group wherever they begin, on every rank."""
+        """Return the largest n for which every n neighbouring heads of a rank, from its first on, share a group."""
         return math.gcd(self.heads // tp, self.heads // self.groups)
 
     def count_groups(self, tp: int) -> int:
@@ -125,11 +125,12 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
             "(gated delta nets, Kimi's delta attention, Mamba 2, short convolutions); use tp 1"
         )
     parts = kind(mixer, tp)
-    placed = (*parts.rows, *parts.whole, parts.output)
+    part_names = (*parts.rows, *parts.whole, parts.output)
     for parameter, tensor in mixer.named_parameters():
-        place = next((p for p in placed if parameter == p or parameter.startswith(f"{p}.")), None)
-        rows = parts.rows.get(place or "")
-        if place is None or (rows is not None and rows.size not in tensor.shape and not reads_inputs(parameter)):
+        part = next((p for p in part_names if parameter == p or parameter.startswith(f"{p}.")), None)
+        rows = parts.rows.get(part or "")
+        # an adapter's first matrix stays whole, whatever its number of rows
+        if part is None or (rows is not None and rows.size not in tensor.shape and not reads_inputs(parameter)):
             raise ModelError(
                 f"{name}.{parameter} {tuple(tensor.shape)} of {type(mixer).__name__} is not known, so that it is not "
                 "known how it divides over tensor-parallel ranks; use tp 1"
@@ -217,13 +218,13 @@ _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
 )
 
 
-def find_tensors(mixer: nn.Module, place: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the parameters and buffers of a child of the mixer, or the one tensor, that `place` names.
+def find_tensors(mixer: nn.Module, part_name: str) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the parameters and buffers of a child of the mixer, or the one tensor, that `part_name` names.
 
     Each is (its name in the mixer, the module that owns it, its name there).
     """
     for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
-        if name == place or name.startswith(f"{place}."):
+        if name == part_name or name.startswith(f"{part_name}."):
             owner, _, attribute = name.rpartition(".")
             yield name, mixer.get_submodule(owner), attribute
 

@@ -103,6 +103,7 @@ def _share_means(y: Tensor, groups: range, sizes: list[int], count: int, key: in
 
     y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`. Each rank's sums
     of squares are padded with zeros to all groups and summed over tp; every group has features of y times tp / `count`.
+    Each rank uses the means for its own features, so that their gradients are summed over tp too (`tp_copy`).
     """
     sums = torch.stack(
         [group_features.square().sum(-1) for group_features in y.split(sizes, -1)], -1
@@ -158,11 +159,11 @@ def _part_views(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[t
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
         yield mixer.get_submodule(owner), attribute, partial(_return_constant, value)
-    for place, rows in parts.rows.items():
-        for name, owner, attribute in find_tensors(mixer, place):
+    for part_name, rows in parts.rows.items():
+        for name, owner, attribute in find_tensors(mixer, part_name):
             yield owner, attribute, copied if reads_inputs(name) else make_row_view(owner, attribute, rows, world)
-    for place in parts.whole:
-        for _, owner, attribute in find_tensors(mixer, place):
+    for part_name in parts.whole:
+        for _, owner, attribute in find_tensors(mixer, part_name):
             yield owner, attribute, copied
 
 

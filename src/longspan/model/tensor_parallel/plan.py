@@ -87,9 +87,9 @@ def layer_experts(layer: nn.Module) -> dict[str, nn.Module]:
 def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
     """Yield modules and parameters to which the plan gives a style, and mixers; nothing inside experts or mixers."""
     mixers = find_mixers(model)
-    inside = tuple(f"{name}." for name in mixers)
+    mixer_prefixes = tuple(f"{name}." for name in mixers)
     for name, module in model.named_modules():
-        if ".experts." in f".{name}." or name.startswith(inside):
+        if ".experts." in f".{name}." or name.startswith(mixer_prefixes):
             continue
         if name in mixers:
             yield StyledModule(name, module, MIXER)
@@ -112,13 +112,13 @@ def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
 def check_tp_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) -> None:
     """Raise ModelError, with the sizes that would fit, where tp does not divide heads or intermediate sizes."""
     sizes = _tp_sizes(model, placed)
-    wrong = {count: size for count, size in sizes.items() if size % tp}
+    wrong = {size_name: size for size_name, size in sizes.items() if size % tp}
     if not wrong:
         return
     common = math.gcd(*sizes.values())
     fitting = [str(d) for d in range(1, common + 1) if common % d == 0]
     raise ModelError(
-        f"tp {tp} does not divide {' and '.join(f'{size} ({count})' for count, size in wrong.items())} of "
+        f"tp {tp} does not divide {' and '.join(f'{size} ({size_name})' for size_name, size in wrong.items())} of "
         f"{type(model).__name__}; use tp {', '.join(fitting[:-1]) + ' or ' if len(fitting) > 1 else ''}{fitting[-1]}"
     )
 
@@ -127,8 +127,9 @@ def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, i
     """Return the numbers that tp must divide, by words for messages: heads, widths of linears, sizes of parameters.
 
     All layers share one entry, as their numbers are alike. The width of a linear is what its style splits: the outputs
-    of a column-wise one, half the outputs of a packed one, the inputs of others. Linears of attention have no entry,
-    as they divide where the heads do. Raises ModelError for a style on a module or parameter that it is not for.
+    of a column-wise one, half the outputs of a packed one, the inputs of others. Linears of attention have no entry, as
+    they divide where the heads do, except those whose whole inputs are cut evenly (SPLIT_INPUT). Raises ModelError for
+    a style on a module or parameter that it is not for.
     """
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in placed:

@@ -58,7 +58,7 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
             slice_inputs(linear, world)
         for linear in second:
             sum_partial_gradients(linear, key)
-        whole_inputs = style == SPLIT_INPUT
+        whole_inputs = style == SPLIT_INPUT  # in a block that gets, and returns, all rows
         leave = make_output_sum(base, key, sequence_parallel=sequence_parallel and not whole_inputs)
         wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if whole_inputs else None, leave=leave)
         return
@@ -97,9 +97,9 @@ def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> 
     if copied := [name for name, module in modules.items() if is_copied(module)]:
         yield f"modules_to_save ({', '.join(copied[:2])}) are not split"
     styles = {entry.name: entry.style for entry in placed}
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())
     blocks = split_blocks(placed)
-    linears = [name for name, module in modules.items() if is_adapted(module) and module not in ends]
+    linears = [name for name, module in modules.items() if is_adapted(module) and module not in embedding_and_head]
     if unplaced := [name for name in linears if not _can_be_split(name, styles, blocks)]:
         yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"
 

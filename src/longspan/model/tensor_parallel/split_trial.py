@@ -71,7 +71,7 @@ class SplitTrial:
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
         values = {name: _gather_parameter(p) for name, p in self.unit.named_parameters()}
-        wholes = {name: values[name].requires_grad_() for name in parameters}
+        whole_parameters = {name: values[name].requires_grad_() for name in parameters}
 
         def call_unsplit(*args: Any, **kwargs: Any) -> Any:
             """Call the twin with the gathered parameters and the block's buffers."""
@@ -80,7 +80,7 @@ class SplitTrial:
         with preserve_modes(self.unit), torch.enable_grad():
             self._twin.eval()
             self.unit.eval()
-            true = _call_results(call_unsplit, args, kwargs, wholes)
+            true = _call_results(call_unsplit, args, kwargs, whole_parameters)
             try:
                 results = _call_results(split, args, kwargs, parameters)
             except LongspanError:
@@ -129,7 +129,8 @@ def _call_results(
 
     Backward begins with fixed gradients of the outputs. Inputs that need gradients are replaced by copies, wherever
     they stand in the arguments, so that backward does not enter the caller's graph. The first input, the hidden states,
-    gets a gradient even where the caller needs none, so that it is compared too.
+    gets a gradient even where the caller needs none, so that it is compared too. Outputs count that depend on what gets
+    a gradient.
     """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
@@ -171,7 +172,7 @@ def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[st
         assert x is not None
         off = (local_tensor(result).double() - x.double()).norm().item() if result is not None else norm
         error = off / max(norm, _FLOOR * largest, 1e-30)
-        if not error <= _TOLERANCE.get(x.dtype, _LOW_PRECISION):
+        if not error <= _TOLERANCE.get(x.dtype, _LOW_PRECISION):  # true also of an error that is NaN
             wrong.append(f"{name} differs by {error:.1g} of its norm")
     return wrong
 
@@ -198,16 +199,17 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
     Tried with numbers on the host: column-wise linears are made to return all features, then each half of them; the
     input of the row-wise linear must be the same. False for a block that cannot be tried.
     """
-    columns = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
-    rows = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
-    if not columns or not rows:
+    column_linears = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
+    row_linears = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
+    if not column_linears or not row_linears:
         return False
     numbers = torch.randn(1, 2, _FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    outputs = [numbers.roll(3 * shift, -1) for shift in range(len(columns))]  # other numbers from each linear
+    outputs = [numbers.roll(3 * shift, -1) for shift in range(len(column_linears))]  # other numbers from each linear
     parts = [outputs, *zip(*(output.chunk(2, -1) for output in outputs), strict=True)]
     try:
         at_once, *halves = (
-            _row_wise_input(block, dict(zip(columns, outputs_of_part, strict=True)), rows) for outputs_of_part in parts
+            _row_wise_input(block, dict(zip(column_linears, outputs_of_part, strict=True)), row_linears)
+            for outputs_of_part in parts
         )
         return not torch.allclose(at_once, torch.cat(halves, -1))
     except Exception:  # whatever a block raises that needs more than hidden states, or its own number of features
@@ -216,9 +218,9 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Tensor:
     """Return the input of the first row-wise linear, if the column-wise ones return `outputs`."""
-    inside = {id(p) for module in (*outputs, *rows) for p in module.parameters()}
+    unused = {id(p) for module in (*outputs, *rows) for p in module.parameters()}  # of forwards that are replaced
     tensors = (*block.named_parameters(), *block.named_buffers())
-    ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in tensors if id(x) not in inside}
+    ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in tensors if id(x) not in unused}
     with _replace_outputs(outputs, rows):
         try:
             functional_call(block, ones, (torch.zeros(1, 2, 1, dtype=torch.float64),))

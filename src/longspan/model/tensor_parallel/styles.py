@@ -144,8 +144,8 @@ def split_three_columns(linear: nn.Linear, world: World, widths: Sequence[int] =
     module does. A rank's gradients are zero outside of its heads' rows, and are summed over the ranks.
     """
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
-    three = tuple(widths) or (linear.out_features // 3,) * 3
-    wrap_forward(linear, views=dict.fromkeys(names, partial(_three_part_rows, key=world.key, widths=three)))
+    part_widths = tuple(widths) or (linear.out_features // 3,) * 3
+    wrap_forward(linear, views=dict.fromkeys(names, partial(_three_part_rows, key=world.key, widths=part_widths)))
 
 
 def _three_part_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
@@ -195,7 +195,7 @@ def split_rows(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> N
 
 def split_whole_inputs(linear: nn.Linear, world: World) -> None:
     """Split as `split_rows`, with inputs that every rank has whole, for example after a norm over all heads."""
-    split_rows(linear, world, sequence_parallel=False)
+    split_rows(linear, world, sequence_parallel=False)  # its block is not split, and returns all rows
     wrap_forward(linear, enter=partial(tp_split, world_key=world.key, dim=-1))
 
 
@@ -216,15 +216,15 @@ def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> 
     )
     if linear.bias is None:
         return total
-    bias_of: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
+    local_bias: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
 
-    def add_bias(out: Tensor) -> Tensor:
+    def sum_and_add_bias(out: Tensor) -> Tensor:
         """Sum the outputs over tp, and add the bias once."""
         bias = linear.bias
         assert bias is not None
-        return total(out) + bias_of(bias)
+        return total(out) + local_bias(bias)
 
-    return add_bias
+    return sum_and_add_bias
 
 
 def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
@@ -317,7 +317,7 @@ def make_row_view(owner: nn.Module, name: str, rows: EvenRows | FusedRows, world
     sizes, order = (FusedRows((rows,)) if isinstance(rows, EvenRows) else rows).cut_pieces(tp, world.coordinates.tp)
     if not isinstance(tensor, nn.Parameter):
         return lambda x: _take_pieces(x, dim, sizes, order)
-    assert dim == 0, (name, tensor.shape)
+    assert dim == 0, (name, tensor.shape)  # a buffer alone may have its rows in another dim
     if rows.size % tp:
         return lambda x: _take_pieces(tp_copy_parameter(x, key), 0, sizes, order)
     slice_parameter(owner, name, 0, world)

@@ -69,7 +69,7 @@ def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def share_parameters_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
-    """Give modules that shared a parameter the first one's slice, after each module has made a slice for itself."""
+    """Give modules that shared a parameter the first module's slice, after each has made a slice for itself."""
     for (first_module, name), *other_places in places:
         for module, other_name in other_places:
             module.register_parameter(other_name, getattr(first_module, name))
@@ -119,7 +119,7 @@ def split_over_ranks(
     shared = shared_places(model)
     _split_head_and_embedding(model, placed, world, sequence_parallel=sequence_parallel)
     mixtures = _mixture_prefixes(model)
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings()  # which is split already, or stays whole
     for name, module, style, parameter in placed:
         in_parts = sequence_parallel and not name.startswith(mixtures)  # a block of experts gets and returns all rows
         if is_adapted(module) and style in ADAPTED and module is not head:
@@ -169,7 +169,8 @@ def _mixture_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
 def _wrap_blocks(model: nn.Module, placed: list[StyledModule], world: World, *, whole: tuple[str, ...]) -> None:
     """Have split blocks sum over tp the gradients of their inputs, which are partial.
 
-    Blocks whose names begin with one of `whole` ("": all) are given all rows; others get this rank's part, and gather.
+    Blocks whose names begin with one of `whole` ("": all) are given all rows; other blocks are given this rank's part
+    of the rows, and gather all.
     """
     copied: Transform = partial(tp_copy, world_key=world.key)
     gathered: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
@@ -182,14 +183,14 @@ def _split_head_and_embedding(
 ) -> None:
     """Split the head and the embedding by vocabulary where their styles ask for it and tp divides the vocabulary.
 
-    A tied embedding is split with the head, whose weight it shares. What is not split is whole on every rank: both
-    where an adapter changes one of them. Where rows are split between layers (`sequence_parallel`), an embedding hands
-    on only this rank's rows: a whole one by slicing its output, a split one as it sums over ranks.
+    A tied embedding is split with the head, whose weight it shares. If an adapter changes the head or the embedding,
+    neither is split. Where rows are split between layers (`sequence_parallel`), an embedding hands on only this rank's
+    rows: a whole one by slicing its output, a split one as it sums over ranks.
     """
-    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    if any(is_adapted(end) for end in ends):
-        if sequence_parallel and not isinstance(ends[0], Absent):
-            wrap_forward(ends[0], leave=partial(tp_split, world_key=world.key, dim=ROWS))
+    vocabulary_modules: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if any(is_adapted(module) for module in vocabulary_modules):
+        if sequence_parallel and not isinstance(vocabulary_modules[0], Absent):
+            wrap_forward(vocabulary_modules[0], leave=partial(tp_split, world_key=world.key, dim=ROWS))
         return
     head, embedding = _vocabulary_modules(model)
     styles = {id(module): style for _, module, style, _ in placed}

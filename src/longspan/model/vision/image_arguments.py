@@ -65,15 +65,15 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
     as one document. Raises DataError for images that do not fit each other, lack an argument that the model asks for,
     or have one that it does not take.
     """
-    names = {name: [image.fields[name] for image in inputs if name in image.fields] for name in _field_names(inputs)}
+    fields = {name: [image.fields[name] for image in inputs if name in image.fields] for name in _field_names(inputs)}
     arguments: dict[str, Any] = {}
     if any(image.grid is not None for image in inputs):
         arguments[GRIDS] = torch.tensor([image.grid for image in inputs], device=like.device)
     if any(image.size is not None for image in inputs):
         arguments[SIZES] = torch.tensor([image.size for image in inputs], device=like.device)
-    check_fields(model, [PIXELS, *arguments, *names])
-    filled = SIZES in arguments or MASK in names
-    for name, parts in ({PIXELS: [image.pixels for image in inputs]} | names).items():
+    check_fields(model, [PIXELS, *arguments, *fields])
+    filled = SIZES in arguments or MASK in fields
+    for name, parts in ({PIXELS: [image.pixels for image in inputs]} | fields).items():
         if len(parts) != len(inputs):
             raise DataError(f"{len(parts)} of {plural(len(inputs), 'image')} have {name}; give it of each")
         arguments[name] = _join_images(name, [_cast_inputs(value, like) for value in parts], filled)
@@ -131,14 +131,14 @@ def _image_counts(counts: Sequence[Tensor]) -> Tensor:
     whether there is more than one, and would cut a single image into tiles.
     """
     single_images = sum(int(count) == 1 for count in counts)
-    other_documents = len(counts) - single_images
-    return torch.tensor([1] * single_images + [max(2, other_documents)] * (other_documents > 0))
+    other_images = len(counts) - single_images
+    return torch.tensor([1] * single_images + [max(2, other_images)] * (other_images > 0))
 
 
 def _pad_to_largest(parts: Sequence[Tensor]) -> list[Tensor]:
     """Pad tensors (n, …) to one shape after the first dim, with zeros behind, as processors pad images of a call.
 
-    Tensors with different numbers of dims are returned as they are.
+    Tensors with different numbers of dims are returned as they are; they are refused when they are joined.
     """
     if len({x.ndim for x in parts}) > 1:
         return list(parts)

@@ -55,7 +55,11 @@ class ImageEncoder(nn.Module):
         return self.get_submodule(self.base_name) if self.base_name else self.__dict__["_whole"]
 
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """Encode images. Raises DataError if they do not fit each other, ModelError if the model gives no rows."""
+        """Encode images.
+
+        Raises DataError if they do not fit each other, ModelError if the model makes no rows of images, or rows for
+        another number of deeper layers than its configuration names.
+        """
         rows = encode_images(self.base, inputs)
         if len(rows) != 1 + self.deep_layers:
             raise ModelError(
@@ -97,7 +101,11 @@ def _has_one_row(base: Any, image: ImageInput) -> bool:
 
 
 def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
-    """Join the rows of images that were encoded in `order` (one tensor, or one each) to (n, D), in input order."""
+    """Join the rows of images that were encoded in `order` to (n, D), in input order.
+
+    `parts` are one tensor for each image, or one of all images: then `order` is that of the inputs, as only
+    LLaVA-OneVision, which gives a tensor for each image, needs another.
+    """
     if not isinstance(parts, Tensor):
         parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
     return parts.flatten(0, -2)
@@ -152,8 +160,8 @@ def _packing_modules(encoder: nn.Module) -> Iterator[Any]:
     """Yield the modules that take cu_seqlens, with transformers' default attention function in their configuration."""
     for module in encoder.modules():
         config = getattr(module, "config", None)
-        usual = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)
-        if usual and "cu_seqlens" in signature(module.forward).parameters:
+        is_default = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)
+        if is_default and "cu_seqlens" in signature(module.forward).parameters:
             yield module
 
 

@@ -35,8 +35,8 @@ def rope_index(
 ) -> Integers:
     """Compute positions (3, T) of a document by the model's own `get_rope_index`.
 
-    `model` is the class below the head; `kinds` (T,) says which ids are of text, images and videos; `media` are its
-    arguments for images and videos, such as grids. Errors of the model's own code are not caught.
+    `model` is the class below the head; `kinds` (T,) says which ids are of text, images and videos; `media` are the
+    method's arguments for images and videos, such as grids. Errors of the model's own code are not caught.
     """
     bare = model.__new__(model)  # the method reads the configuration and nothing else of the model
     object.__setattr__(bare, "config", config)

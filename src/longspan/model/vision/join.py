@@ -51,7 +51,7 @@ def find_trained_part(encoder: nn.Module) -> Trained:
 
 
 def _parameter_cost(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
-    """Price a tower's rows by the parameters of its blocks, its width, and its layers with windows."""
+    """Price a tower's rows by the numbers in its blocks' matrices, its width, and its layers with windows."""
     vision: Any = getattr(config, "vision_config", None)
     width, layers = _first_value(vision, _WIDTHS), _first_value(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)

@@ -61,8 +61,8 @@ class VideoTokens:
         """
         images, model = image_tokens(config), model_class(config)
         placeholder = getattr(config, "video_token_id", None)
-        arguments = _argument_names(model, "get_video_features"), _argument_names(model, "get_rope_index")
-        takes_grids = {_PIXELS, _GRIDS} <= arguments[0] and {_GRIDS, "mm_token_type_ids"} <= arguments[1]
+        of_features, of_positions = (_argument_names(model, name) for name in ("get_video_features", "get_rope_index"))
+        takes_grids = {_PIXELS, _GRIDS} <= of_features and {_GRIDS, "mm_token_type_ids"} <= of_positions
         if not isinstance(placeholder, int) or not takes_grids:
             raise ModelError(
                 f"{type(config).__name__} is not of a model that takes videos by a video_token_id, {_PIXELS} and "

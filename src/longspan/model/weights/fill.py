@@ -49,10 +49,10 @@ def empty_model(
 
 
 def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
-    """Return the class of a configuration's image-text-to-text model; None: use its causal language model.
+    """Return the image-text-to-text class of a configuration, or None if its causal language model is to be used.
 
-    Without `images` it is None for every configuration that has a causal language model. Raises ModelError with
-    `images` for a configuration without such a class.
+    With `images` a configuration without such a class raises ModelError. Without `images` a causal language model goes
+    first; None is also returned for a configuration that has neither.
     """
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if not images and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -215,7 +215,7 @@ class DeferredWeights:
 
 
 def _to_model_error(error: Exception) -> ModelError:
-    """Return an error as a ModelError, which names the class of another one."""
+    """Return a ModelError as it is, and another error as a ModelError that names its class."""
     return error if isinstance(error, ModelError) else ModelError(f"{type(error).__name__}: {error}")
 
 

@@ -137,7 +137,8 @@ class FolderWeights:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of the parameters that a recipe's converter makes; experts one by one where it can.
 
-        A converter may make several parameters, and is then run even if the first is not wanted.
+        A converter may make several parameters, and is then run even if `parts` lacks the first: in float32, as the
+        others' dtypes are known only once they are made.
         """
         converter, part = deepcopy(recipe.converter), parts.get(name)
         if part is None and len(converter.target_patterns) == 1:
@@ -158,7 +159,7 @@ class FolderWeights:
     def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
         """Return this rank's part of stacked experts, which are read and converted one at a time.
 
-        Each is converted in the dtype of the files, and cast as it is stacked.
+        An expert is converted in the dtype of the files, and cast as it is stacked.
         """
         converter, (experts, *block) = deepcopy(recipe.converter), part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)

@@ -57,7 +57,7 @@ def local_tensor(x: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, differentiably; any other tensor is returned as it is."""
     if not isinstance(x, DTensor):
         return x
-    return x.to_local() if torch.is_grad_enabled() else x._local_tensor  # in evaluation no view, which the host makes
+    return x.to_local() if torch.is_grad_enabled() else x._local_tensor  # a view costs the host time, and is not needed
 
 
 def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:

@@ -73,7 +73,7 @@ def draw_copy(
         parameter.fill_(math.nan)
     for buffer in drawn.buffers():
         buffer.zero_()
-    devices = [] if device.type == "cpu" else [device]
+    devices = [] if device.type == "cpu" else [device]  # of other generators than the CPU's, which is always forked
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(_short_seed(path, seed))
         drawn.apply(initialise)  # children before parents, as transformers does

@@ -44,10 +44,12 @@ def partial_folder(folder: Path) -> Path:
 
 
 def replace_files(partial: Path, folder: Path, replaced: str) -> None:
-    """Move finished files from `partial` to `folder`; its files with names like `replaced` are removed, others stay.
+    """Move finished files from `partial` to `folder`, and remove what was there under their names or like `replaced`.
 
-    The old configuration goes first and the new one comes last. So an interrupted move leaves a folder that does not
-    pass for a model, and loses nothing: the old files are in `FOLDER.replaced-…`, the new ones in `partial`.
+    `replaced` is a regular expression for whole names. An old tokenizer's files are removed too if there is a new one;
+    all other files stay. The old configuration goes first and the new one comes last. So an interrupted move leaves a
+    folder that does not pass for a model, and loses nothing: the old files are in `FOLDER.replaced-…`, the new ones in
+    `partial`.
     """
     if not folder.exists():
         partial.rename(folder.resolve())
@@ -82,7 +84,7 @@ class WeightWriter:
 
     >>> writer = WeightWriter(folder, empty)
     >>> for unit in units:              # by the model's own names, each decoder layer whole in one unit
-    ...     writer.write(unit)
+    ...     writer.write_unit(unit)
     >>> written = writer.finish()
 
     Tensors are written in the dtypes that `empty` has for them, or in their own without `cast`, under stock names,

@@ -113,9 +113,9 @@ class MambaBackward:
         self._inputs, self._scale, self._states = inputs, scale, saved.states.mT.contiguous()
         self._chunks = chunks = _Chunks(inputs, runs, scale)
         self._dout = chunks.lay_out(saved.dout.to(inputs.v.dtype))
-        gradients_of_states = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
-        self._added_gradients = gradients_of_states(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
-        self._h = inputs.v[:0]
+        compute_gradients = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
+        self._added_gradients = compute_gradients(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)
+        self._h = inputs.v[:0]  # the states that enter chunks, once `prepare_chunks` has run
 
     def entry_gradients(self, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, with 0 at final states."""

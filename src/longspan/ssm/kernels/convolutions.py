@@ -252,7 +252,7 @@ def _conv1d_lack(x: Tensor, weight: Tensor) -> str:
 
 
 def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
-    """Convolve rows by causal_conv1d, without the rows of other members; several runs are laid out in one row."""
+    """Convolve rows by causal_conv1d, without the rows of other members; several runs are laid out as one."""
     rows, state = _rows_and_state(x, x[:0], runs, isolated)
     weight, bias, silu = convolution
     y = _conv_package().causal_conv1d_fwd_function(
@@ -275,10 +275,10 @@ def _package_backward(
         weight.contiguous(),
         bias,
         _channels_last(row_gradients),
-        None,
+        None,  # seq_idx
         state,
-        None,
-        None,
+        None,  # the gradient of a final state
+        None,  # memory for the rows' gradients
     )
     drows, dweight, dbias, _ = _conv_package().causal_conv1d_bwd_function(*arguments, False, silu)
     drows = drows.squeeze(0).t()
@@ -288,7 +288,7 @@ def _package_backward(
 def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> tuple[Tensor, Tensor | None]:
     """Return the rows to convolve and their initial state (1, C, width), if any: the arrived rows for a single run.
 
-    Several runs are laid out in one row, each behind the rows before it.
+    Several runs are laid out as one, each behind the rows before it.
     """
     x = x if x.is_contiguous() else x.contiguous()
     if len(runs.lengths) > 1:

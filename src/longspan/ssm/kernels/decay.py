@@ -42,7 +42,7 @@ def scan_chunks(
         decays,
         states.contiguous(),
         final,
-        chunk_additions if into is None else into,
+        chunk_additions if into is None else into,  # without KEEP it is not written
         runs.chunk_ends,
         HEADS=heads,
         SHARED=heads // chunk_additions.shape[1],
@@ -77,11 +77,11 @@ class _Decays:
         """Take summed log-decays; those of whole chunks are the sums at the chunks' last rows."""
         self.g = g
         self.whole = g.squeeze(0).index_select(0, runs.last_rows)  # (N, H)
-        self._of_row = runs.chunk_of_row
+        self._chunk_of_row = runs.chunk_of_row
 
     def decay_to_end(self) -> Tensor:
         """Return the factor by which what each row added has decayed at its chunk's end: (T, H, 1)."""
-        return torch.exp2(self.whole.index_select(0, self._of_row) - self.g.squeeze(0)).unsqueeze(-1)
+        return torch.exp2(self.whole.index_select(0, self._chunk_of_row) - self.g.squeeze(0)).unsqueeze(-1)
 
     def decay_from_start(self) -> Tensor:
         """Return the factor by which the state that entered the chunk has decayed at each row: (T, H, 1)."""
@@ -111,9 +111,10 @@ class DecayForward:
         q, k, v, _ = add_batch_dim(self._inputs)
         h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
         scan_chunks(self._additions, self._decays.whole, states, self._runs, into=h)
-        out = fla_function("ops.common.chunk_o", "chunk_fwd_o")
+        compute_outputs = fla_function("ops.common.chunk_o", "chunk_fwd_o")
         arguments = {"q": q, "k": k, "v": v, "h": h, "g": self._decays.g}
-        return out(**arguments, scale=self._scale, chunk_size=CHUNK, **run_indices(self._runs)).squeeze(0)
+        shared = {"chunk_size": CHUNK, **run_indices(self._runs)}
+        return compute_outputs(**arguments, scale=self._scale, **shared).squeeze(0)
 
 
 class DecayBackward:
@@ -125,12 +126,13 @@ class DecayBackward:
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
         self._added_gradients = chunk_additions(inputs.q, self._do, scale * self._decays.decay_from_start(), runs)
-        self._h = inputs.v[:0]
+        self._h = inputs.v[:0]  # the states that enter chunks, once `prepare_chunks` has run
 
     def entry_gradients(self, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) of the outputs by the states that enter these runs.
 
-        Chunk by chunk from the last, what the outputs of a chunk add is joined to what came from the chunk behind.
+        Chunks are scanned from the last: the gradient that comes from the chunk behind fades by a chunk's decay, and
+        the gradient of the chunk's own outputs is added.
         """
         zero = torch.zeros_like(self._saved.states)
         entry_gradients = scan_chunks(self._added_gradients, self._decays.whole, zero, self._runs, backwards=True)
@@ -150,8 +152,8 @@ class DecayBackward:
         scan_chunks(self._added_gradients, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
         arguments = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh, "scale": self._scale}
         shared = {"chunk_size": CHUNK, **run_indices(self._runs)}
-        gradients_of_reads = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
-        dq, dk, _, dg = gradients_of_reads(**arguments, v=v, h=self._h, **shared)
+        compute_read_gradients = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
+        dq, dk, _, dg = compute_read_gradients(**arguments, v=v, h=self._h, **shared)
         dv = fla_function("ops.common.chunk_o", "chunk_bwd_dv")(**arguments, **shared)
         dg = chunk_cumsum(dg.squeeze(0), self._runs, reverse=True).unsqueeze(-1)
         return match_inputs((dq, dk, dv, dg), self._inputs)

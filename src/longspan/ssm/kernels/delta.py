@@ -38,8 +38,8 @@ class KimiForward:
         h, new_values, entering = self._states.chunk_states(states)
         self.activations = (*self.activations, entering)
         arguments = {"q": self._q, "v": new_values, "g": self._g, "A": self._qk, "h": h, "scale": self._scale}
-        out = fla_function("ops.gla.chunk", "chunk_gla_fwd_o_gk")
-        return out(**arguments, chunk_size=CHUNK, **run_indices(self._runs)).squeeze(0)
+        compute_outputs = fla_function("ops.gla.chunk", "chunk_gla_fwd_o_gk")
+        return compute_outputs(**arguments, chunk_size=CHUNK, **run_indices(self._runs)).squeeze(0)
 
 
 class KimiBackward:
@@ -142,7 +142,7 @@ class DeltaBackward:
         dv = chunk_kernel(**self._shared_rows, scale=scale, chunk_size=CHUNK, **indices)
         self._states = DeltaGradients({**self._shared_rows, "w": self._w, "dv": dv}, pieces, transitions, scale)
         self.entry_gradients = self._states.entry_gradients
-        self._h = self._new_values = inputs.v[:0]
+        self._h = self._new_values = inputs.v[:0]  # results of `compute_chunk_states`, once `prepare_chunks` has run
 
     def prepare_chunks(self) -> None:
         """Compute once more, while gradients travel, the states of chunks, which forward did not keep."""
@@ -157,8 +157,8 @@ class DeltaBackward:
         dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
         indices = run_indices(self._runs)
         arguments = {**self._shared_rows, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
-        outputs_backward = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
-        dq, dk_outputs, dw, dg_outputs = outputs_backward(**arguments, scale=self._scale, chunk_size=CHUNK, **indices)
+        compute_gradients = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
+        dq, dk_outputs, dw, dg_outputs = compute_gradients(**arguments, scale=self._scale, chunk_size=CHUNK, **indices)
         arguments = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}
         dk_wy, dv, dbeta, dg_wy = fla_function(_WY, "prepare_wy_repr_bwd")(**arguments, **indices)
         dg = chunk_cumsum((dg_outputs + dg_wy).squeeze(0), self._runs, reverse=True).unsqueeze(-1)

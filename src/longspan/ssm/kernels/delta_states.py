@@ -33,7 +33,7 @@ def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
 
 
 def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tensor:
-    """Compute gradients (R, H, K, V), float32, of the outputs by the states that enter runs."""
+    """Compute gradients (R, H, K, V), float32, of the outputs by the states that enter runs, at least one."""
     heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
     entry_gradients = _new_state(rows, count, heads, size, width)
     arguments = [rows[name] for name in ("q", "k", "w")] + [
@@ -89,17 +89,16 @@ class DeltaStates:
     def __init__(self, rows: Named, pieces: Pieces) -> None:
         """Compute the map of each piece of a run that shares its document with others."""
         self._rows, self._pieces = rows, pieces
-        map_runs, inside = pieces.pieces_with_maps
+        map_runs, map_rows = pieces.pieces_with_maps
         self.transitions: Tensor
-        self._states, self.transitions = run_maps({name: x[:, inside] for name, x in rows.items()}, map_runs)
+        self._states, self.transitions = run_maps({name: x[:, map_rows] for name, x in rows.items()}, map_runs)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         """Return what runs `leaving` add to the state, and M of runs `carrying`, as `Forward.summaries`."""
-        either = np.union1d(leaving, carrying)
-        states, transitions = self._pieces.run_maps(self._states, self.transitions, either)
-        return pick_rows(states, np.searchsorted(either, leaving)), pick_rows(
-            transitions, np.searchsorted(either, carrying)
-        )
+        summed_runs = np.union1d(leaving, carrying)
+        states, transitions = self._pieces.compose_run_maps(self._states, self.transitions, summed_runs)
+        leaving_at, carrying_at = (np.searchsorted(summed_runs, runs) for runs in (leaving, carrying))
+        return pick_rows(states, leaving_at), pick_rows(transitions, carrying_at)
 
     def chunk_states(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute, from the states that enter runs, those that enter chunks, the values that rows add, and the states
@@ -111,8 +110,8 @@ class DeltaStates:
 
 def compute_chunk_states(rows: Named, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     """Compute the state that enters each chunk, and the values that its rows add to it."""
-    scanning = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
-    h, new_values, _ = scanning(
+    scan_states = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
+    h, new_values, _ = scan_states(
         **rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **run_indices(runs)
     )
     return h, new_values
@@ -143,16 +142,16 @@ class DeltaGradients:
 
         `states` are those that enter pieces, `leaving` the gradients at their final states.
         """
-        scanning, runs = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu"), self._pieces.runs
+        scan_gradients, runs = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu"), self._pieces.runs
         chunk_arguments = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **run_indices(runs)}
-        dh, _, dv = scanning(**self._rows, h0=states, dht=leaving, scale=self._scale, **chunk_arguments)
+        dh, _, dv = scan_gradients(**self._rows, h0=states, dht=leaving, scale=self._scale, **chunk_arguments)
         return dh, dv
 
     def _map_gradients(self) -> Tensor:
         """Return the gradients of the outputs by the states that enter pieces with maps; computed once."""
         if self._entry_gradients is None:
-            map_runs, inside = self._pieces.pieces_with_maps
+            map_runs, map_rows = self._pieces.pieces_with_maps
             self._entry_gradients = compute_entry_gradients(
-                {name: x[:, inside] for name, x in self._rows.items()}, map_runs, self._scale
+                {name: x[:, map_rows] for name, x in self._rows.items()}, map_runs, self._scale
             )
         return self._entry_gradients

@@ -38,9 +38,9 @@ def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor
     `reverse` gives the gradients of log-decays from the kernels' gradients of such sums: it sums to the chunk's end,
     and changes no base, since the kernels' gradients are those of natural log-decays.
     """
-    sums = fla_function("ops.utils", "chunk_local_cumsum")
+    sum_in_chunks = fla_function("ops.utils", "chunk_local_cumsum")
     base = {"reverse": True} if reverse else {"scale": fla_function("ops.utils.constant", "RCP_LN2")}
-    return sums(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **base, **run_indices(runs))
+    return sum_in_chunks(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **base, **run_indices(runs))
 
 
 def run_indices(runs: LocalRuns) -> dict[str, Tensor]:

@@ -28,15 +28,16 @@ class Pieces:
         """Cut shared runs into pieces, as many as fill a GPU with these heads; other runs are one piece each."""
         most_pieces = -(-_AT_ONCE // heads)
         sizes = [
-            _piece_sizes(int(n), most_pieces) if s else [int(n)] for n, s in zip(runs.lengths, runs.shared, strict=True)
+            _piece_sizes(int(rows), most_pieces) if is_shared else [int(rows)]
+            for rows, is_shared in zip(runs.lengths, runs.shared, strict=True)
         ]
         counts = np.array([len(cut) for cut in sizes])
         self.runs: LocalRuns = LocalRuns(np.array([n for cut in sizes for n in cut], dtype=np.int64), runs.device)
         self._starts = np.cumsum(counts) - counts
         self._counts = counts
-        pieces_with_maps = np.flatnonzero(runs.shared)
-        self.first: int = int(self._starts[pieces_with_maps[0]]) if len(pieces_with_maps) else 0
-        self.stop: int = int((self._starts + counts)[pieces_with_maps[-1]]) if len(pieces_with_maps) else 0
+        shared_runs = np.flatnonzero(runs.shared)
+        self.first: int = int(self._starts[shared_runs[0]]) if len(shared_runs) else 0
+        self.stop: int = int((self._starts + counts)[shared_runs[-1]]) if len(shared_runs) else 0
 
     @cached_property
     def pieces_with_maps(self) -> tuple[LocalRuns, slice]:
@@ -50,7 +51,7 @@ class Pieces:
         """Whether any run has several pieces."""
         return bool((self._counts > 1).any())
 
-    def run_maps(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
+    def compose_run_maps(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
         """Return B (n, H, K, V) and M (n, H, K, K) of some shared runs, composed from those of their pieces.
 
         The map S → M S + B of a run is that of its pieces one after another: B ← M_p B + B_p, M ← M_p M. Runs without
@@ -91,7 +92,8 @@ class Pieces:
     def run_entry_gradients(self, entry_gradients: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at states of pieces.
 
-        Pieces are followed backwards: the gradient after a piece goes through its transposed M, plus that piece's own.
+        Pieces are followed backwards. The gradient at the state that enters a piece is that of the piece's outputs,
+        plus the gradient at its final state through its transposed M.
         """
         last_pieces = self._starts[runs] + self._counts[runs] - 1
         result = pick_rows(entry_gradients, last_pieces - self.first)
@@ -108,7 +110,8 @@ class Pieces:
         """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs.
 
         The last piece of a run gets the run's. Each earlier piece gets the gradient at the state that enters the next
-        piece: its own outputs' and, through its transposed M, that of its final state. Without cuts pieces are runs.
+        piece: that of the next piece's outputs, plus the gradient at the next piece's final state through its
+        transposed M. Without cuts pieces are runs.
         """
         if entry_gradients is None or not self.has_cuts:
             return leaving

@@ -42,7 +42,7 @@ class LocalRuns:
         self._chunks = -(-lengths // chunk)
 
     def cut_chunks(self, chunk: int) -> "LocalRuns":
-        """Cut the same runs into chunks of so many rows, worked out once."""
+        """Return the same runs cut into chunks of `chunk` rows, worked out once."""
         if chunk not in self._of_chunks:
             self._of_chunks[chunk] = LocalRuns(self.lengths, self.device, self.shared, chunk=chunk)
         return self._of_chunks[chunk]

@@ -85,7 +85,7 @@ def scan(
     k, v, g = cut_rows(k), cut_rows(v), cut_rows(g)
     decay, chunk_decay = g.cumsum(2), g.sum(2, keepdim=True)  # (N, H, 1, K or 1)
     later_decay = torch.cat([g[:, :, 1:], torch.zeros_like(chunk_decay)], 2).flip(2).cumsum(2).flip(2)  # last − decay
-    new_values, state_share = v, None
+    new_values, state_share = v, None  # u and w
     fades = None if q is None and beta is None else _pair_decays(g)
     if beta is not None and fades is not None:
         weight = cut_rows(beta.unsqueeze(-1))
@@ -151,20 +151,20 @@ def summaries(
     rows = to_device(expand_runs(starts, starts + lengths[summed_runs]), k.device)
     k, v, g = (x.index_select(0, rows) for x in (k, v, g))
     beta = None if beta is None else beta.index_select(0, rows)
-    at = [to_device(np.searchsorted(summed_runs, runs), k.device) for runs in (leaving, carrying)]
+    leaving_at, carrying_at = (to_device(np.searchsorted(summed_runs, runs), k.device) for runs in (leaving, carrying))
     zero = k.new_zeros((len(summed_runs), heads, size, width))
     if beta is None:
         runs = to_device(np.repeat(np.arange(len(summed_runs)), lengths[summed_runs]), k.device)
         total = g.new_zeros((len(summed_runs), heads, 1)).index_add_(0, runs, g)
         state = scan(None, k, v, g, None, zero, lengths[summed_runs])[1]
-        return state.index_select(0, at[0]), total.exp().unsqueeze(-1).index_select(0, at[1])
+        return state.index_select(0, leaving_at), total.exp().unsqueeze(-1).index_select(0, carrying_at)
     if not len(carrying):
         state = scan(None, k, v, g, beta, zero, lengths[summed_runs])[1]
-        return state.index_select(0, at[0]), zero.new_zeros((0, heads, size, size))
+        return state.index_select(0, leaving_at), zero.new_zeros((0, heads, size, size))
     unit = torch.eye(size, dtype=k.dtype, device=k.device).expand(len(summed_runs), heads, size, size)
     padded_v = torch.cat([v, v.new_zeros((len(v), heads, size))], -1)
     state = scan(None, k, padded_v, g, beta, torch.cat([zero, unit], -1), lengths[summed_runs])[1]
-    return state[..., :width].index_select(0, at[0]), state[..., width:].index_select(0, at[1])
+    return state[..., :width].index_select(0, leaving_at), state[..., width:].index_select(0, carrying_at)
 
 
 class TorchForward:

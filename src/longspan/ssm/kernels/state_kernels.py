@@ -28,7 +28,7 @@ def scan_chunks_kernel(
     KEEP: tl.constexpr,
     BACKWARDS: tl.constexpr,
 ):
-    """Compute the state after each chunk of a run: S ← 2^decay S + addition.
+    """Scan the chunks of a run, S ← 2^decay S + addition for each, from `states` to `final`.
 
     One program does BLOCK numbers of one head's state, for one run, chunk after chunk. KEEP stores the state before
     each chunk in `into`; BACKWARDS goes from the last chunk to the first. States are (SIZE, WIDTH) a head; in `added`
@@ -141,11 +141,11 @@ def entry_gradients_kernel(
 ):
     """Compute COLUMNS of the gradient of a head's outputs by the state that entered a run, last chunk first.
 
-    Through a chunk the gradient G becomes decay · G + scale · qᵀ do − wᵀ (k G + dv): q by the decay from the chunk's
-    start, k G by the decay to its end. `do` and `dv` (T, HEADS, WIDTH) are gradients of the outputs and of the values
-    that rows add; SHARED and Q_SHARED heads have one key and one query in common. One program does COLUMNS value
-    columns of one head's G, for one run. With a decay by channel (BY_CHANNEL) q and k come decayed already. What the
-    chunk before reads is loaded while this one is computed.
+    Through a chunk the gradient G (`state` here) becomes decay · G + scale · qᵀ do − wᵀ (k G + dv): q by the decay from
+    the chunk's start, k G by the decay to its end. `do` and `dv` (T, HEADS, WIDTH) are gradients of the outputs and of
+    the values that rows add; SHARED and Q_SHARED heads have one key and one query in common. One program does COLUMNS
+    value columns of one head's G, for one run. With a decay by channel (BY_CHANNEL) q and k come decayed already. What
+    the chunk before reads is loaded while this one is computed.
     """
     head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first_row = tl.load(ends + run)
@@ -169,7 +169,7 @@ def entry_gradients_kernel(
     b_dv = tl.load(values, mask=inside & (row < rows_left)[None, :], other=0.0)
     chunk_decay, decay = _chunk_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
     for rows_done in range(0, length, CHUNK):
-        mask = (row < length - begin + rows_done)[:, None] & key_mask
+        mask = (row < length - begin + rows_done)[:, None] & key_mask  # only the run's last chunk may be short
         b_k = tl.load(keys, mask=mask, other=0.0)
         b_q = tl.load(reads, mask=mask, other=0.0)
         b_w = tl.load(weights, mask=mask, other=0.0)

@@ -25,8 +25,8 @@ _KERNELS = (
 def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ()) -> ScanKernel:
     """Choose the named kernel, or the first that can do this recurrence.
 
-    "torch" may be named, and "mamba_ssm", which counts only for recurrences without a delta term. Raises LayoutError if
-    the named one cannot be used, or is unknown.
+    `kernel_names` are those of all kernels of a mixer, of which "torch" concerns every recurrence, and "mamba_ssm"
+    those without a delta term. Raises LayoutError for an unknown name, or where mamba_ssm is named and cannot be used.
     """
     check_kernel_names(kernel_names)
     if TORCH_ONLY in kernel_names:
@@ -52,7 +52,7 @@ def describe_kernels(dtype: torch.dtype, device: torch.device, kernel_names: Seq
     """Describe the kernels of recurrences in this dtype on this device, and what a GPU needs for faster ones."""
     if TORCH_ONLY in kernel_names:
         return "torch's operations, as asked for"
-    packages_text = " and ".join(f"{name} ({version})" for name, version in PACKAGES.items() if name in kernel_names)
+    packages_text = " and ".join(f"{name} ({trial})" for name, trial in PACKAGES.items() if name in kernel_names)
     by_name = f"{packages_text}, as asked for, and " if packages_text else ""
     if not (lacking := fla_lack(dtype, device)):
         return f"{by_name}flash-linear-attention's kernels"

@@ -115,7 +115,10 @@ def _read_texts(reads: Mapping[str, str]) -> Iterator[str]:
 
 
 def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how a forward calls its base model otherwise than once, with the inputs that it got."""
+    """Yield how a forward calls its base model otherwise than once, with the inputs that it got.
+
+    Of several calls the arguments of the first are looked at.
+    """
     if len(calls) != 1:
         yield f"calls its base model {plural(len(calls), 'time')}, not once"
     for base, args, kwargs in calls[:1]:
@@ -124,8 +127,8 @@ def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iter
         expected = {name: inputs.get(name, defaults.get(name)) for name in base_arguments}
         if other := [name for name, value in base_arguments.items() if _differs_from_step(name, value, expected[name])]:
             yield f"gives its base model {', '.join(other)} of its own making"
-        rows = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
-        if lost := [name for name in rows if base_arguments.get(name) is None]:
+        row_inputs = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
+        if lost := [name for name in row_inputs if base_arguments.get(name) is None]:
             yield f"keeps {', '.join(lost)} from its base model"
 
 
@@ -180,7 +183,10 @@ class _Watched(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch, and note which watched tensor it reads the values of; its result is not watched."""
+        """Run a function of torch, and note which watched tensor it reads the values of.
+
+        Its result is not watched, as what is made of the values was noted with the first reading.
+        """
         if func not in _WITHOUT_VALUES:
             for value in (*args, *(kwargs or {}).values()):
                 if isinstance(value, _Watched):

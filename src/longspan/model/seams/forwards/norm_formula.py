@@ -48,9 +48,10 @@ class NormFormula:
         return activation(gate)
 
     def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
-        """Compute the norm by the kernel; None if that cannot take these tensors.
+        """Compute the norm by the kernel; None if the kernel cannot take these tensors.
 
-        It takes no CPU tensors, other types, wider groups, a gate too many or too few, or tensors without rows.
+        The kernel takes tensors on GPUs, of the types in _DTYPES, with groups of _WIDEST features at most and at least
+        one row, and a gate only if the formula has one.
         """
         tensors = (x, weight) if gate is None else (x, weight, gate)
         if not are_on_gpus(tensors) or any(t.dtype not in _DTYPES for t in tensors) or _norm_kernels() is None:

@@ -81,8 +81,8 @@ def norm_rows_backward_kernel(
 
     With n = x / root and d = dout · weight, dx = (d − n · mean(d n)) / root; a gate multiplies x or the norm by SiLU or
     the sigmoid of it, whose derivative is `slope`. `dy` starts as dout and becomes the gradient of one factor after
-    another, from the last to the first: the gate behind the norm, the weight, the norm, the gate before it. A program
-    does every so many blocks of ROWS rows of one group.
+    another, from the last to the first: the gate behind the norm, the weight, the norm, the gate before it. The
+    programs of a group take turns at its blocks of ROWS rows.
     """
     group, column = tl.program_id(1), tl.arange(0, COLUMNS)
     valid = column < width

@@ -75,8 +75,8 @@ def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
     """
     norms = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
     weighted = [norm for norm in norms if _has_weight_and_eps(norm) and not has_instance_forward(norm)]
-    first_of = {_norm_kind(norm): norm for norm in reversed(weighted)}
-    formulas = {kind: _find_formula(norm) for kind, norm in first_of.items()}
+    first_norms = {_norm_kind(norm): norm for norm in reversed(weighted)}  # the first norm of each kind
+    formulas = {kind: _find_formula(norm) for kind, norm in first_norms.items()}
     fused = [(norm, formula) for norm in weighted if (formula := formulas[_norm_kind(norm)]) is not None]
     if required and not fused:
         classes = ", ".join(dict.fromkeys(type(n).__name__ for n in norms)) or "no module whose name ends in RMSNorm"
@@ -111,7 +111,7 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
     if x.dtype != weight.dtype or x.dtype == torch.float64:
         return type(norm).forward(norm, x)
     eps = _find_eps(norm)
-    if x.numel() <= MOST:
+    if x.numel() <= MOST:  # nearly always: without a function for pieces, which costs the host time
         return rms_norm(x, weight.shape, weight, eps)
     return run_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, eps), x)
 
@@ -169,15 +169,15 @@ def _computes_formula(norm: nn.Module, formula: NormFormula) -> bool:
     weight, eps = norm.weight, _find_eps(norm)
     assert isinstance(weight, Tensor) and eps is not None
     generator = torch.Generator().manual_seed(0)
-    tried = copy.deepcopy(norm).to_empty(device="cpu").float()
-    for parameter in tried.parameters():
+    trial_norm = copy.deepcopy(norm).to_empty(device="cpu").float()
+    for parameter in trial_norm.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
     sizes = torch.tensor([100.0, 1.0, eps**0.5])[:, None]
     x = torch.randn((1, 3, *weight.shape), generator=generator) * sizes
     gates = [torch.randn(x.shape, generator=generator)] if formula.gate else []
     try:
-        normed = tried(x, *gates)
-        expected = formula(x, tried.weight, eps, *gates)  # pyright: ignore[reportArgumentType]
+        normed = trial_norm(x, *gates)
+        expected = formula(x, trial_norm.weight, eps, *gates)  # pyright: ignore[reportArgumentType]
     except Exception:  # it takes other arguments, another shape of them, or a device that it is not on
         return False
     return normed.shape == expected.shape and bool((normed - expected).norm() <= _CLOSE * expected.norm())

@@ -71,7 +71,11 @@ def _forget_shard(parent: nn.Module, args: object, out: object) -> None:
 
 
 def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-    """Return what the rotary module's class returns for position_ids (1, T), each row by its own document's length."""
+    """Return what the rotary module's class returns for position_ids (1, T), each row by its own document's length.
+
+    A probe, which has no documents, gets the frequencies that the module was made with, as does a type of layer whose
+    frequencies depend on no length.
+    """
     shard = rotary.__dict__.get(_CALL) or find_layer_shard()  # a layer may keep keyword arguments to itself
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
     if isinstance(shard, Probe) or not depends_on_length(kind):
@@ -146,7 +150,8 @@ def _copy_unscaled_rotary(rotary: nn.Module) -> nn.Module:
     """Copy a rotary module with the frequencies that it was made with; the module itself stays as it is.
 
     Buffers are named "inv_freq", with the type of layer before it if each type has its own. The copy has its class's
-    forward, which may write to buffers, and a dynamic one counts from the trained length again.
+    forward, and buffers of its own, as that forward may write to them; a dynamic one counts from the trained length
+    again.
     """
     fresh_rotary: Any = copy.copy(rotary)
     del fresh_rotary.__dict__["forward"]

@@ -94,12 +94,12 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
             refuse_other_forward(model, forward, hidden, args, kwargs)
             untried = False
         deeper: tuple[Tensor, ...] = ()
-        if future_ids is not None and inputs is not None:
+        if future_ids is not None and inputs is not None:  # the second test is for the type checker
             deeper = deeper_states(model, hidden, future_ids, inputs, kwargs.get("shard"))
         return row_loss(hidden.squeeze(0), OutputHead(model, forward), *deeper)
 
     model.forward = forward_with_loss
-    if probe:
+    if probe:  # a pass that succeeds sets `untried` to False
         _try_row_loss(model, required=required)
     return not untried
 
