@@ -27,7 +27,7 @@ from transformers import Trainer
 
 from longspan import Layout, World
 from longspan.checkpoint.checkpoint import holds_encoders, load_checkpoint, save_checkpoint
-from longspan.checkpoint.export import _tensors
+from longspan.checkpoint.export import _read_adapter_tensors
 from longspan.checkpoint.files import check_sizes, read_state
 from longspan.checkpoint.metadata import metadata_text, read_metadata
 from longspan.checkpoint.storage import DataPlanner, DataReader, read_values
@@ -161,7 +161,7 @@ def test_hostile_metadata_runs_nothing(old: Path, tmp_path: Path, by: str, insid
     if inside:
         stored.planner_data = Hostile(trap, by)
     (old / ".metadata").write_bytes(pickle.dumps(stored or Hostile(trap, by)))
-    for read in (read_metadata, holds_encoders, _tensors):
+    for read in (read_metadata, holds_encoders, _read_adapter_tensors):
         with pytest.raises(CheckpointError, match=r"step-000001: .metadata names .*it was not run. Use a checkpoint"):
             read(old)
     assert not trap.exists() or by == "load"
@@ -222,10 +222,10 @@ def test_a_damaged_table_is_named(new: Path, text: str) -> None:
 
 
 def test_an_export_of_hostile_tensors_runs_nothing(new: Path, tmp_path: Path) -> None:
-    assert torch.equal(_tensors(new)["weight"], load_file(OLD / "expected.safetensors")["weight"])
+    assert torch.equal(_read_adapter_tensors(new)["weight"], load_file(OLD / "expected.safetensors")["weight"])
     put(new, WEIGHT, Hostile(tmp_path / "trap"))
     with pytest.raises(CheckpointError, match=r"x.distcp names io.open, which is neither a tensor nor a plain value"):
-        _tensors(new)
+        _read_adapter_tensors(new)
     assert not (tmp_path / "trap").exists()
 
 
