@@ -561,6 +561,8 @@ def main() -> None:
     }
     failure = None
     signal.signal(signal.SIGTERM, _end_from_outside)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; a run would ignore it too, and it is a fault
+        signal.signal(signal.SIGHUP, lambda *_: None)
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = (flags.folder or Path(name)).resolve()
         refuse_another_soak(folder, flags)
