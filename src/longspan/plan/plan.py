@@ -86,16 +86,16 @@ class Plan:
     @cached_property
     def _digest(self) -> str:
         """The digest, computed once: a plan never changes."""
-        return hashlib.sha256(json.dumps(self._integers(), separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self._digested_fields(), separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self, indent: int | None = None) -> str:
         """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""
         seconds = {"predicted_seconds": self.predicted_seconds, "lower_bound_seconds": self.lower_bound_seconds}
-        floats = {"tokens": self.tokens} | seconds | {"cost": self.cost.to_json()}
-        return json.dumps(self._integers() | floats, indent=indent)
+        further_fields = {"tokens": self.tokens} | seconds | {"cost": self.cost.to_json()}
+        return json.dumps(self._digested_fields() | further_fields, indent=indent)
 
-    def _integers(self) -> dict[str, Any]:
-        """Return all fields but the floats (seconds and cost), as values for JSON."""
+    def _digested_fields(self) -> dict[str, Any]:
+        """Return all fields but seconds and cost, as values for JSON: integers and strings, which the digest is of."""
         names = ("slots", "lengths", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
         batches = [[group.to_dict() for group in batch.groups] for batch in self.micro_batches]
         return {name: getattr(self, name) for name in names} | {"micro_batches": batches}
@@ -262,10 +262,10 @@ def _closing_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
 
 
 def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
-    """Return a line for each micro-batch; of more than `limit` + 1, those in the middle are left out.
+    """Return a line for each micro-batch; of more than `limit` + 1 only the first and the last, `limit` in all.
 
-    A third of the lines that are shown are the last ones. A single line is not left out: the line that says so is as
-    long.
+    Two thirds of these are the first ones. With `limit` + 1 all are shown: the line that says how many are left out
+    would take the place of a single one.
     """
     count = len(plan.micro_batches)
     shown = (

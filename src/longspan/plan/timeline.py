@@ -99,7 +99,10 @@ class GroupTable:
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
     def attention_squares(self, cost: Cost) -> Ints:
-        """Return squared rows that attention computes (G,): on a known machine without padding, which kernels skip."""
+        """Return the squared rows that attention computes (G,).
+
+        On a known machine these are without padding, which kernels skip; a cost without a network prices padding too.
+        """
         return self.unpadded if cost.network else self.squares
 
     def together(self, node_size: int) -> Ints:
@@ -160,7 +163,7 @@ def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int
 def predicted_seconds(
     micro_batches: Sequence[MicroBatch], slots: int, cost: Cost, *, mode: Mode = "lockstep", node_size: int = 8
 ) -> float:
-    """Return the seconds of a step of these micro-batches on so many slots."""
+    """Return the seconds of a step of these micro-batches on `slots` slots."""
     return timeline(micro_batches, slots, cost, mode=mode, node_size=node_size).step_seconds
 
 
@@ -191,7 +194,10 @@ def timeline(
 
 
 def _lockstep_times(busy: Floats) -> tuple[Floats, Floats, float]:
-    """Return when each slot starts and ends each micro-batch, and the last end, where all wait for the slowest."""
+    """Return when each slot starts and ends each micro-batch, and the last end, where all wait for the slowest.
+
+    The last end is summed exactly, so that every host gets the same.
+    """
     slowest = busy.max(axis=1)
     end = np.cumsum(slowest)
     shape = np.ones_like(busy)

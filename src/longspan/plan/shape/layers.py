@@ -63,7 +63,10 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
 
 
 def _read_depth_types(read: ConfigReader, types: Sequence[str]) -> list[str]:
-    """Read the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does."""
+    """Read the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does.
+
+    `types` are those of the model's own layers. If these have no experts, "moe" becomes "mlp", and the other way round.
+    """
     type_names: Sequence[str] = read.value("mtp_layers_block_type") or [
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
     ]
@@ -83,7 +86,10 @@ def sliding_window(read: ConfigReader) -> int:
 
 
 def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
-    """Return what one layer consists of: its attention, whether it has a mixer, and its MLP or experts."""
+    """Return what one layer of type `kind` consists of: its attention, whether it has a mixer, and its MLP or experts.
+
+    `separate`: attention, mixers and MLPs are layers of their own.
+    """
     is_hybrid = kind == "hybrid"  # attention and a mixer side by side
     attention = ATTENTION[0] if is_hybrid else kind if kind in ATTENTION else ""
     mixes = is_hybrid or kind in MIXING
@@ -193,7 +199,7 @@ def attention_widths(read: ConfigReader) -> Widths:
 
 
 def key_value_heads(read: ConfigReader) -> int:
-    """Return the key/value heads of a layer that attends, as it is computed; at least 1."""
+    """Return the key/value heads of a layer that attends, at least 1; latent attention has as many as query heads."""
     heads = read.count("num_attention_heads")
     return max(1, heads if has_latent_attention(read) else read.count("num_key_value_heads") or heads)
 
@@ -229,11 +235,11 @@ def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> We
 
 
 def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
-    """Count the weights of one layer's MLP (gate, up, down), or of its router and the experts that a token visits.
+    """Count the weights of one layer's MLP (gate, up, down), or of its router and experts; none if `kind` is "".
 
-    Experts count as those that a token visits, with a shared expert and the router; the number of all experts' weights
-    that a token does not visit is returned as well. A gated shared expert has one more column in the router. Experts
-    that read a narrower row have a projection to it and back.
+    Of experts those count that a token visits, with a shared expert; the weights of the others are returned as
+    `unvisited`. A gate of the shared expert counts as one more column of the router. Experts that read a narrower row
+    have a projection to it and back.
     """
     hidden = read.count("hidden_size")
     products = 2 if read.value("mlp_hidden_act") is not None else 3  # Nemotron-H has no gate
@@ -244,8 +250,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
         return Weights(0, 0)
     visited = read.count("num_experts_per_tok", "num_experts_per_token")
     width = read.count("moe_intermediate_size") or read.count("intermediate_size")  # of an expert
-    if gated := read.family.startswith(_GATED_SHARED_EXPERT):
-        gated = bool(read.count("shared_expert_intermediate_size"))
+    gated = read.family.startswith(_GATED_SHARED_EXPERT) and bool(read.count("shared_expert_intermediate_size"))
     narrow = read.count("moe_latent_size")  # experts of Nemotron-H may read a narrower row
     weights = products * ((narrow or hidden) * visited * width + hidden * _shared_width(read, width))
     experts, expert_weights = read.experts()[1], products * (narrow or hidden) * width
@@ -259,19 +264,18 @@ def _shared_width(read: ConfigReader, expert_width: int) -> int:
     names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
     if width := read.count(*names):
         return width
-    # Of Llama 4, intermediate_size is that of experts, one of them shared, and dense layers have another.
-    return (
-        1 if read.count("intermediate_size_mlp") else read.count("n_shared_experts", "num_shared_experts")
-    ) * expert_width
+    if read.count("intermediate_size_mlp"):  # Llama 4, which always has one shared expert
+        return expert_width
+    return read.count("n_shared_experts", "num_shared_experts") * expert_width
 
 
 def _dense_mlp_width(read: ConfigReader) -> int:
     """Return the width of an MLP without experts."""
-    if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):
+    if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):  # LFM2; with experts it states the width
         return _lfm2_width(read)
     if shared := read.count("shared_intermediate_size"):  # of Granite without experts
         return shared
-    return read.count("intermediate_size_mlp") or read.count("intermediate_size")
+    return read.count("intermediate_size_mlp") or read.count("intermediate_size")  # the first is Llama 4's
 
 
 def _lfm2_width(read: ConfigReader) -> int:
@@ -285,7 +289,7 @@ def _lfm2_width(read: ConfigReader) -> int:
 
 
 def _latent_sizes(read: ConfigReader) -> tuple[int, int]:
-    """Return numbers of a head's query or key, and of its value."""
+    """Return how many numbers a head's query or key has, and how many its value has."""
     return read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim"), read.count("v_head_dim")
 
 

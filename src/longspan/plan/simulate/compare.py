@@ -50,7 +50,10 @@ class PlannerComparison:
     max_cp: int = 0
 
     def simulations(self) -> Iterator[NamedSimulation]:
-        """Yield every plan with its name, those of one degree in order, the dynamic plan last."""
+        """Yield every plan with its name: the padded one, at the lowest degree only, fixed ones, and the dynamic one.
+
+        The padded batch is a baseline for the others.
+        """
         lengths, home = self.lengths, self.home
         degrees = self.degrees()
         padded = partial(plan_padded, lengths, home, degrees[0])
