@@ -109,11 +109,11 @@ class Machine(MachineFigures):
         )
         share = recomputation_share(shape, kind, count)
         layer_passes = (1 + RECOMPUTED_PASSES * share) * row.layer_passes
-        head = (2 if settings.frozen else 3) * row.unused_head
+        unused_head = (2 if settings.frozen else 3) * row.unused_head  # forward, gradients of rows, and of weights
         saved = row.saved * (4 + 2 * share * shape.recomputed_weights / max(1, shape.weights))
         cost = dataclasses.replace(
             cost,
-            linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - head - saved,
+            linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - unused_head - saved,
             micro_batch_seconds=cost.micro_batch_seconds + self._sharding_seconds(shape, settings),
             update_seconds=self._update_seconds(shape, settings),
         ).shared_by(settings.tp)
@@ -299,7 +299,7 @@ class Machine(MachineFigures):
             attention_seconds=pair * (3.5 if has_both else 1.0),
             ring_bytes=float(keys * (turns if has_both else number)),
             exchange_bytes=float((2 if has_both else 1) * number * (queries + keys)),
-            merge_seconds=(1.0 if has_both else 2 / 7) * self._merge_seconds(queries / 2),
+            merge_seconds=(1.0 if has_both else 2 / 7) * self._merge_seconds(queries / 2),  # an output: half of both
             ring_step_seconds=0.0,
             micro_batch_seconds=0.0,
             source="one layer",

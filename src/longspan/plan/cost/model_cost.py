@@ -29,7 +29,9 @@ def cost_on_h200(config: Any, *, depths: int = 0) -> Cost:
 
 
 def cost_on_cpus(config: Any, *, depths: int = 0) -> Cost:
-    """Compare the parts of a model's plans on CPUs, none of which was measured: `source` is "".
+    """Price a model on CPUs by orders of magnitude, to compare the parts of its plans.
+
+    `source` is "", as no CPU was measured.
 
     >>> cost_on_cpus("Qwen3-8B/config.json").source  # doctest: +SKIP
     ''

@@ -127,7 +127,7 @@ class StateCost:
         return self._scale_numbers({name: factor for name in self.constants() if name.endswith("_seconds")})
 
     def apply_factors(self, *, linear: float, inside: float) -> "StateCost":
-        """Return the cost where products and the wait for messages take so many times as long."""
+        """Return the cost where products take `linear` and the wait for messages `inside` times as long."""
         return self._scale_numbers({"scan_seconds": linear, "summary_seconds": linear, "step_seconds": inside})
 
     def _scale_numbers(self, factors: dict[str, float]) -> "StateCost":
@@ -150,9 +150,10 @@ class StateCost:
         return np.where(degree > 1, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
 
     def wire_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
-        """Return the bytes that all slots of a group receive: states and transitions of all others, rows of one.
+        """Return the bytes that all slots of a group receive.
 
-        A run that a state enters is one that reads rows before it.
+        States and transitions of each run go to every other slot of the group. A run that does not begin its document,
+        so that a state enters it, also gets the rows before it, from one slot.
         """
         states, _ = self._count_states(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
         return self.run_bytes(documents, tokens, degree) * (np.asarray(degree) - 1) + self.halo_bytes * states

@@ -121,9 +121,9 @@ def _sums_of_first(values: Ints) -> Ints:
 def divide_bins(draft: Draft, *, level: bool) -> Division:
     """Decide for every bin which fillers all its slots share; with `level` all bins of a micro-batch end together.
 
-    With `level` a bin may take as long as the slowest of its micro-batch and shares no more than that needs. Otherwise
-    no end is early enough, and it shares what makes it fastest. All fillers are shared if a group must have more than
-    one slot.
+    With `level` a bin may take as long as the slowest of its micro-batch, and shares no more than that needs. Otherwise
+    a bin has the goal 0, which none meets, so that it shares what makes it fastest. All fillers are shared if a group
+    must have more than one slot.
     """
     bins = draft.bins
     seconds = np.array(bins.seconds)
@@ -137,11 +137,11 @@ def divide_bins(draft: Draft, *, level: bool) -> Division:
     all_shared, _ = filled.try_sharing(np.arange(len(filled.index)), most)
     share_counts = [count for count in SHARE_COUNTS if count < most] if draft.problem.min_cp == 1 else []
     micro_batch = np.array(bins.micro_batch, dtype=np.int64)
-    enough = np.zeros(len(draft.durations))
+    goals = np.zeros(len(draft.durations))  # of each micro-batch
     if level:
-        np.maximum.at(enough, micro_batch[empty], seconds[empty])
-        enough = _earliest_ends(filled, all_shared, share_counts, micro_batch, enough)
-    goal = enough[micro_batch[filled.index]]
+        np.maximum.at(goals, micro_batch[empty], seconds[empty])
+        goals = _earliest_ends(filled, all_shared, share_counts, micro_batch, goals)
+    goal = goals[micro_batch[filled.index]]
     _choose_sharing(filled, division, goal, all_shared, share_counts)
     return division
 

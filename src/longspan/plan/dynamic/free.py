@@ -78,8 +78,8 @@ class _Lanes:
         self.next: list[int] = [0] * len(self.parts)  # micro-batch
         self.items: list[list[int]] = [[] for _ in self.parts]
         self.anchors: list[Anchor] = []
-        a_micro_batch = self.launch + float(cost.latency_seconds(int(self.width.max())))
-        share = a_micro_batch / (FILLED * problem.cap) * problem.tokens
+        fixed_seconds = self.launch + float(cost.latency_seconds(int(self.width.max())))  # of a micro-batch
+        share = fixed_seconds / (FILLED * problem.cap) * problem.tokens
         self.work = problem.work + share  # seconds on one slot with its share of launches and latency
 
     def place_gang(self, item: int) -> None:

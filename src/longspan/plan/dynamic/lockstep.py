@@ -68,7 +68,7 @@ class Search:
             self.best = draft
 
     def improve_settings(self, steps: int, seed: int = 0) -> None:
-        """Change the best settings a little, so many times, and keep what is better."""
+        """Change the best settings a little, `steps` times, and keep what is better."""
         random = Random(seed)
         for _ in range(steps):
             assert self.best is not None

@@ -79,13 +79,13 @@ def plan_dynamic(
         return request.plan((), "dynamic", max_cp=max_cp)
     problem = Problem.of(request, degrees)
     bound = request.lower_bound(problem.max_cp)
-    # What a plan must come close to has no messages of measured links, so that a better bound ends no search earlier.
+    # Plans near the goal end the search, so messages of measured links, which raise the bound, are left out of it.
     goal = max(bound.area, bound.longest) if request.cost.network else bound.seconds
     return request.plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
 
 
 def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
-    """Return the degrees that a group may have. Raises PlanError if none is possible."""
+    """Return the degrees that a group may have. Raises PlanError if none is possible or none holds some document."""
     slots = request.slots
     check_count("min_cp", min_cp)
     widest = slots if max_cp is None else min(check_count("max_cp", max_cp), slots)

@@ -39,7 +39,7 @@ def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> 
 
 @cache
 def even_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Divide so many slots into runs that each hold a group: few left out, few runs, and as even as degrees allow.
+    """Divide `slots` slots into runs that each hold a group: few left out, few runs, and as even as degrees allow.
 
     Returns (first slot, slots) of each run. `degrees` rise. There are as few runs as the largest degree allows, but no
     more than are at least as wide as the smallest one. Where even runs have a width that is no degree, they are uneven.
@@ -89,11 +89,11 @@ class FreeSlots:
         self.left: list[int] = [size for _, size in blocks]
         self.total = sum(self.left)
         self.by_left: list[list[int]] = [[] for _ in range(max(self.left) + 1)]
-        for block in range(len(self.left) - 1, -1, -1):
+        for block in range(len(self.left) - 1, -1, -1):  # backwards: the last of a list, a first block, is taken first
             self.by_left[self.left[block]].append(block)
 
     def take_slots(self, width: int) -> Parts:
-        """Take so many slots: from one block if one has them, else from as few as possible; at most `total`."""
+        """Take `width` slots, at most `total`: from one block if one has them, else from as few as possible."""
         parts: Parts = []
         while width:
             size = self._smallest_fit(width, whole=not parts) or self._largest_run()
@@ -213,7 +213,7 @@ class Problem:
         return max(1, size // LARGE_DRAFT)
 
     def make_sample(self) -> "Problem":
-        """Make a problem of slots and items fewer by `sample_factor`: of so many neighbours the middle item is kept."""
+        """Make a problem of fewer slots and items, by `sample_factor`: of that many neighbours the middle one stays."""
         factor = self.sample_factor
         slots, sampled = self.request.slots // factor, slice(factor // 2, None, factor)
         degrees = self.degrees[: bisect_right(self.degrees, slots)]

@@ -38,8 +38,9 @@ class EncoderShape:
 
     `embed_weights` and `block_weights` multiply every patch, `projector_weights` every row; `entry_weights` of these
     multiply what nothing before them in the projector trains. In `full_layers` the patches of an image see each other,
-    in `window_layers` those of a square of `window` patches a side. A row is `merge` x `merge` patches; of images of
-    one size it is 0, each has `patches` that become `rows`, and so many `class_rows` go through the blocks with them.
+    in `window_layers` those of a square of `window` patches a side. A row is `merge` x `merge` patches. Where all
+    images have one size, `merge` is 0: an image has `patches`, which become `rows`, and `class_rows` go through the
+    blocks with the patches.
     """
 
     width: int
@@ -79,11 +80,11 @@ class EncoderShape:
         return rows * self.merge**2 if self.merge else self.patches
 
     def flops(self, images: Sequence[int], *, trained: Trained = "all", grids: Sequence[Grid] | None = None) -> int:
-        """Count the FLOPs of forward and backward of images of so many rows, by the convention of `model_flops`.
+        """Count the FLOPs of forward and backward by the convention of `model_flops`; `images` are the rows of each.
 
-        2 a weight forward, 2 for its gradient and 2 for that of what it multiplies, which pixels have none of; 12 x
-        width for each pair of patches that see each other. Of what is not `trained` only forward counts. With
-        `grids` (t, h, w) of patches windows at edges count as they are, without them as whole ones.
+        A pair of patches that see each other takes 12 x width. Of parts that are not `trained` only forward counts.
+        With `grids`, (t, h, w) in patches of each image, windows at edges count as they are, without them as whole
+        ones.
         """
         grid_of: Sequence[Grid | None] = [None] * len(images) if grids is None else grids
         pair = (12 if trained == "all" else 4) * self.width
@@ -121,8 +122,8 @@ class EncoderShape:
         """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "".
 
         A pair of patches takes 4 x width FLOPs forward and 10 x width backward, where scores are computed again; heads
-        are padded as kernels pad them. The forward pass runs `again` so many times for the backward pass. Seconds are
-        those of an output row, which stands for several patches. Layers that attend to all patches of an image grow
+        are padded as kernels pad them. `again` is how often the forward pass runs again for the backward pass. Seconds
+        are those of an output row, which stands for several patches. Layers that attend to all patches of an image grow
         with their square; those with windows have as many pairs a patch as a window has, and so grow evenly.
         """
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
@@ -302,16 +303,17 @@ class EncoderLoad:
         )
 
 
-def _replication_seconds(plan: Plan, of_images: Sequence[float], cost: Cost) -> float:
-    """Sum the slowest slot of each micro-batch, as these wait for each other; `of_images` are seconds by document.
+def _replication_seconds(plan: Plan, image_seconds: Sequence[float], cost: Cost) -> float:
+    """Return the seconds in which every slot encodes all images of its groups' documents.
 
-    Every slot of a group encodes all images of the group's documents. A micro-batch without images launches nothing.
+    `image_seconds` are those of each document's images. In a micro-batch all slots wait for the slowest; one without
+    images launches nothing.
     """
     seconds = 0.0
     for batch in plan.micro_batches:
         work = [0.0] * plan.slots
         for group in batch.groups:
             for slot in group.slots:
-                work[slot] += sum(of_images[document] for document in group.documents)
+                work[slot] += sum(image_seconds[document] for document in group.documents)
         seconds += max(work) + cost.micro_batch_seconds * any(work)
     return seconds

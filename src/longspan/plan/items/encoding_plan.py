@@ -169,10 +169,10 @@ def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Int
 def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict[int, list[ItemRows]]:
     """Return for every rank the rows that it needs in each micro-batch of the language model's plan, in its row order.
 
-    Ranks of the first pipeline stage need rows, each tensor-parallel rank of a slot all those of the slot, or where
-    rows are split over these ranks those among its own part of the slot's rows, by index in that part. At a `depth` of
-    multi-token prediction local row t needs the row of the token `depth` further on in its document, in the stage of
-    `needed_by.depths_at`. Ranks of other stages need no rows.
+    Only ranks of the first pipeline stage need rows, or at a `depth` of multi-token prediction those of the stage
+    `needed_by.depths_at`, where local row t needs the row of the token `depth` further on in its document. Each
+    tensor-parallel rank needs all rows of its slot. Where these ranks split the rows of a slot, it needs only those in
+    its part, with indices that count from the beginning of the part.
     """
     pp = needed_by.depths_at if depth else 0
     home, multiple = needed_by.home, needed_by.row_multiple
