@@ -73,7 +73,7 @@ class Corpus:
             self._open_columns(place)
             self._tokens = self._find_tokens(place, folder, record, make_tokens)
         except (OSError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, DataError):
+            if isinstance(error, DataError):  # which is a ValueError too
                 raise
             raise DataError(f"{place} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
@@ -83,15 +83,18 @@ class Corpus:
         self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple  # with images: ImagePacks
 
     def _open_columns(self, place: Path) -> None:
-        """Map the columns of the folder; without `source_of.npy` all documents are of source 0."""
+        """Map the columns of the folder; without `source_of.npy` all documents are of source 0.
+
+        Without `targets.npy` every token but a document's first is a target.
+        """
         self.manifest: Manifest = Manifest.from_json((place / FILE).read_text(encoding="utf-8"))
         self.sources: Sequence[SourceFile] = SourceLines(place)
         self._origins = map_array(place / "origins.npy")
         self.lengths: npt.NDArray[Any] = map_array(place / "lengths.npy")
-        several, masked = (place / name for name in ("source_of.npy", "targets.npy"))
+        source_file, target_file = (place / name for name in ("source_of.npy", "targets.npy"))
         zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
-        self.source_of: npt.NDArray[Any] = map_array(several) if several.is_file() else zero
-        self.targets: npt.NDArray[Any] | None = map_array(masked) if masked.is_file() else None
+        self.source_of: npt.NDArray[Any] = map_array(source_file) if source_file.is_file() else zero
+        self.targets: npt.NDArray[Any] | None = map_array(target_file) if target_file.is_file() else None
         self.images: ImageTable | None = ImageTable.of(place)
 
     def _find_tokens(

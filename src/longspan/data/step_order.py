@@ -66,9 +66,9 @@ class StepOrder:
             self.lengths, shuffled_sources(self.lengths, mixture, held_out, seed)
         )
         self._budget = tokens_per_step
-        self._open()
+        self._clear_steps()
 
-    def _open(self) -> None:
+    def _clear_steps(self) -> None:
         """Begin with no steps computed, when the order is made and when it is unpickled."""
         self._block_starts = array("q", [0])  # starts, in the stream, of every _STRIDE-th step so far
         self._starts = lru_cache(maxsize=2)(self._compute_starts)
@@ -82,7 +82,7 @@ class StepOrder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"targets": None if state["targets"] is None else from_pickled(state["targets"])}
         self.lengths = self.stream.lengths
-        self._open()
+        self._clear_steps()
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
         """Return the document ids of a step; steps count from 0."""

@@ -31,8 +31,8 @@ class FixedMemory:
     >>> FixedMemory(measure="selective", offload=False).measures
     ('selective',)
 
-    `measure` ("none", "selective" or "full") is what layers keep that recompute; with `layers` the first so many of a
-    stage have it (0: each) and the others keep all. `offload` moves what is kept to the host, or does not.
+    `measure` ("none", "selective" or "full") is what layers keep that recompute: the first `layers` of each stage (0:
+    all), while the others keep everything. `offload` moves what is kept to the host, or does not.
     """
 
     measure: str | None = None
@@ -122,8 +122,8 @@ def _fitting_plans(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory)
 def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
     """Return whether any choice fits.
 
-    It is enough to try the measures that keep least (the last of those on the device, and of those on the host), with
-    weights that are not kept between forward and backward unless `fixed` says so: all others need more.
+    It is enough to try the measures that keep least: the last of those on the device and the last of those on the host,
+    with weights that are gathered twice unless `fixed` says otherwise. Any other choice needs more memory.
     """
     leanest_measures: list[Measure] = [
         words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.measures)) if words
@@ -243,7 +243,7 @@ def _refusal_text(leanest: MemoryPlan, budget: MemoryBudget, home: Layout, fixed
 def largest_fitting(fits: Callable[[int], bool], limit: int | None = None) -> int:
     """Return the largest number that fits, or 0 for none; if a number fits, all smaller ones do.
 
-    Numbers double until one does not fit or reaches the limit, and halving finds the last that fits below it.
+    Numbers double until one does not fit or is at least `limit`. Halving then finds the last that fits below that one.
 
     >>> largest_fitting(lambda count: count <= 37)
     37
@@ -272,9 +272,9 @@ def longest_document(
 
     >>> tokens, memory = longest_document("Qwen3-8B/config.json", home, MemorySettings(), budget)  # doctest: +SKIP
 
-    Tokens grow by 1024 rows a slot (times tp with sequence parallelism, which splits rows). `measures` "auto" finds the
-    longest that fits under any, and of the plans that fit then the one of least time; another value is that of all
-    layers. 0 and None where nothing fits. Raises PlanError for a model that cannot be counted.
+    `measures` "auto": the longest that fits under any measures, and of its plans that fit the one of least time; any
+    other value is that of all layers. Tokens are tried in multiples of 1024 rows a slot (times tp with sequence
+    parallelism, which splits rows). 0 and None where nothing fits. Raises PlanError for a model that cannot be counted.
     """
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     multiple = home.tp if settings.sequence_parallel else 1

@@ -30,7 +30,10 @@ def has_gate(read: ConfigReader) -> bool:
 
 
 def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
-    """Add an MLP so wide, split over tensor-parallel ranks and in tiles of rows; return its output."""
+    """Add an MLP of this width, split over tensor-parallel ranks, whole or in tiles of rows; return its output.
+
+    `prefix` begins the names of its tensors.
+    """
     if builder.tile_rows:
         return _add_tiles(builder, f"{prefix}mlp", (x,), lambda tile: _add_whole_mlp(tile, prefix, "x", width))
     return _add_whole_mlp(builder, prefix, x, width)

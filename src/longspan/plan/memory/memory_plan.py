@@ -174,7 +174,7 @@ class MemoryNeeds:
         *,
         groups: int = 0,
     ) -> "MemoryNeeds":
-        """Count the needs of these rows of slots, in steps of so many micro-batches and in so many groups of a slot."""
+        """Count the needs of these loads, in steps of `micro_batches`; a slot is in `groups` with a communicator."""
         read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
         layers = numbers.decoder_layers
         places = tuple(
@@ -195,7 +195,7 @@ class MemoryNeeds:
         return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
 
     def words(self, first: str, count: int | None, others: str = "none") -> tuple[str, ...]:
-        """Return one word for the first so many layers of a rank's stages (None or 0: each), another for the rest."""
+        """Return a word for each layer: `first` for the first `count` of each rank (None or 0: all), else `others`."""
         words = [others] * self.layers
         for place in self.places:
             for layer in place.stage.layers[: count or None]:
@@ -220,7 +220,10 @@ class MemoryNeeds:
 
 
 def _count_communicators(plans: Sequence[Plan]) -> int:
-    """Count the groups of plans that the busiest slot is in, of several slots but not all; each has a communicator."""
+    """Count the groups that need communicators of their own, at the slot that is in most of them.
+
+    A group of one slot needs none, and the group of all slots has one anyway.
+    """
     groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
     several = [slots for slots in groups if 1 < len(slots) < max(plan.slots for plan in plans)]
     counts = Counter(slot for slots in several for slot in slots)

@@ -43,9 +43,9 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     steps = {f"mixer_step.{i}": builder.rows(heads, WIDE) for i in range(4)}
     step = tape.run("mixer_steps", (projected,), builder.rows(heads, WIDE), also=steps)
     convolved = tape.run("mixer_rolled", (projected,), builder.rows(channels), saves=(projected,))
-    read = (channels - inner) / 2
+    key_width = (channels - inner) / 2  # also that of queries
     values = tape.run("mixer_values", (convolved, step), _scan_row_bytes(builder, inner), saves=(convolved,))
-    keys = {name: _scan_row_bytes(builder, read) for name in ("mixer_keys", "mixer_queries")}
+    keys = {name: _scan_row_bytes(builder, key_width) for name in ("mixer_keys", "mixer_queries")}
     out = tape.run(
         "mixer_scanned",
         (values, convolved),

@@ -32,7 +32,7 @@ def step_moments(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[M
     if peak.settings.backward:
         yield replace(base, gradients=int(peak.gradient_bytes(peak.all_numbers)), states=peak.update_state_bytes)
     for load in loads:
-        yield from MicroBatchMoments(peak, load, tuple(measures)).all()
+        yield from MicroBatchMoments(peak, load, tuple(measures)).moments()
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MicroBatchMoments:
     load: SlotLoad
     measures: tuple[Measure, ...]
 
-    def all(self) -> Iterator[Bytes]:
+    def moments(self) -> Iterator[Bytes]:
         """Yield the bytes of every moment, in the order of a step; without a backward pass only forward and loss."""
         yield from self._forward_moments()
         yield from self._loss_moments()
@@ -94,12 +94,12 @@ class MicroBatchMoments:
     def _whole_weights(self) -> list[float]:
         """Bytes of each layer's gathered weights, and of their float8 copies where these stay."""
         layers = [self.peak.numbers.layers[i] for i in self.peak.stage.layers]
-        return [self.peak.whole(numbers) + self.peak.float8_bytes(numbers) for numbers in layers]
+        return [self.peak.gathered_bytes(numbers) + self.peak.float8_bytes(numbers) for numbers in layers]
 
     @cached_property
     def _root_weights(self) -> float:
         """Bytes of the gathered weights of embedding and head."""
-        return self.peak.whole(self.peak.root_numbers)
+        return self.peak.gathered_bytes(self.peak.root_numbers)
 
     @cached_property
     def _arrival_factor(self) -> int:
@@ -109,8 +109,8 @@ class MicroBatchMoments:
     @cached_property
     def _shard_bytes(self) -> float:
         """Bytes of this rank's shards of gradients that earlier micro-batches left; 0 where gradients stay whole."""
-        every = self.peak.gradient_bytes(self.peak.all_numbers)
-        return every if self.load.later and not self.peak.stays_whole else 0.0
+        all_gradients = self.peak.gradient_bytes(self.peak.all_numbers)
+        return all_gradients if self.load.later and not self.peak.stays_whole else 0.0
 
     @cached_property
     def _whole_gradients(self) -> float:

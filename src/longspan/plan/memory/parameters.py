@@ -82,9 +82,9 @@ class ModelNumbers:
     def of(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
         """Count the parameters of a configuration under a home. Raises PlanError for sizes that are missing.
 
-        They are those of each layer, of depths of prediction, of the embedding and the output projection (`table`,
-        split over tp), and of an encoder's tower. Each depth has the same layers, the first with the projection that
-        joins two rows of the hidden size.
+        Counted are each layer, depths of prediction, the embedding and the output projection (each a `table`, split
+        over tp), and an encoder's tower. Each depth has the same layers, the first with the projection that joins two
+        rows of the hidden size.
         """
         read = ConfigReader.of(config)
         read.check_counts("hidden_size", "vocab_size")
@@ -176,7 +176,7 @@ def _layer_numbers(
 
 
 def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
-    """Return the linears of a layer that adapters go into: name, and numbers of a row before and behind.
+    """Return the linears of a layer that adapters go into: name, and the widths of its input and output rows.
 
     Widths that a configuration does not name follow from the counted weights: a gate of attention is what its weights
     have beyond queries, keys, values and output. A mixer's output projection has `mixer.last` weights, so its inner

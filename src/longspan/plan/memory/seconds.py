@@ -59,8 +59,8 @@ def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: 
     word: Measure = memory.recomputation
     alike = tuple("none" if measure == "none" else word for measure in memory.measures)
     without_states = prices.seconds(on_device)
-    most_seconds = prices.seconds(replace(on_device, measures=alike))
-    return without_states - most_seconds, prices.seconds(memory) - without_states
+    alike_seconds = prices.seconds(replace(on_device, measures=alike))
+    return without_states - alike_seconds, prices.seconds(memory) - without_states
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class MemoryPrices:
         seconds += self._exchange_seconds.get(kind, 0.0)
         return seconds + (self._host_seconds(index, word) if host else 0.0)
 
-    def _kind_cost(self, kind: Recomputation) -> float:
-        """Return the seconds of the load in all layers, if all recompute this.
+    def _seconds_under(self, kind: Recomputation) -> float:
+        """Return the seconds of the load in all layers, if all layers recompute by `kind`.
 
         The load is a slot's part of documents over `degree` slots: as many of equal length as it has pairs of runs, for
         a document has two on a slot (zigzag).
@@ -133,17 +133,17 @@ class MemoryPrices:
     @cached_property
     def _plain_seconds(self) -> float:
         """Seconds of a layer that recomputes nothing, forward and backward."""
-        return self._kind_cost("none") / self._layer_count
+        return self._seconds_under("none") / self._layer_count
 
     @cached_property
     def _selective_seconds(self) -> float:
         """Seconds that a layer takes longer if it recomputes all but attention."""
-        return max(0.0, self._kind_cost("selective") / self._layer_count - self._plain_seconds)
+        return max(0.0, self._seconds_under("selective") / self._layer_count - self._plain_seconds)
 
     @cached_property
     def _full_seconds(self) -> float:
         """Seconds that a layer takes longer if it recomputes all."""
-        return max(0.0, self._kind_cost("full") / self._layer_count - self._plain_seconds)
+        return max(0.0, self._seconds_under("full") / self._layer_count - self._plain_seconds)
 
     @cached_property
     def _exchange_seconds(self) -> dict[str, float]:
@@ -151,13 +151,13 @@ class MemoryPrices:
         if not self.load.exchanged_rows:
             return {}
         shape = ModelShape.of(self.config, depths=self.place.settings.depths)
-        number = self.load.exchanged_rows * self.place.settings.compute_bytes / self.place.home.tp
-        number /= self.machine.inside.point.bytes_per_second
+        seconds_of_number = self.load.exchanged_rows * self.place.settings.compute_bytes / self.place.home.tp
+        seconds_of_number /= self.machine.inside.point.bytes_per_second
         widths = {
             "selective": shape.query_width + 2 * shape.key_width,
             "full": 2 * (shape.query_width + shape.key_width),
         }
-        return {kind: number * width for kind, width in widths.items()}
+        return {kind: seconds_of_number * width for kind, width in widths.items()}
 
     def _host_seconds(self, index: int, word: str) -> float:
         """Return the seconds of copies there and back: what passes do not hide, and a share of what they do.

@@ -40,8 +40,8 @@ class LayerBytes:
 class StepPeak:
     """A rank of a home at one pipeline position: what it holds, for any load and measures.
 
-    At most `in_flight` micro-batches have run forward and wait for backward; a slot is in so many `groups` of several
-    slots. `layers_so_far` remembers what `layer_bytes` counted.
+    At most `in_flight` micro-batches have run forward and wait for backward; a slot is in `groups` groups that have
+    communicators of their own. `layers_so_far` remembers what `layer_bytes` counted.
     """
 
     read: ConfigReader
@@ -148,7 +148,7 @@ class StepPeak:
             size = max(size, self.settings.reduce_bytes)
         return numbers.trained / numbers.whole * numbers.share * size / self.shards
 
-    def whole(self, numbers: Numbers) -> float:
+    def gathered_bytes(self, numbers: Numbers) -> float:
         """Return the bytes of these parameters whole in the compute dtype, as FSDP2 gathers them; 0 without FSDP2."""
         return numbers.whole * self.settings.compute_bytes if self.settings.shard_parameters else 0.0
 
