@@ -32,7 +32,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     tables: dict[str, Any] = {}
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
-        tables[section] = {**tables.get(section, {}), name: value} if name else value
+        tables[section] = {**tables.get(section, {}), name: value} if name else value  # no name: the tables [[eval]]
     config = _set_tables(config, tables, source="the overrides")
     return resolve_defaults(config)
 
@@ -51,8 +51,8 @@ def read_file(path: str | Path) -> RunConfig:
 
 def config_keys() -> tuple[str, ...]:
     """List every "section.key", in order."""
-    every = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in section_keys(kind))
-    return tuple(key for key in every if key != TABLES)
+    names = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in section_keys(kind))
+    return tuple(name for name in names if name != TABLES)
 
 
 def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
@@ -125,7 +125,7 @@ def _set_section(config: RunConfig, section: str, values: object, *, source: str
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
     sources = None
-    if section == "data" and "sources" in values:
+    if section == "data" and "sources" in values:  # tables, which are no value of a key
         values = dict(values)
         sources = _data_sources(values.pop("sources"), source)
     section_now = _set_keys(getattr(config, section), section, values, source, _key_hint)
@@ -165,7 +165,7 @@ def _read_tables(tables: object, name: str, source: str, title: str, keys: str) 
 def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
     """Set other values of keys in a section or table.
 
-    `label` names it in messages, `hint` answers an unknown key.
+    `label` names the section in messages; `hint` makes the hint for an unknown key.
     """
     types = {key.name: key.kind for key in section_keys(type(section))}
     changes: dict[str, Any] = {}
@@ -195,8 +195,8 @@ def _eval_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
 def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
     """Convert a value to what `kind` holds: a list becomes a tuple, an integer may stand for a float."""
     value = read_choice_word(value, kind)
-    if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # no choice of kinds has it
-        return ()
+    if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:
+        return ()  # `_fitting_value` takes no empty list, and no such kind has an alternative
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         fitting = _fitting_value(value, option)
         if fitting is not None:
@@ -208,7 +208,7 @@ def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
 
 
 def read_choice_word(value: object, kind: Any) -> object:
-    """Return the word of a choice that true and false stand for: "full" or "modules", and "none"."""
+    """Return the word of a choice that true or false stands for: "full" or "modules", or "none"; others unchanged."""
     if get_origin(kind) is not Literal or not _is_word(value) or str(value).lower() not in ("true", "false"):
         return value
     words = ("full", "modules") if str(value).lower() == "true" else ("none",)

@@ -66,6 +66,7 @@ class Document:
     def __init__(
         self, ids: Any, *, labels: Any = None, loss_mask: Any = None, weights: Any = None, **values: Any
     ) -> None:
+        """Read the token ids, their labels (as given, or the ids that a mask leaves) and the numbers."""
         self._ids = _read_integers("ids", ids)
         if labels is not None and loss_mask is not None:
             raise DataError("a document has labels and a loss_mask; give one of them: −100 in labels masks a token")

@@ -160,6 +160,7 @@ class StoredTokens:
     """The tokens of all documents end to end in one file, and their codes in another, if there are any."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
+        """Map the files of a folder. Raises DataError for one that has not as many tokens as its manifest says."""
         self._offsets = map_array(folder / "offsets.npy")
         self._tokens = np.memmap(folder / "tokens.bin", dtype=manifest.dtype, mode="r")
         self._codes = np.memmap(folder / "codes.bin", dtype=manifest.codes, mode="r") if manifest.codes else None

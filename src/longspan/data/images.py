@@ -100,6 +100,7 @@ class ImageTable:
     """The images of a folder of documents, in the order of documents and of their places; the files are mapped."""
 
     def __init__(self, folder: Path) -> None:
+        """Map the files of a folder; `_ends` is where the path of each image ends in the file of paths."""
         self._ends = map_array(folder / _ENDS)
         self._columns: dict[str, npt.NDArray[Any]] = {name: map_array(_file(folder, name)) for name in _COLUMNS}
         # An empty file cannot be mapped.

@@ -54,6 +54,7 @@ class StepOrder:
         targets: npt.NDArray[Any] | None = None,
         mixture: Mixture | None = None,
     ) -> None:
+        """Choose the held-out documents, and begin the stream of the others."""
         self.lengths, self.targets = np.asarray(lengths), targets
         if eval_documents >= len(self.lengths):
             raise DataError(
@@ -193,6 +194,7 @@ class PackOrder:
     def __init__(
         self, order: StepOrder, *, pack_to: int, tokens_per_step: int, across: bool, uncut: UncutSpans | None = None
     ) -> None:
+        """Cut the stream of `order` into packs, as many a step as fit `tokens_per_step`, at least one."""
         self.stream: DocumentStream = order.stream
         self.evaluation: tuple[int, ...] = order.evaluation
         self._across, packs = across, max(1, tokens_per_step // pack_to)

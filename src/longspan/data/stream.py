@@ -115,6 +115,10 @@ class DocumentStream:
     """
 
     def __init__(self, lengths: npt.NDArray[Any], sources: Sequence[ShuffledSource]) -> None:
+        """Begin before the first part: `_marks`, `_places` and `_tokens` say where each part begins, as far as known.
+
+        Of each source as many documents are candidates for a part as its share of `_DOCUMENTS`.
+        """
         self.sources: tuple[ShuffledSource, ...] = tuple(sources)
         self.lengths = lengths
         # Documents that a source gives while every source gives its weight in tokens: weight over mean length.

@@ -14,7 +14,7 @@ MODES = ("lockstep", "free")
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> int:
-    """Return the value as an int, if it is an integer of at least `least`; else PlanError naming it."""
+    """Return the value as an int. Raises PlanError, with its `name`, unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise PlanError(f"{name} is {value!r}; give an integer of at least {least}")
     return int(value)

@@ -297,7 +297,7 @@ def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
 
 
 def _seconds_text(value: float) -> str:
-    """Return seconds in the unit in which they are at least 0.1: s, ms or us."""
+    """Write seconds in the largest unit of s, ms and us in which they are at least 0.1, else in us."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if value * scale >= 0.1:
             return f"{value * scale:,.3f} {unit}"

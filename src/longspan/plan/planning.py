@@ -134,7 +134,7 @@ class Planning:
         return pickle.loads(answer) if isinstance(answer, bytes) else None
 
     def close(self) -> None:
-        """End the process: it is asked to, and killed after 5 seconds. In a fork of the owner nothing happens."""
+        """Ask the process to end, and kill it after 5 seconds. In a fork of the owner nothing happens."""
         if os.getpid() != self._owner:
             return
         self._worker.end(patience=5)

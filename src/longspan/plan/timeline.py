@@ -90,7 +90,8 @@ class GroupTable:
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds of each group (G,) as if it had the communication type of the cost.
 
-        They are inf where heads or degree forbid that type; a group of one slot communicates nothing and may have any.
+        A group has inf where heads or degree forbid the type; one of a single slot communicates nothing and may have
+        any type.
         """
         together = self.together(node_size)
         inside = together == self.degree
@@ -153,7 +154,7 @@ class Timeline:
 def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Ints:
     """Return the rows that each slot holds in each micro-batch (M, slots).
 
-    Padding is included, and they are rounded up to `row_multiple`.
+    Rows include padding, and are rounded up to `row_multiple`.
     """
     table = GroupTable.of(micro_batches)
     rows = _sum_by_slot(table, table.rows, len(micro_batches), slots).astype(np.int64)

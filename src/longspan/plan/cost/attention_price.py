@@ -229,13 +229,13 @@ class _LayerMessages:
         return self.network.layers * seconds
 
     def _ring_seconds(self, is_forward: bool, computed: Floats) -> Floats:
-        """Return what shows of a ring's messages in one pass, W seconds beside C of kernels, and their latencies.
+        """Return what shows of a ring's messages in one pass, and their latencies.
 
-        Nothing travels while a ring computes the last of its r blocks, so that kernels hide (1 − 1 / r) · C: what shows
-        is max(0, W − (1 − 1 / r) · C). In backward the gradients of a block travel as well. Of n slices of heads each
-        has a ring, and these take turns: the kernels are n · r pieces, and messages of one ring travel while another is
-        computed. Then forward leaves only the last piece without messages. Backward has messages beside every piece;
-        but the gradients alone, G of the W seconds, leave after two pieces: max(0, W − C, G − (1 − 2 / (n · r)) · C).
+        Messages take W seconds and kernels C, in pieces: r blocks, for each of n slices of heads, whose n rings take
+        turns. Messages of one ring travel beside the kernels of another. Nothing travels beside the last piece, so
+        max(0, W − (1 − 1 / (n · r)) · C) shows. In backward gradients of blocks, G of the W seconds, travel as well.
+        With several rings all pieces then hide messages, but gradients leave only after two pieces: the longer of W − C
+        and G − (1 − 2 / (n · r)) · C shows, or nothing.
         """
         rings, steps = self.rings, self.around - 1
         sizes = [self.block * self.copies] if is_forward else [self.block * self.copies, self.gradients * self.copies]
@@ -248,7 +248,7 @@ class _LayerMessages:
         return exposed + len(sizes) * rings * steps * self.network.step_seconds
 
     def _step_seconds(self, size: Floats) -> Floats:
-        """Return the seconds of a message of so many bytes to the next member of a ring.
+        """Return the seconds of a message of `size` bytes to the next member of a ring.
 
         Every step waits for the members that cross hosts: one of a host, which has the card for itself, or all of them.
         """
@@ -281,10 +281,10 @@ class _LayerMessages:
         return gather + second_gather + last_kernels + back - computed + latency
 
     def _gather_wire_seconds(self, received: Floats) -> Floats:
-        """Return the seconds in which each member receives so many bytes of a gather.
+        """Return the seconds in which each member receives `received` bytes of a gather.
 
-        Where a group spans hosts they go around a ring of hosts as well, each boundary of which the members of a host
-        share: the longer of both.
+        Where a group spans hosts, the bytes also go around a ring of hosts, and the members of a host share each
+        boundary. Both happen at the same time, so the longer counts.
         """
         inside = self.network.inside.gather.seconds(received)
         across = self.network.across.gather.seconds(received / self.rows.together)
@@ -312,10 +312,10 @@ class _LayerMessages:
         return np.where(slices > 1, sliced, there + back) + 2 * slices * self.network.step_seconds
 
     def _count_slices(self) -> tuple[Floats, Floats]:
-        """Count the slices of large exchanges of heads, and the rings that these have: one if slices share keys.
+        """Count the slices of heads in which large exchanges go, and the rings of keys: one a slice, or one for all.
 
-        A member computes its heads in runs that share a key/value head. It has slices if they are equal: whole runs in
-        each, or of one run as many heads in each.
+        A member computes its heads in runs that share a key/value head. Heads are sliced if slices come out equal: with
+        whole runs in each, and then a ring for each, or with as many heads of each run, which share one ring.
         """
         most, large = EXCHANGE_SLICES, self.queries >= 2 * EXCHANGE_SLICE_BYTES
         heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))

@@ -95,8 +95,8 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
 def _least_launches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
     """Count the micro-batches that a slot takes part in at least: in lockstep all of them, in free mode on average.
 
-    In free mode a slot skips those without documents for it: on average it is in as many as its rows fill. Without a
-    cap that has no lower limit but 0.
+    In free mode a slot skips micro-batches without documents for it, and on average takes part in as many as its rows
+    fill: without a cap, in 0 at least.
     """
     if mode == "lockstep":
         return 1 if cap is None else max(1, -(-tokens // (slots * cap)))
@@ -106,8 +106,8 @@ def _least_launches(tokens: int, slots: int, cap: int | None, mode: str) -> floa
 def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node_size: int) -> float:
     """Return the seconds of one document in a group of its own, at the best degree and place that the cap allows.
 
-    They are compute / degree + messages that show, the least over all degrees and types, and one launch. In a group
-    with other documents it takes no less.
+    They are compute / degree + messages that show, the least over all degrees and types, and one launch. A group with
+    other documents in it takes no less.
     """
     narrowest = 1 if cap is None else -(-length // cap)
     if narrowest > widest:

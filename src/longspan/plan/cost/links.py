@@ -111,7 +111,7 @@ class Wire:
         return (large - small) / (last - first)
 
     def seconds(self, size: ArrayLike) -> Floats:
-        """Return the seconds of messages of so many bytes; of the shape of `size`."""
+        """Return the seconds of messages of `size` bytes, an array of the shape of `size`; 0 bytes take 0."""
         size = np.asarray(size, dtype=np.float64)
         sizes, seconds = _sample_columns(self.samples)
         beyond = np.maximum(size - sizes[-1], 0.0) / self.bytes_per_second

@@ -73,11 +73,11 @@ class Machine(MachineFigures):
     def with_link(
         self, level: Level, *, bytes_per_second: float, seconds: float | None = None, network: str = ""
     ) -> "Machine":
-        """Return this machine with another link "inside" a host or "across" hosts, of so many bytes/s for each slot.
+        """Return this machine with another link "inside" a host or "across" hosts; bytes a second are those of a slot.
 
-        `seconds` is the latency of a message (None: that of the link so far). `network` is "sockets" or "card", one for
-        each slot; "": sockets if an across link is slower than 10 GB/s, whose kinds of messages differ in speed
-        (`links.SOCKET_SPEEDS`).
+        `seconds` is the latency of a message (None: that of the link so far). `network`, read of an across link only,
+        is "card", one for each slot, or "sockets", over which kinds of messages differ in speed
+        (`links.SOCKET_SPEEDS`); "": sockets below 10 GB/s.
         """
         if level not in LEVELS:
             raise PlanError(f"level of a link is {level!r}; use one of {', '.join(LEVELS)}")
@@ -282,7 +282,7 @@ class Machine(MachineFigures):
         """Return the prices of a call under all types, a2a+p2p with all levels that the group may have."""
         nodes, cost = [slot // node_size for slot in group.slots], self._call_cost(call)
         ways = type_ways(group)
-        return [price_type(cost, way, group, call, nodes, width=ring_share(call, way, group)) for way in ways]
+        return [price_type(cost, way, group, call, nodes, sent=ring_share(call, way, group)) for way in ways]
 
     def _call_cost(self, call: AttentionCall) -> Cost:
         """Return the cost of one layer of nothing but this call.

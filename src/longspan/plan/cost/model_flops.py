@@ -86,7 +86,7 @@ def _chunk_pairs(length: int, chunk: int) -> int:
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
-    """Return what a device of this name does at most in this type, in 1e12 FLOP/s; None if it is not in the table.
+    """Return what a device of this name does at most in this dtype, in 1e12 FLOP/s; None if the table lacks either.
 
     float16 is as fast as bfloat16 on all of them.
 
@@ -100,7 +100,7 @@ def peak_tflops(device: str, dtype: str) -> float | None:
 
 
 def later_pairs(spans: Iterable[int]) -> int:
-    """Count the pairs of a row and a later row of its span, for spans of so many rows: n (n − 1) / 2 each.
+    """Count the pairs of a row and a later row of its span: n (n − 1) / 2 in a span of n rows.
 
     >>> later_pairs([256, 4])
     32646

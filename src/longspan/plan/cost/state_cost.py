@@ -83,7 +83,7 @@ class StateCost:
         bytes_per_value: int = 2,
         channel_seconds: float = 0.0,
     ) -> "StateCost | None":
-        """Price a model's state-space layers at so many TFLOP/s of scans and of summaries; None if it has none.
+        """Price a model's state-space layers at these TFLOP/s of scans and of summaries; None for a model without any.
 
         `channel_seconds` are those of a row and channel of a layer's convolution, with the norms and gates about it.
         Forward and backward take 3 times a forward scan. States and transitions travel in float32, in forward and in

@@ -53,9 +53,9 @@ class _FilledBins:
         self.first_documents = _sums_of_first(documents)
 
     def _note_anchors(self, draft: Draft) -> None:
-        """Note what an anchor adds to its bin: documents of the shared group, or seconds and rows before it.
+        """Note what an anchor adds to its bin: documents to the shared group, or seconds and rows before that group.
 
-        An anchor of one part takes all slots of its bin, as the shared group does, so both are one group. One of
+        An anchor of one part takes all slots of its bin, as the shared group does, and so joins it. An anchor of
         several parts runs before the fillers. A bin without an anchor (index −1) gets zeros; the tables have one entry
         at least, so that −1 can be looked up.
         """

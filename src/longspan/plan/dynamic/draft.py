@@ -39,7 +39,7 @@ class Bins:
     fillers: list[list[int]] = field(default_factory=list[list[int]])
 
     def add_bin(self, micro_batch: int, part: tuple[int, int], anchor: int, seconds: float, rows: int) -> None:
-        """Add a bin that is busy for some seconds already and has so many rows left on each slot."""
+        """Add a bin of a `part` (first slot, slots) that is busy for `seconds` already and has `rows` left a slot."""
         self.micro_batch.append(micro_batch)
         self.start.append(part[0])
         self.width.append(part[1])
@@ -141,7 +141,8 @@ class Division:
 def make_micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
     """Make the micro-batches of a draft, longest documents of each group first.
 
-    An anchor has its slots; a filler has all slots of its bin if it is shared, else the slot that its division names.
+    An anchor has its own slots, a shared filler all slots of its bin, and any other filler the slot that the division
+    names.
     """
     batches: list[dict[tuple[int, ...], list[int]]] = [{} for _ in draft.durations]
     for anchor in draft.anchors:

@@ -151,8 +151,8 @@ def _arrange_groups(problem: Problem, groups: list[list[int]]) -> SideBySide | N
 def _group_widths(problem: Problem, sizes: _Sizes) -> Ints | None:
     """Find the fewest slots of each group (groups,) with which all end at the earliest possible time; None: no room.
 
-    That time is the end of some group at some degree. It is found by halving the range of these, as more time never
-    needs more slots.
+    That time is one at which some group ends at some degree. All these times, sorted, are searched by halving, as more
+    time never needs more slots.
     """
     seconds = _group_seconds(problem, sizes)
     ends = np.unique(seconds[np.isfinite(seconds)])

@@ -259,8 +259,8 @@ class Problem:
     def least_anchor_work(self) -> float:
         """The seconds of work below which a document is never an anchor.
 
-        They are `SMALLEST_ANCHOR` of what the widest block does in the shortest mean micro-batch that is tried, or the
-        work of a document that fits no block, if that is less.
+        This is `SMALLEST_ANCHOR` of what the widest block does in the shortest mean micro-batch that is tried, or if
+        less the work of a document that fits no block, which must be an anchor. With few items every one may be.
         """
         if self.has_few_items:
             return 0.0

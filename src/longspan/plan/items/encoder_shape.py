@@ -76,7 +76,7 @@ class EncoderShape:
         return _one_size_tower(model, vision, text.count("hidden_size"))
 
     def patch_count(self, rows: int) -> int:
-        """Return how many patches an image of so many rows has."""
+        """Return how many patches an image of `rows` rows has."""
         return rows * self.merge**2 if self.merge else self.patches
 
     def flops(self, images: Sequence[int], *, trained: Trained = "all", grids: Sequence[Grid] | None = None) -> int:
@@ -94,7 +94,7 @@ class EncoderShape:
         )
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
-        """Count the FLOPs of weights, forward and backward, for so many rows.
+        """Count the FLOPs of weights, forward and backward, for `rows` rows.
 
         A weight takes 2 FLOPs a row forward, 2 for the gradient of its input, and 2 for its own, which frozen parts
         have not. The first layer that is trained (the patch embedding, or the projector's entry) has no gradient of its

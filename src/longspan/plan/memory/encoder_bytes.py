@@ -33,7 +33,7 @@ class EncoderBytes:
 
     @cached_property
     def _patches(self) -> float:
-        """Return the patches of this rank's rows of images: merged ones of each row, or in the mean over an image."""
+        """Return the patches of this rank's rows of images: `merge`² a row, or those of an image over its rows."""
         shape = self._shape
         if shape is None:
             return 0.0

@@ -114,7 +114,7 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
 def _add_attend(
     builder: LayerBuilder, qkv: tuple[str, str, str], query: float, key: float, counts: tuple[float, float]
 ) -> str:
-    """Add attention of local rows, of so many heads of queries and of keys; return its output.
+    """Add attention of local rows; return its output. `counts` are a rank's heads of queries and of keys.
 
     Types that exchange heads stand between two exchanges. Rings hold four blocks of keys and values (two that travel
     and two that are read), gathers two, and their sums in float32. Backward of many rows does one group of heads at a

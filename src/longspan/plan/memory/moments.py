@@ -150,9 +150,9 @@ class MicroBatchMoments:
     def _whole_forward_bytes(self, i: int) -> float:
         """Return the bytes of whole weights while layer i runs forward.
 
-        Those are the root's, the layer's (with `gathered_once` also those of the layers before), and as much as the
-        layer's once more where weights arrive from other slots. Where weights stay whole they are those of all layers;
-        unsharded weights count as resident, and only their float8 copies here.
+        Whole are the root's weights, the layer's (with `gathered_once` also those of the layers before), and the
+        layer's once more where weights arrive from other slots. Where weights stay whole, those of all layers are.
+        Unsharded weights count as resident, and only their float8 copies here.
         """
         if self.peak.stays_whole or not self.peak.settings.shard_parameters:
             return self._root_weights + sum(self._whole_weights)
@@ -171,9 +171,10 @@ class MicroBatchMoments:
             activations += layer.kept if self.peak.settings.backward else 0.0
 
     def _loss_moments(self) -> Iterator[Bytes]:
-        """Yield the moments of the loss, and of the logits that it is made of; none if the stage predicts nothing.
+        """Yield the moments of the loss and of its logits; none if the stage predicts nothing.
 
-        Then the root's weights are whole, those of the last layer may be on their way, and all activations are kept.
+        At the loss the root's weights are whole, those of the last layer may be on their way, and all activations are
+        kept.
         """
         peak, settings = self.peak, self.peak.settings
         if not peak.stage.predicts:
@@ -254,8 +255,8 @@ class MicroBatchMoments:
     def _other_weights_backward(self, i: int) -> float:
         """Return the bytes of whole weights and gradients in the backward pass of layer i, without the layer's own.
 
-        Besides the root they are of the layer before, whose weights are fetched ahead; with `gathered_once` of all
-        layers before, and where weights stay whole of all others.
+        Whole are those of the root and of the layer before, whose weights are fetched ahead. With `gathered_once` all
+        layers before are whole, and where weights stay whole all other layers.
         """
         peak = self.peak
         root_numbers = peak.numbers.head.trained * peak.stage.predicts

@@ -150,9 +150,9 @@ def _layer_numbers(
     """Count the parameters of one layer of this kind, on a rank before it is sharded over slots.
 
     Linear layers are split over tp, experts over ep, and norms are on every rank: one before each of the layer's parts.
-    `share` has the experts of all ep neighbours, which are among the ranks that it is sharded over. With adapters only
-    their numbers are trained: rank · (inputs + outputs) of each linear that has one. `all` of Weights has only the
-    experts that a token visits, so experts are counted apart from it.
+    `share` has the experts of all ep neighbours, since FSDP2 shards it over these ranks too. With adapters only the
+    adapters are trained: rank · (inputs + outputs) of each linear that has one. `all` of Weights has only the experts
+    that a token visits, so the experts are counted apart.
     """
     hidden, parts = read.count("hidden_size"), list[Weights]()
     if kind.attention:

@@ -50,9 +50,9 @@ def step_seconds(
 def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
     """Return the seconds that `MemoryPlan.cost_settings` leaves out: of the largest micro-batch, and of a step.
 
-    Those settings know one measure for all layers that recompute. The first figure is what the true measures cost
-    beyond it, copies to the host included; it is negative where they cost less. The second is of the optimizer's states
-    on the host.
+    Those settings know one measure for all layers that recompute. The first figure is what the true measures take
+    longer than that one, copies to the host included; it is negative where the true measures take less. The second is
+    what the optimizer's states on the host take.
     """
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     on_device = replace(memory, offload_states=False)

@@ -126,8 +126,8 @@ class Packer:
     def seconds(self, assignment: Ints) -> float:
         """Return the seconds of the step; sums are exactly rounded, so that all hosts prefer the same assignment.
 
-        In lockstep they add up the slowest group of each micro-batch; in free mode they are those of the busiest group,
-        which skips micro-batches without documents.
+        In lockstep the slowest group of each micro-batch counts. In free mode the busiest group does, without the
+        micro-batches in which it has no documents.
         """
         matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
         if self.request.mode == "lockstep":

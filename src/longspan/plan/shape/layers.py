@@ -113,8 +113,8 @@ def _read_types(read: ConfigReader) -> list[str] | None:
 def _infer_types(read: ConfigReader, layers: int) -> list[str]:
     """Infer the types of a configuration that names none from its other attributes.
 
-    Those are lists of layers that attend, an interval at which one does, or keys that only models of mixers have. The
-    list is empty where nothing speaks of mixers: all layers attend.
+    Some list the layers that attend, some name the interval at which one does, and some have keys of models that are
+    all mixers or hybrids. The result is empty where nothing speaks of mixers: all layers attend.
     """
     linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
@@ -187,8 +187,8 @@ class Widths(NamedTuple):
 def attention_widths(read: ConfigReader) -> Widths:
     """Return the widths of queries and keys.
 
-    Latent attention counts as it is computed, with full heads: the mean of key and value size, as a pair takes one
-    product of each. A shared block attends to rows of twice the hidden size.
+    Latent attention counts as it is computed, with full heads, whose size is the mean of key and value size: a pair of
+    rows takes one product of each. A shared block attends to rows of twice the hidden size.
     """
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     if has_latent_attention(read):

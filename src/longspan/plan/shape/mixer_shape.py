@@ -76,9 +76,9 @@ class MixerShape:
 
 
 def mixer_kind(read: ConfigReader) -> str:
-    """Return the kind of a configuration's state-space layers, by the names of their sizes.
+    """Return the kind of a configuration's state-space layers, by the names of their sizes; "" without such layers.
 
-    "" if it is none of these.
+    Mamba 1 is "" too, for it is not priced.
     """
     if read.count("linear_num_value_heads"):
         return "gated delta net"

@@ -92,7 +92,7 @@ class PlannerComparison:
     def _fastest_simulation(self, planner: Callable[..., Plan], cp: int | None) -> Simulation | str:
         """Return the fastest simulation over communication types, at a degree or (None) of dynamic degrees.
 
-        If no type has a plan it is the first type's error, as text. Types of a hybrid are compared together with
+        If no type has a plan, the first type's error is returned, as text. Types of a hybrid are compared together with
         partitions (`plan_with_partition`), not here.
         """
         hybrid = self.options.cost.states is not None
@@ -108,7 +108,7 @@ class PlannerComparison:
         return min(simulations, key=lambda simulation: simulation.seconds) if simulations else refusals[0]
 
     def _simulate_planner(self, planner: Callable[..., Plan], options: PlanOptions, cp: int | None) -> Simulation:
-        """Plan by a planner under these options, as an evaluation if it is one, and simulate the plan."""
+        """Make a plan by a planner under these options, with `plan_evaluation` for an evaluation, and simulate it."""
 
         def make_plan(options: PlanOptions) -> Plan:
             return planner(options=options)

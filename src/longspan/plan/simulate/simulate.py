@@ -132,8 +132,8 @@ def _input_time(
 ) -> float | None:
     """Return when the input of an action is there: 0.0 for the model's own input, None for not yet.
 
-    Forward it is when the part of the model before this one ended, backward when the part after it did, and for the
-    last part when its own forward pass ended.
+    A forward pass waits for the part of the model before this one, a backward pass for the part after it; the last
+    part's backward pass waits for its own forward pass.
     """
     kind, chunk, micro_batch = action
     position = chunk * stages + stage  # among all parts of the model
