@@ -71,7 +71,7 @@ class Corpus:
             )
         try:
             self._open_columns(place)
-            self._tokens = self._find_tokens(place, folder, record, make_tokens)
+            self._tokens = self._choose_token_source(place, folder, record, make_tokens)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):  # which is a ValueError too
                 raise
@@ -97,7 +97,7 @@ class Corpus:
         self.targets: npt.NDArray[Any] | None = map_array(target_file) if target_file.is_file() else None
         self.images: ImageTable | None = ImageTable.of(place)
 
-    def _find_tokens(
+    def _choose_token_source(
         self, place: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None
     ) -> TokenSource | None:
         """Return what gives tokens: their file, or what makes them from rows; None if no `make_tokens` was passed."""

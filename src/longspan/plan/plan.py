@@ -21,7 +21,7 @@ from longspan.layout import check_lengths
 from longspan.plan.check import MODES, check_choice, check_comm_types, check_count, check_hierarchy, check_size
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode
-from longspan.plan.plan_json import read_fields
+from longspan.plan.plan_json import read_plan_fields
 from longspan.plan.timeline import Timeline, slot_rows, timeline
 
 NO_MACHINE = "no machine: seconds only say how the parts of plans compare"
@@ -123,7 +123,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str | bytes) -> "Plan":
         """Return the checked plan that `to_json` wrote. Raises PlanError naming the part that is missing or wrong."""
-        fields, tokens = read_fields(text)
+        fields, tokens = read_plan_fields(text)
         plan = cls(**fields).check()
         if tokens is not None and tokens != plan.tokens:
             raise PlanError(f"the plan says {tokens!r} tokens, but its lengths add up to {plan.tokens}")

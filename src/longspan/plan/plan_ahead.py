@@ -73,7 +73,7 @@ class PlanAhead:
         self._window = range(step, step + 1 + self.ahead)
         planning.keep_window(self._generation, self._window)
         for following in range(first_missing, self._window.stop):
-            planning.request(self._make_request(following))
+            planning.send_request(self._make_request(following))
 
     def plan(self, step: int) -> Plan:
         """Return the plan of this step, waited for if need be; the plans of the next steps are begun.

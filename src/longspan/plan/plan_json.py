@@ -14,7 +14,7 @@ _GROUP = {"slots", "documents"}
 _GROUP_MORE = {"lengths", "cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "pad_to"}  # with defaults
 
 
-def read_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
+def read_plan_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
     """Read the fields of a plan from a JSON document, unchecked, and the number of tokens that it states, or None.
 
     The number is no field of a plan, but can be compared with its lengths. Raises PlanError.

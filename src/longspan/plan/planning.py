@@ -101,8 +101,8 @@ class Planning:
                 f"these plans belong to process {self._owner}, this is process {os.getpid()}; open a PlanAhead here"
             )
 
-    def request(self, request: StepRequest) -> None:
-        """Send a request."""
+    def send_request(self, request: StepRequest) -> None:
+        """Send a request to the process, which answers requests in order."""
         with self._changed:
             self._outstanding.append(request)
         with suppress(OSError):  # the process is gone, and `wait_for_plan` reports how

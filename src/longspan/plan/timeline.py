@@ -111,10 +111,11 @@ class GroupTable:
         if not len(self.degree):
             return np.zeros(0, dtype=np.int64)
         node = self.slot // node_size
-        first = np.cumsum(self.degree) - self.degree
+        first = np.cumsum(self.degree) - self.degree  # where the members of each group begin
         starts = np.flatnonzero(np.diff(node, prepend=-1) != 0)  # of runs of slots of a group that share a node
         starts = np.union1d(starts, first)
-        return np.minimum.reduceat(np.diff(starts, append=len(node)), np.searchsorted(starts, first))
+        run_lengths = np.diff(starts, append=len(node))
+        return np.minimum.reduceat(run_lengths, np.searchsorted(starts, first))
 
     def inside(self, node_size: int) -> NDArray[np.bool_]:
         """Return whether all slots of each group share a node (G,)."""

@@ -125,7 +125,7 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
         candidates.extend(_fixed_candidates(problem, best))
     if problem.request.cost.network is None:
         return min(candidates, key=_candidate_seconds)[1]()
-    return _choose_fastest(problem, candidates)
+    return _choose_fastest_candidate(problem, candidates)
 
 
 def _halve_degrees(problem: Problem) -> Problem | None:
@@ -140,7 +140,7 @@ def _halve_degrees(problem: Problem) -> Problem | None:
     return Problem.of(request, degrees) if max(request.lengths) <= degrees[-1] * problem.cap else None
 
 
-def _choose_fastest(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
+def _choose_fastest_candidate(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
     """Choose the fastest of the best few candidates, priced with every group on its own slots.
 
     Drafts price a group across nodes as if it filled all its nodes but the last, and measured links may make the

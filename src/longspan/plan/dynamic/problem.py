@@ -98,7 +98,7 @@ class FreeSlots:
         while width:
             size = self._smallest_fit(width, whole=not parts) or self._largest_run()
             count = min(size, width)
-            parts.append(self._take_next(self.by_left[size].pop(), count))
+            parts.append(self._take_next_slots(self.by_left[size].pop(), count))
             width -= count
         return parts
 
@@ -128,7 +128,7 @@ class FreeSlots:
         """Return the most free slots of a block."""
         return next(size for size in range(len(self.by_left) - 1, 0, -1) if self.by_left[size])
 
-    def _take_next(self, block: int, count: int) -> tuple[int, int]:
+    def _take_next_slots(self, block: int, count: int) -> tuple[int, int]:
         """Take the next slots of a block; returns the first of them and their number."""
         start, size = self.blocks[block]
         left = self.left[block]
@@ -197,7 +197,8 @@ class Problem:
     def sample_factor(self) -> int:
         """How many times smaller a sample is on which settings are searched; 1: none is needed or possible.
 
-        A sample has `SAMPLED_SLOTS` and four times what its longest document needs, or more, and documents enough.
+        A sample has at least `SAMPLED_SLOTS` slots, four times as many as its longest document needs or a group must
+        have, and half as many items as `SAMPLED_SLOTS`.
         """
         slots, widest = self.request.slots, -(-int(self.tokens[0]) // self.cap)
         if slots < 2 * SAMPLED_SLOTS:

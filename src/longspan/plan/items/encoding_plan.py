@@ -125,7 +125,7 @@ def plan_items(
 def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, planning: EncoderPlanning) -> ModalityPlan:
     """Plan the waves in which the items of a modality are encoded, and which rank needs which of their rows."""
     rows, home = table.of(modality), needed_by.home
-    _check_largest(table, rows, planning)
+    _check_largest_item(table, rows, planning)
     plan = _plan_encoding(rows.counts, planning)
     micro_batches = plan.micro_batches
     needed = find_needed_rows(rows, needed_by)
@@ -147,7 +147,7 @@ def _order_rows(depths: Sequence[Sequence[ItemRows]]) -> Integers:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
-def _check_largest(table: ItemTable, rows: ModalityRows, planning: EncoderPlanning) -> None:
+def _check_largest_item(table: ItemTable, rows: ModalityRows, planning: EncoderPlanning) -> None:
     """Raise PlanError for an item with more rows than the encoder's slots hold together."""
     cap, largest = planning.max_rows_per_slot, int(np.argmax(rows.counts))
     if cap is not None and (count := rows.counts[largest]) > cap * planning.max_cp:

@@ -162,9 +162,13 @@ def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[Memory
     place = needs.places[0]
     settings = place.settings
     gathers = place.shards > 1 and not place.stays_whole and settings.backward
-    once = [fixed.gathered_once] if fixed.gathered_once is not None else [True, False] if gathers else [False]
     has_states = settings.gpu and settings.backward and settings.state_numbers > 0
-    states = [fixed.offload_states] if fixed.offload_states is not None else [False, True] if has_states else [False]
+    once = [True, False] if gathers else [False]
+    if fixed.gathered_once is not None:
+        once = [fixed.gathered_once]
+    states = [False, True] if has_states else [False]
+    if fixed.offload_states is not None:
+        states = [fixed.offload_states]
     for tile_rows in _tile_choices(needs, fixed):
         tiled = replace(settings, mlp_tile_rows=tile_rows)
         for offload_states in states:
@@ -195,15 +199,17 @@ def _fit_fewest_layers(
     """
     most_layers = max(len(place.stage.layers) for place in needs.places)
     if fixed.layers is not None:
-        return _plan_if_fits(needs.under(needs.words(slow, fixed.layers)), budget) if slow == fast else None
+        if slow != fast:
+            return None
+        return _plan_if_fits(needs.under(needs.measures_of_layers(slow, fixed.layers)), budget)
     if slow == fast:
         return _plan_if_fits(needs.under(slow), budget)
     low, high = 1, most_layers
     while low < high:
         count = (low + high) // 2
-        fits = needs.under(needs.words(slow, count, fast)).device.total <= budget.device
+        fits = needs.under(needs.measures_of_layers(slow, count, fast)).device.total <= budget.device
         low, high = (low, count) if fits else (count + 1, high)
-    return _plan_if_fits(needs.under(needs.words(slow, low, fast)), budget)
+    return _plan_if_fits(needs.under(needs.measures_of_layers(slow, low, fast)), budget)
 
 
 def _plan_if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None:
@@ -224,7 +230,7 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
     segmented = _set_segments(needs, max(_segment_choices(needs, fixed)))
     for changed_needs in reversed(list(_needs_by_setting(segmented, leanest))):  # states on the host first
         for word in words:
-            yield changed_needs.under(changed_needs.words(word, fixed.layers))
+            yield changed_needs.under(changed_needs.measures_of_layers(word, fixed.layers))
 
 
 def _refusal_text(leanest: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:

@@ -104,14 +104,14 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
     turned = _ROTARY_WORK * builder.rows(query) * (not builder.lies_in_graph)
     q = tape.run("q_turned", (q,), builder.rows(query), work=Work(turned, turned))
     k = tape.run("k_turned", (k,), builder.rows(key))
-    out = _add_attend(builder, (q, k, v), query, key, (heads, kv_heads))
+    out = _add_attention_call(builder, (q, k, v), query, key, (heads, kv_heads))
     if gate:
         factor = tape.run("gate", (gates,), builder.rows(gate), saves=("gate",))
         out = tape.run("gated", (out, factor), builder.rows(query), saves=(out, factor))
     return builder.add_linear("o", "o_proj", out, query, hidden)
 
 
-def _add_attend(
+def _add_attention_call(
     builder: LayerBuilder, qkv: tuple[str, str, str], query: float, key: float, counts: tuple[float, float]
 ) -> str:
     """Add attention of local rows; return its output. `counts` are a rank's heads of queries and of keys.

@@ -179,7 +179,13 @@ class MemoryNeeds:
         layers = numbers.decoder_layers
         places = tuple(
             StepPeak(
-                read, home, settings, numbers, stage, _count_in_flight(home, settings, place, micro_batches), groups
+                read,
+                home,
+                settings,
+                numbers,
+                stage,
+                _count_waiting_micro_batches(home, settings, place, micro_batches),
+                groups,
             )
             for place, stage in enumerate(make_stages(layers, home, settings, of_depths=len(numbers.kinds) - layers))
         )
@@ -194,7 +200,7 @@ class MemoryNeeds:
         """Return the needs of the same run under other settings."""
         return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
 
-    def words(self, first: str, count: int | None, others: str = "none") -> tuple[str, ...]:
+    def measures_of_layers(self, first: str, count: int | None, others: str = "none") -> tuple[str, ...]:
         """Return a word for each layer: `first` for the first `count` of each rank (None or 0: all), else `others`."""
         words = [others] * self.layers
         for place in self.places:
@@ -230,7 +236,7 @@ def _count_communicators(plans: Sequence[Plan]) -> int:
     return min(max(counts.values(), default=0), MOST_GROUPS)
 
 
-def _count_in_flight(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
+def _count_waiting_micro_batches(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
     """Count how many micro-batches, of all that a rank holds of the model, wait for their backward passes at most.
 
     Under 1F1B a stage starts as many forward passes as there are stages behind it before its first backward pass; with

@@ -42,12 +42,14 @@ def step_seconds(
     `needs` are those of the plans, and `cost` is of a rank. What layers add in the largest micro-batch, which has
     `memory.rows` rows a slot, is scaled to the tokens of each step.
     """
-    layer_seconds, state_seconds = extra_seconds(config, memory, needs, machine)
+    layer_seconds, state_seconds = seconds_beyond_settings(config, memory, needs, machine)
     token_seconds = layer_seconds / (memory.rows * needs.places[0].home.slots)
     return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens + state_seconds for plan in plans)
 
 
-def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
+def seconds_beyond_settings(
+    config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine
+) -> tuple[float, float]:
     """Return the seconds that `MemoryPlan.cost_settings` leaves out: of the largest micro-batch, and of a step.
 
     Those settings know one measure for all layers that recompute. The first figure is what the true measures take

@@ -161,8 +161,8 @@ class Packer:
         """
         groups, count = len(self.inside), self._count_micro_batches(assignment)
         batch, fresh = assignment // groups, assignment.copy()
-        members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
-        for m, documents in enumerate(members):
+        documents_of_batches = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
+        for m, documents in enumerate(documents_of_batches):
             ids: list[int] = documents.tolist()
             bins = pack_least_loaded([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
             fresh[documents] = assignment[documents] if bins is None else m * groups + np.array(bins, dtype=np.int64)
@@ -246,7 +246,7 @@ def plan_padded(
     cp = request.check_degree(home, cp)
     groups = request.slots // cp
     return request.plan(
-        [_deal_round(request, cp, documents) for documents in _divide_documents(request, cp, groups)], "padded"
+        [_make_padded_batch(request, cp, documents) for documents in _divide_documents(request, cp, groups)], "padded"
     )
 
 
@@ -262,7 +262,7 @@ def _divide_documents(request: Request, cp: int, groups: int) -> list[range]:
     return [range(start, min(start + documents_of_batch, count)) for start in range(0, count, documents_of_batch)]
 
 
-def _deal_round(request: Request, cp: int, documents: range) -> MicroBatch:
+def _make_padded_batch(request: Request, cp: int, documents: range) -> MicroBatch:
     """Deal documents to groups in turn, as one micro-batch in which all documents are padded to the longest of the
     plan.
     """
