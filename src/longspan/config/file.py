@@ -134,10 +134,10 @@ def _set_section(config: RunConfig, section: str, values: object, *, source: str
 
 def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
     """Read the sources of the tables [[data.sources]]."""
-    read_sources = _read_tables(tables, "data.sources", source, "sources", "path and weight")
+    source_tables = _read_tables(tables, "data.sources", source, "sources", "path and weight")
     return tuple(
-        _set_keys(SourceConfig(), f"data.sources[{number}]", table, source, _eval_key_hint)
-        for number, table in enumerate(read_sources)
+        _set_keys(SourceConfig(), f"data.sources[{number}]", table, source, _table_key_hint)
+        for number, table in enumerate(source_tables)
     )
 
 
@@ -145,7 +145,7 @@ def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
     """Read the evaluation sets of the tables [[eval]]."""
     set_tables = _read_tables(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
     return tuple(
-        _set_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _eval_key_hint)
+        _set_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _table_key_hint)
         for number, table in enumerate(set_tables, 1)
     )
 
@@ -187,8 +187,11 @@ def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
     )
 
 
-def _eval_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
-    """Write a hint for an unknown key of a table, which may be the key of [context] with its prefix eval_."""
+def _table_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
+    """Write a hint for an unknown key of a table of an array: the nearest key of the table.
+
+    In [[eval]] the unknown key may be one of [context], with its prefix eval_.
+    """
     return nearest_hint(key.removeprefix("eval_"), siblings)
 
 

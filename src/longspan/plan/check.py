@@ -44,7 +44,7 @@ def check_size(documents: int, longest: int) -> None:
 
 
 def check_comm_types(cp_comm_type: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the types, one for each layer or one for all, if all are types that exist."""
+    """Return the types, one for each layer or one for all. Raises PlanError for an unknown type and an empty list."""
     types = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type)
     if not types:
         raise PlanError("cp_comm_type is an empty list; give one type, or one for each layer")

@@ -107,8 +107,8 @@ def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
 def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
     """Return how often every key/value head is sent to members that exchange heads (`HeadSplit` deals them out).
 
-    A member computes its query heads in equally long runs that share a key/value head. It needs a head of its own for
-    each run, so that more are sent than there are if members cut through the queries of a head.
+    A member computes its query heads in equally long runs that share a key/value head, and needs one such head for each
+    run. Where members cut through the queries of a head, each of them is sent a copy.
     """
     members = np.asarray(members, dtype=np.int64)
     _, runs = _deal_heads(heads, kv_heads, members)

@@ -50,8 +50,8 @@ def lower_bound_seconds(
 ) -> Bound:
     """Return the bound of these lengths, by area and by the longest document; max_tokens_per_slot None means no limit.
 
-    `max_cp` limits the degree of any group. The slots of a step together have slots · seconds; work, unavoidable
-    messages and launches are parts of it that do not overlap, so that their sum over the slots bounds the step. Raises
+    `max_cp` limits the degree of any group. The slots of a step have slots · seconds together, of which work,
+    unavoidable messages and launches are parts that do not overlap: their sum over the slots bounds the step. Raises
     PlanError if the longest document fits no group at all.
     """
     rows, widest = np.asarray(lengths, dtype=np.int64), min(max_cp or slots, slots)

@@ -296,7 +296,7 @@ class Cost:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the constants and the source by name, for a JSON document that `Cost.from_json` reads back."""
+        """Return the constants, the source, and all else that is not at its default, for `Cost.from_json`."""
         usual = {f.name: f.default for f in dataclasses.fields(self)}
         choices = {name: getattr(self, name) for name in _CHOICES}
         unusual = {name: value for name, value in choices.items() if value != usual[name]}

@@ -185,7 +185,7 @@ class MessageBound:
         """
         network, rows = self.network, self.cap / slices
         received = self._block * (degree - 1) * rows
-        together = max(1, min(self.node_size, degree // 2)) if crosses else degree
+        together = max(1, min(self.node_size, degree // 2)) if crosses else degree  # at most, on the host with fewest
         gather = float(self._full_seconds(network.inside.gather, received))
         if crosses:
             gather = max(gather, float(self._full_seconds(network.across.gather, received / self.node_size)))

@@ -181,10 +181,10 @@ def is_narrow(lengths: Sequence[int], degree: int, window: int | None, chunk: in
 
 
 def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | None) -> Integers:
-    """Return a bound on the rows of others that a ring's members see together, by document; `rows` are its rows.
+    """Return, for documents of these rows, a bound on the rows of others that a ring's members see together.
 
-    A document has at most 2 · degree runs. Under a window each run sees window − 1 rows before it, and under chunks the
-    rows from the start of its first row's chunk on.
+    Without limits each member sees all rows. A document has at most 2 · degree runs. Under a window each run sees
+    window − 1 rows before it, and under chunks the rows from the start of its first row's chunk on.
     """
     foreign = (degree - 1) * rows
     if window is not None:

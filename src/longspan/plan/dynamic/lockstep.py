@@ -142,11 +142,11 @@ def _steep_shares(problem: Problem, count: int) -> Floats:
 def _change_settings(best: Draft, settings: DraftSettings, random: Random) -> DraftSettings:
     """Make settings near the best: other durations, an anchor at another degree, or other documents as anchors.
 
-    Of durations one becomes longer or shorter, two are exchanged in part, all become what they came out as, or one just
-    holds its anchor at another degree.
+    Of durations one becomes longer or shorter, part of one moves to another, all become what they came out as, or one
+    just holds its anchor at another degree.
     """
     change, micro_batch = int(5 * random.random()), int(len(settings.durations) * random.random())
-    if change == 4:
+    if change == 4:  # other documents as anchors
         share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
         durations = settings.durations * (0.98 + 0.04 * random.random())
         return DraftSettings(np.maximum(durations, 1e-6), Anchoring(share, reach))

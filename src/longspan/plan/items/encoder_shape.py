@@ -213,7 +213,8 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
         layers_read = [layer if layer >= 0 else layers + 1 + layer for layer in features]  # 0 is the embedding
         entry = hidden * len(layers_read) * width
         projector, rows = entry + hidden**2, patches + class_rows
-        rows -= model.value("vision_feature_select_strategy") != "full"  # the first row, class row or not
+        # Unless all rows are kept, the first one is dropped, whether it is a class row or not.
+        rows -= model.value("vision_feature_select_strategy") != "full"
     return EncoderShape(
         width=width,
         head_size=width // vision.count("num_attention_heads"),

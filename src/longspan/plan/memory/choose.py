@@ -80,7 +80,8 @@ def choose_memory(
 
     >>> memory = choose_memory("Qwen3-8B/config.json", home, plan, MemorySettings(), budget)  # doctest: +SKIP
 
-    Raises PlanError, with the bytes, where no choice fits.
+    Plans of memory are compared by the seconds that they add to the largest load, on the first pipeline stage. Raises
+    PlanError, with the bytes, where no choice fits.
     """
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)

@@ -170,13 +170,12 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
     `_OWN_GATES` several, which also hold two gradients at a time in backward.
     """
     tape, size = builder.tape, builder.rows(width)
-    between = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
+    saved_tensors = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
     if not has_gate(builder.read):
         return tape.run("expert_product", (inner,), size, saves=(inner,))
-    parts = {f"expert_gate.{i}": size for i in range(between)}
-    return tape.run(
-        "expert_product", (inner,), size, saves=(inner,), also=parts, work=Work(0.0, 2 * size * (between > 1))
-    )
+    parts = {f"expert_gate.{i}": size for i in range(saved_tensors)}
+    work = Work(0.0, 2 * size * (saved_tensors > 1))
+    return tape.run("expert_product", (inner,), size, saves=(inner,), also=parts, work=work)
 
 
 def _add_shared_experts(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:

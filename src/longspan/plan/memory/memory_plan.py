@@ -78,7 +78,10 @@ class MemoryPlan:
         return max(0, self.device.total - budget.device) + max(0, self.host.total - budget.host)
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
-        """Return the settings of a cost under this plan: how many layers recompute, all as most do, and its gathers."""
+        """Return the settings of a cost under this plan: its recomputed layers, and whether weights are gathered once.
+
+        All recomputed layers count as keeping what most of them keep.
+        """
         return replace(
             settings,
             recomputation=self.recomputation,

@@ -31,7 +31,8 @@ class LayerKind(NamedTuple):
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """Return the layers of a configuration, in order. `model_shape.py` decides which types are priced.
 
-    Layers that no list of types reaches attend to all rows, or if there is no list and a window, in that window.
+    A layer beyond the end of the list of types attends to all rows. Without a list all layers attend, inside the window
+    if there is one.
     """
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
@@ -224,9 +225,9 @@ def attention_weights(read: ConfigReader) -> Weights:
 def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> Weights:
     """Count the weights of Zamba 2's shared block in one layer.
 
-    The block attends to [hidden | embedding], rows of twice the hidden size, and has an MLP with a gate. A layer has
-    adapters of low rank of its own, of the MLP's first product and, if configured, of queries, keys and values (three
-    times 2 · hidden in and out), and a projection of what the block made.
+    The block attends to [hidden | embedding], rows of twice the hidden size, and has an MLP with a gate. Each layer
+    adds a projection of the block's output and its own adapters of low rank: of the MLP's first product and, if
+    configured, of queries, keys and values, each with 2 · hidden numbers in and as many out.
     """
     attention = 2 * hidden * (widths.query + 2 * widths.key) + widths.query * hidden
     width, rank = read.count("intermediate_size") or 4 * hidden, read.count("adapter_rank")

@@ -276,7 +276,7 @@ def _find_fastest_type(evaluation: _Evaluation, cp: int) -> tuple[Simulation, Pl
     for options in further_options:
         limited = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
         planned.append((evaluation.simulation(plan_fixed(lengths, home, cp, options=limited)), options))
-    return min(planned, key=lambda one: one[0].seconds)
+    return min(planned, key=lambda pair: pair[0].seconds)
 
 
 def _simulate_dynamic_plan(
