@@ -209,8 +209,8 @@ def _lockstep_times(busy: Floats) -> tuple[Floats, Floats, float]:
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:
     """Return when each slot starts and ends each micro-batch, and the last end.
 
-    Slots that groups join (`component`: their root) start when the last of them is ready, and end with the slowest;
-    slots without documents pass by. Only slots that share documents wait for each other.
+    Slots that groups join start when the last of them is ready, and end with the slowest; `component` has the same slot
+    for all of them. Slots without documents pass by: only slots that share documents wait for each other.
     """
     count, slots = busy.shape
     start, end, clock = np.zeros_like(busy), np.zeros_like(busy), np.zeros(slots)

@@ -172,9 +172,8 @@ def _type_latency_seconds(cost: AttentionRates, kind: str, degree: Floats) -> Fl
 def _ideal_wait_seconds(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
     """Return the seconds of messages that show on ideal links, with a latency for each step.
 
-    Of a ring of r members max(0, t − computed), where each slot sends its share of `ring_bytes` r − 1 times in t
-    seconds; of a gather all of t. Exchanges of heads show as a whole: beside each other, those inside a host and those
-    between hosts.
+    A slot sends its share of `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed) shows,
+    of a gather all of t. Exchanges of heads show as a whole; those inside a host take place beside those between hosts.
     """
     degree, kind = rows.degree, cost.cp_comm_type
     speed = np.where(rows.inside, cost.inside_bytes_per_second, cost.across_bytes_per_second)

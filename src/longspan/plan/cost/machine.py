@@ -90,9 +90,9 @@ class Machine(MachineFigures):
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
         """Return the cost of a model on this machine; `model` is a transformers configuration, its file or its folder.
 
-        Products and messages follow from the model's shape. Passes over memory, logits that no row needs, products in
-        float8, FSDP2 and the optimizer change them by the settings, and so does recomputation. Raises PlanError for a
-        model that its configuration does not price.
+        Products and messages follow from the model's shape. Passes over memory, FSDP2, the optimizer and recomputation
+        are added as the settings say; logits that no row needs, and what float8 saves, are taken off. Raises PlanError
+        for a model that its configuration does not price.
         """
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)

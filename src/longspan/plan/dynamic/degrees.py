@@ -50,8 +50,8 @@ class DegreeTable:
         """Make the table of a problem, which does not depend on durations.
 
         Items that may be anchors, single documents of enough work, are classed by length; of each class the longest one
-        is priced at every degree: seconds, rows of a slot, and whether these fit the cap. The fillers'
-        density is the work of a row of a short item, the one after three quarters of all, longest first.
+        is priced at every degree: seconds, rows of a slot, and whether these fit the cap. The fillers' density is the
+        work a row of one short item: the first of the last quarter, in falling order of length.
         """
         may_anchor = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_anchor_work)
         lengths = np.unique(problem.tokens[may_anchor])

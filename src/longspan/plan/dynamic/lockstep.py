@@ -194,7 +194,8 @@ def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Ra
 def make_draft(problem: Problem, degrees: DegreeTable, durations: Floats, anchoring: Anchoring) -> Draft:
     """Place all items in micro-batches of about these durations, and in further ones where they do not fit.
 
-    An item becomes an anchor if it has work enough, or does not fit a block at all.
+    An item becomes an anchor if it has `anchoring.share` of the work of the widest block in a micro-batch of middle
+    duration, or fits no block at all. Items that the table of degrees does not have never do.
     """
     drafting = _Drafting(problem, degrees, durations)
     least = anchoring.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0

@@ -179,10 +179,10 @@ def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | Non
     """Return the linears of a layer that adapters go into: name, and the widths of its input and output rows.
 
     Widths that a configuration does not name follow from the counted weights: a gate of attention is what its weights
-    have beyond queries, keys, values and output. A mixer's output projection has `mixer.last` weights, so its inner
-    width is that over the hidden size; its input projection makes what the convolution reads (`channels`), the gate,
-    and a number or two for each head (two more inner widths without heads, in short convolutions). A network whose
-    weights are more than twice its last product's has a gate.
+    have beyond queries, keys, values and output. A mixer's output projection has `mixer.last` weights, which over the
+    hidden size are the inner width. Its input projection makes what the convolution reads (`channels`), the gate, and a
+    number or two for each head; in short convolutions, without heads, two more inner widths. An MLP with more than
+    twice the weights of its last product has a gate.
     """
     hidden, linears = read.count("hidden_size"), list[tuple[str, float, float]]()
     if kind.attention:
