@@ -96,7 +96,7 @@ class AttentionPrice(NamedTuple):
 
 
 def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
-    """Return how many members exchange heads for rows; the others of a group stand in a ring with these."""
+    """Return how many members of a group exchange heads for rows; a ring has `degree` over that number of members."""
     if kind == "a2a":
         return degree
     if kind == "a2a+p2p":

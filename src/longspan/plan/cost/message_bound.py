@@ -51,7 +51,7 @@ class MessageBound:
     widest: int
 
     def slot_seconds(self, rows: Ints) -> float:
-        """Return the slot seconds that documents of these rows take beyond their kernels, at least: of all together.
+        """Return the least slot seconds that documents of these rows take, all together, beyond their kernels.
 
         Each document is charged the cheapest group that holds it, inside a host or over several. A group is charged one
         share of `MIXTURES` for all its documents, so that the sum is made for each share, and the largest is the bound.
@@ -228,7 +228,7 @@ class MessageBound:
         """
         network, copies = self.network, float(self._copies(members))
         keys, summed = self._keys * copies, network.gradient_share / network.block_share if self._has_backward else 1.0
-        key_gradients = keys * (summed if copies > 1 else min(1.0, summed))
+        key_gradients = keys * (summed if copies > 1 else min(1.0, summed))  # the least: `copies` is a bound itself
         sent = [self._queries + keys, self._queries]
         if self._has_backward:
             sent += [self._queries, self._queries + key_gradients]

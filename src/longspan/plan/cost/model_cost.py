@@ -45,8 +45,9 @@ def read_machine(file: str, key: str) -> Machine | Cost:
     >>> read_machine("h200", "--machine") == Machine.known("H200")
     True
 
-    A file that has such a name is read. `key` is the option or key that names the file, for messages. `source` of a
-    machine or cost that was read is the file. Raises ConfigError for a file that holds neither, for a folder too.
+    A file whose name is that of a known machine is read all the same. `key` is the option or key that names the file,
+    for messages. `source` of a machine or cost that was read is the file. Raises ConfigError for a file that holds
+    neither, for a folder too.
     """
     if is_known(file) and not Path(file).is_file():
         return Machine.known(file)

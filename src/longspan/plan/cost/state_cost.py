@@ -86,8 +86,8 @@ class StateCost:
         """Price a model's state-space layers at these TFLOP/s of scans and of summaries; None for a model without any.
 
         `channel_seconds` are those of a row and channel of a layer's convolution, with the norms and gates about it.
-        Forward and backward take 3 times a forward scan. States and transitions travel in float32, in forward and in
-        backward, rows of the convolution (the halo) in `bytes_per_value`; each of both messages costs a `step_latency`.
+        Forward and backward take 3 times a forward scan. In either pass states with transitions (in float32) are one
+        message and rows of the convolution, the halo (in `bytes_per_value`), another; each costs a `step_latency`.
         """
         mixer, layers = shape.mixer, shape.mixer_layers
         if mixer is None:

@@ -139,7 +139,8 @@ def price_type(
 def _call_rows(group: Group, call: AttentionCall, together: int, busiest: float, *, narrow: bool) -> Rows:
     """Return a group as `price_attention` takes it: pairs that a call's masks leave, and its typical document.
 
-    A kernel's typical document has Σ n² / Σ n rows, those of a typical row's document, or a chunk if that is shorter.
+    A kernel's typical document has Σ n² / Σ n rows, the mean over rows of how long their document is, or those of a
+    chunk if that is shorter.
     """
     laid_out = group.laid_out
     tokens = sum(laid_out)
@@ -237,8 +238,8 @@ def _message_bytes(cost: Cost, sizes: tuple[int, int], tokens: int) -> tuple[flo
 
     Each row goes to the other around − 1 members of its ring, and of a row's heads (inner − 1) / inner leave their
     member. A key/value head that several members need is sent to each; the gradients of its copies travel in the dtype
-    of sums, and so are `widened` times as large. Of what is exchanged keys and values are `key_share`, and
-    `key_factor` what they grow to by that.
+    of sums, and so are `widened` times as large. Keys and values are `key_share` of what is exchanged, and grow to
+    `key_factor` by their copies.
     """
     network, (inner, around) = cost.network, sizes
     turns = cost.ring_bytes * tokens * (around - 1)

@@ -107,7 +107,7 @@ def initial_settings(problem: Problem, degrees: DegreeTable) -> Iterator[DraftSe
     """Yield the settings that a search begins with: numbers of micro-batches, their durations, and anchors.
 
     Durations are between all equal (steepness 0) and the shares of the sorted documents (1), and a little longer than
-    the work needs. The first is long enough for the longest document.
+    the work needs. The first micro-batch is long enough for the longest document.
     """
     few = problem.has_few_items
     for count in _micro_batch_counts(problem):

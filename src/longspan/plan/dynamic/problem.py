@@ -20,11 +20,11 @@ Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each blo
 
 
 def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:
-    """Divide the slots into nodes, or into runs of nodes if a group needs more than one; slots beyond stay idle.
+    """Divide the slots into nodes, or into runs of nodes if a group needs more than one.
 
     Returns (first slot, slots) of each block, in which groups of `min_cp` to `max_cp` slots are placed. A run of whole
     nodes that is wider than any group may be is cut to `min_cp` slots. A last block that is too small for a group is
-    joined to the one before, if both together are no wider than a group may be.
+    joined to the one before, if they are no wider together than a group may be; otherwise its slots stay idle.
     """
     size = node_size if min_cp <= node_size else -(-min_cp // node_size) * node_size
     if size > max_cp and min_cp > node_size:

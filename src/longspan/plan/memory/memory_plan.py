@@ -242,8 +242,8 @@ def _count_communicators(plans: Sequence[Plan]) -> int:
 def _count_waiting_micro_batches(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
     """Count how many micro-batches, of all that a rank holds of the model, wait for their backward passes at most.
 
-    Under 1F1B a stage starts as many forward passes as there are stages behind it before its first backward pass; with
-    chunks each counts for its part of the rank's layers.
+    Under 1F1B a stage runs as many forward passes as there are stages after it, and one more, before its first backward
+    pass; with chunks each counts for its part of the rank's layers.
     """
     if home.pp == 1:
         return 1.0

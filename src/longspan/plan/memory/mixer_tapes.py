@@ -96,10 +96,10 @@ def _add_unit_vectors(builder: LayerBuilder, rolled: str, keys: float) -> tuple[
     """
     tape, size, units = builder.tape, _scan_row_bytes(builder, keys), list[str]()
     for name in ("queries", "keys"):
-        x, parts = rolled, {f"mixer_{name}.root": builder.rows(keys / 128 if builder.scans_by_kernels else 0, WIDE)}
+        parts = {f"mixer_{name}.root": builder.rows(keys / 128 if builder.scans_by_kernels else 0, WIDE)}
         if not builder.settings.gpu:
             parts |= {f"mixer_{name}.wide": size}
-        units.append(tape.run(f"mixer_{name}", (x,), size, saves=(f"mixer_{name}",), also=parts))
+        units.append(tape.run(f"mixer_{name}", (rolled,), size, saves=(f"mixer_{name}",), also=parts))
     return units[0], units[1]
 
 

@@ -247,7 +247,7 @@ def _fill_passes(
 ) -> list[MicroBatch]:
     """Fill whole passes of `accumulation` micro-batches, each group with one document.
 
-    After the last document they go on with the first, until the last pass is full.
+    After the last document the first one follows again, and so on until the last pass is full.
     """
     groups, types = slots // cp, options.cp_comm_type
     kind = types if isinstance(types, str) else tuple(types)
