@@ -197,16 +197,17 @@ class _LayerMessages:
     """
 
     def __init__(self, cost: AttentionRates, network: Network, rows: Rows, around: Floats, computed: Floats) -> None:
-        """Take one layer's share of a cost's bytes, of both passes if it has `both`, and of its kernels' seconds."""
+        """Take one layer's share of a cost's bytes, those of each pass, and of its kernels' seconds."""
         self.cost, self.network, self.rows, self.around = cost, network, rows, around
         self.exchanging = rows.degree / around
         self.computed = computed / network.layers
         self.copies = kv_copies(network.heads, network.kv_heads, self.exchanging)  # of a key/value head among members
-        self.both = cost.passes != "forward"
+        self.has_backward = cost.passes != "forward"
         member_rows = rows.tokens / rows.degree / network.layers  # bytes of a cost are of all layers
-        self.block = network.block_share * cost.ring_bytes * member_rows if self.both else cost.ring_bytes * member_rows
-        self.gradients = network.gradient_share * cost.ring_bytes * member_rows if self.both else 0.0 * member_rows
-        exchanged = cost.exchange_bytes * member_rows / (2 if self.both else 1)
+        block_share, gradient_share = (network.block_share, network.gradient_share) if self.has_backward else (1.0, 0.0)
+        self.block = block_share * cost.ring_bytes * member_rows
+        self.gradients = gradient_share * cost.ring_bytes * member_rows
+        exchanged = cost.exchange_bytes * member_rows / (2 if self.has_backward else 1)
         self.queries = (1 - network.key_share) / 2 * exchanged  # or as many bytes of outputs
         self.keys = network.key_share * exchanged * self.copies
         # Gradients of the copies of a head are summed, and travel in the dtype of sums.
@@ -215,7 +216,8 @@ class _LayerMessages:
 
     def wait_seconds(self) -> Floats:
         """Return the seconds of messages that show, of all layers."""
-        passes = [(True, FORWARD_OF_ATTENTION), (False, 1 - FORWARD_OF_ATTENTION)] if self.both else [(True, 1.0)]
+        both_passes = [(True, FORWARD_OF_ATTENTION), (False, 1 - FORWARD_OF_ATTENTION)]
+        passes = both_passes if self.has_backward else [(True, 1.0)]  # whether forward, and the share of the kernels
         kind, seconds = self.cost.cp_comm_type, np.zeros_like(self.computed)
         for is_forward, share in passes:
             computed = share * self.computed

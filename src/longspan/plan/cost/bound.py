@@ -138,10 +138,9 @@ def _wait_seconds(cost: Cost, kind: str, length: int, degree: NDArray[np.int64],
 
     The d members form sets of e that exchange heads, and rings of d / e that join the sets. A member sends
     exchange_bytes · L / (d · e) to each of the e − 1 others of its set, and ring_bytes · L / d in each of the d / e − 1
-    steps of its ring.
-    Attention and merging hide what goes around a ring. As this is a lower bound, every choice is the faster one: a
-    group counts as inside a host if it may be there, and a2a+p2p exchanges among all if the cost is not of that type.
-    all_gather gathers at once, so nothing hides it, in one step.
+    steps of its ring. Attention and merging hide what goes around a ring. As this is a lower bound, every choice is the
+    faster one: a group counts as inside a host if it may be there, and a2a+p2p exchanges among all if the cost is not
+    of that type. all_gather gathers at once, so nothing hides it, in one step.
     """
     inside, across = cost.inside_bytes_per_second, cost.across_bytes_per_second
     speed = np.where(degree <= node_size, max(inside, across), across)  # a group of this size may also be across

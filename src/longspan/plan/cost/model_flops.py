@@ -51,16 +51,15 @@ USUAL_FLOPS = 4e14  # a second, of a device that is not named: that of `Cost()`
 def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False, spans: Iterable[int] = ()) -> int:
     """Count the FLOPs of forward and backward for documents of these lengths, by the convention above.
 
-    Of `frozen` weights, under adapters, which do not count themselves, the gradients are not computed: 4 FLOPs in place
-    of 6.
+    `frozen` weights, under adapters, have no gradients of their own: 4 FLOPs in place of 6. Adapters do not count.
 
     >>> shape = ModelShape(layers=2, weights=1000, query_width=64, key_width=32)
     >>> model_flops(shape, [10, 20])
     587040
 
-    Attention takes 2 FLOPs for each pair of a query and a key that it sees, value of the query width and product (of
-    queries and keys, of weights and values), and backward twice that: 12 x query width x pairs. A state-space layer
-    takes 3 times its `MixerShape.scan_flops` for each row. `spans` are the rows of each span whose rows see each other.
+    Attention has two products, of queries and keys and of weights and values. Each takes 2 FLOPs for each visible pair
+    and number of the query width, and backward twice that: 12 x query width x pairs. A state-space layer takes 3 times
+    its `MixerShape.scan_flops` for each row. `spans` are the rows of each span whose rows see each other.
     """
     pairs = sum(_window_pairs(length, length) for length in lengths)
     in_windows = sum(_window_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0

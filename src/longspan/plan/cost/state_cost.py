@@ -166,9 +166,9 @@ class StateCost:
     def _count_states(self, documents: Floats, tokens: Floats, degree: Floats) -> tuple[Floats, Floats]:
         """Count the states and the transitions that a group sends.
 
-        A document's runs but the last send a state; of these, all but the first send a transition too, as a state
-        passes through them. A contiguous partition has a boundary less than slots, and at each one document that goes
-        on; there the first run of each document sends no transition.
+        Each run of a document but the last sends a state, and of these each but the first sends a transition too, as
+        a state passes through it. Under "contiguous" each of the degree − 1 boundaries between slots cuts one document,
+        whose state goes on; the first run of each document sends no transition.
         """
         if self.partition == "contiguous":
             return degree - 1, np.maximum(degree - 1 - documents, 0)

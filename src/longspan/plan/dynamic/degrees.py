@@ -103,8 +103,8 @@ class DegreeTable:
     def price_stretch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
         """Price an item that makes a micro-batch with `free` slots longer, at the degree at which that costs least.
 
-        Returns the cost in slot seconds, inf if the item does not fit, the degree, and the seconds that the item takes
-        at it. It takes its slots for the whole micro-batch, and makes all slots wait for what it lasts longer.
+        Returns the cost in slot seconds (inf if the item does not fit), the degree, and the item's seconds at that
+        degree. The item takes its slots for the whole micro-batch, and all slots wait as long as it makes that longer.
         """
         row = int(self.item_class[item])
         seconds = self.seconds[row]

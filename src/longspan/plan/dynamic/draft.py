@@ -123,7 +123,10 @@ class Draft:
 
 
 def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
-    """Return the time in lockstep of micro-batches of these durations (0: without documents), with their launches."""
+    """Return the time in lockstep of micro-batches of these durations (0: without documents), with all launches.
+
+    Dummy micro-batches, up to the request's multiple, are launched too.
+    """
     multiple = problem.request.micro_batch_multiple
     count = -(-sum(duration > 0.0 for duration in durations) // multiple) * multiple
     return math.fsum(durations) + count * problem.request.cost.micro_batch_seconds
@@ -169,7 +172,7 @@ def _make_group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> G
 
 
 def sort_documents(batch: MicroBatch) -> MicroBatch:
-    """Sort the documents of each group by falling length, so that their ids do not matter."""
+    """Sort the documents of each group by falling length, as plans of drafts have them; equal lengths by id."""
     groups: list[Group] = []
     for group in batch.groups:
         order = sorted(range(len(group.documents)), key=lambda i: (-group.lengths[i], group.documents[i]))

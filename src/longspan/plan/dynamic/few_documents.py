@@ -48,8 +48,8 @@ class _Sizes(NamedTuple):
 def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
     """Search for the best plan of few items; returns its seconds and micro-batches.
 
-    Every way of grouping items into micro-batches is tried, each with the best arrangement of its items side by side on
-    the slots. The result is None where there is too much to try, or nothing fits.
+    A few ways of dividing the items into micro-batches are tried, each with the best arrangement of its items side by
+    side on the slots. The result is None where there are too many items or slots, or nothing fits.
     """
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None

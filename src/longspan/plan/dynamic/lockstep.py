@@ -80,7 +80,7 @@ class Search:
 
 
 def search_draft(problem: Problem, effort: Effort) -> Draft:
-    """Search for the best draft with so much effort."""
+    """Search for the best draft, from initial settings or those of a sample on, by `effort.steps` changes."""
     full = Search(problem)
     if problem.sample_factor == 1:
         candidates = list(initial_settings(problem, full.degrees))[:: problem.stride]
@@ -94,7 +94,10 @@ def search_draft(problem: Problem, effort: Effort) -> Draft:
 
 
 def _search_sample(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
-    """Search on a sample of the problem; returns settings for the whole: one improved, and the best of the first."""
+    """Search on a sample; returns settings for the whole problem: the sample's best, and initial ones that did well.
+
+    Initial settings of the problem and of its sample correspond by number.
+    """
     sample, settings_of_problem = Search(problem.make_sample()), list(initial_settings(problem, degrees))
     for settings in initial_settings(sample.problem, sample.degrees):
         sample.try_settings(settings)

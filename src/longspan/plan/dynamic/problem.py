@@ -41,8 +41,8 @@ def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> 
 def even_runs(slots: int, degrees: DegreeSet) -> Parts:
     """Divide `slots` slots into runs that each hold a group: few left out, few runs, and as even as degrees allow.
 
-    Returns (first slot, slots) of each run. `degrees` rise. There are as few runs as the largest degree allows, but no
-    more than are at least as wide as the smallest one. Where even runs have a width that is no degree, they are uneven.
+    Returns (first slot, slots) of each run. `degrees` rise. There are as few runs as the largest degree allows, but not
+    so many that one is narrower than the smallest. Where even runs are no degrees, `_uneven_runs` divides the slots.
     """
     if slots < degrees[0]:
         return []
@@ -261,9 +261,9 @@ class Problem:
         """The seconds of work below which a document is never an anchor.
 
         This is `SMALLEST_ANCHOR` of what the widest block does in the shortest mean micro-batch that is tried, or if
-        less the work of a document that fits no block, which must be an anchor. With few items every one may be.
+        less the work of a document that fits no block, which must be an anchor.
         """
-        if self.has_few_items:
+        if self.has_few_items:  # then any item may be an anchor
             return 0.0
         shortest = self.mean_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
         too_long = float(self.request.cost.work_seconds(self.widest_run * self.cap, (self.widest_run * self.cap) ** 2))

@@ -161,14 +161,14 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
 
 
 def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Return the shape of Qwen's towers, whose patches two linears merge, with those of deeper layers (DeepStack).
+    """Return the shape of Qwen's towers, in which two linears merge patches, those of deeper layers too (DeepStack).
 
     A block has four square projections of attention and an MLP of two matrices, three with a gate. A merger takes
     merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it. There is
     one merger, and another for each deeper layer. A patch has the pixels of some frames.
     """
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _first_side(vision, "merge")
-    between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
+    mlp_width = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     gated = family.startswith(_GATED)
     windows, window = window_layers(vision, layers)
     mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
@@ -183,7 +183,7 @@ def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderSha
         full_layers=layers - windows,
         window_layers=windows,
         window=window,
-        block_weights=layers * width * (4 * width + (3 if gated else 2) * between),
+        block_weights=layers * width * (4 * width + (3 if gated else 2) * mlp_width),
         embed_weights=width * pixels,
         projector_weights=mergers * width * merge**2 * (width * merge**2 + hidden),
         merge=merge,

@@ -287,7 +287,7 @@ def longest_document(
     multiple = home.tp if settings.sequence_parallel else 1
 
     def row_needs(rows: int) -> MemoryNeeds:
-        """Return the needs of one document with so many rows on every slot."""
+        """Return the needs of one document with `rows` rows on every slot."""
         plan = plan_fixed([rows * home.slots], home, cp=home.slots, cp_comm_type=cp_comm_type)
         return MemoryNeeds.of(config, home, plan, settings, machine=machine)
 

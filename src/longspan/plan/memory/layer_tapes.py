@@ -40,8 +40,7 @@ class LayerTapes:
     ep: int = 1
 
     def make_tape(self, kind: LayerKind, load: SlotLoad, *, lean: bool = False) -> Tape:
-        """Make the tape of a layer's operations on a slot's rows: attention or a mixer, then an MLP or experts, as it
-        has them.
+        """Make the tape of a layer's operations on a slot's rows: attention or a mixer, then an MLP or experts.
 
         `lean` attention saves local rows, which backward exchanges again.
         """
@@ -114,7 +113,7 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
 def _add_attention_call(
     builder: LayerBuilder, qkv: tuple[str, str, str], query: float, key: float, counts: tuple[float, float]
 ) -> str:
-    """Add attention of local rows; return its output. `counts` are a rank's heads of queries and of keys.
+    """Add attention of local rows; return its output. `query` and `key` are widths of rows, `counts` heads, of a rank.
 
     Types that exchange heads stand between two exchanges. Rings hold four blocks of keys and values (two that travel
     and two that are read), gathers two, and their sums in float32. Backward of many rows does one group of heads at a

@@ -59,8 +59,9 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
 
 
 def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
-    """Add a gated delta net and return its output: projections, convolution, unit vectors, scan, gated norm,
-    projection.
+    """Add a gated delta net and return its output.
+
+    It has projections, a convolution, unit vectors, the scan, a gated norm, and a projection.
     """
     tape, tp = builder.tape, builder.tp
     values, heads = mixer.heads * mixer.value_size / tp, mixer.heads / tp

@@ -82,9 +82,9 @@ class MicroBatchMoments:
         return places_in_segments(words, self.peak.settings.segment_layers)
 
     def _segment_bytes(self, i: int) -> float:
-        """Return what the layers before layer i keep while its segment runs backward, beyond what waited for it.
+        """Return what earlier layers of layer i's segment keep while it runs backward, beyond what waited until then.
 
-        The segment runs forward again first, so each of them then keeps what a layer without a segment keeps.
+        The segment runs forward again first, so each of these layers keeps as much as a layer without a segment.
         """
         place = self._places[i] if self.peak.settings.segment_layers > 1 else 0
         kept_bytes = sum(layer.kept + layer.host for layer in self._layer_bytes[i - place : i])

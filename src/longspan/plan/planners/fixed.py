@@ -263,9 +263,7 @@ def _divide_documents(request: Request, cp: int, groups: int) -> list[range]:
 
 
 def _make_padded_batch(request: Request, cp: int, documents: range) -> MicroBatch:
-    """Deal documents to groups in turn, as one micro-batch in which all documents are padded to the longest of the
-    plan.
-    """
+    """Make one micro-batch of documents that are dealt to groups in turn, each padded to the longest of the plan."""
     pad, groups = max(request.lengths), request.slots // cp
     documents_of_groups = [documents[g::groups] for g in range(min(groups, len(documents)))]
     return MicroBatch(

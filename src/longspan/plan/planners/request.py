@@ -43,7 +43,7 @@ class Request(PlanOptions):
 
     @classmethod
     def of(cls, lengths: Sequence[int], home: Layout, options: PlanOptions) -> "Request":
-        """Check the arguments of a planner. Raises PlanError, or LayoutError for a bad length."""
+        """Make a request of a planner's arguments, checked. Raises PlanError, or LayoutError for a bad length."""
         documents = check_lengths(lengths)
         if not documents and not options.allow_empty:
             raise PlanError(
