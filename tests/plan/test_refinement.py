@@ -15,11 +15,11 @@ def steps_of(refinement: Refinement, steps: range) -> list[Correction]:
     corrections = []
     for step in steps:
         if refinement.lacks_correction(step):
-            refinement.put_correction(step, refinement.fit())
+            refinement.put_correction(step, refinement.fit_last_steps())
         refinement.correction_of(step + 1 + MOST_AHEAD)  # plans are made ahead
         corrections.append(refinement.correction_of(step))
         attention = 0.2 + 0.1 * (step % 5)
-        refinement.note(MeasuredStep(step, 1.0 + 2 * attention, (1.0, attention, 0.0, 0.0)))
+        refinement.note_step(MeasuredStep(step, 1.0 + 2 * attention, (1.0, attention, 0.0, 0.0)))
     return corrections
 
 

@@ -23,7 +23,7 @@ class BestFigure:
 
     @classmethod
     def of(cls, text: str) -> "BestFigure":
-        """Read `train.keep_best`. Raises ConfigError for what is none."""
+        """Read the figure that `train.keep_best` names. Raises ConfigError for a text that names none."""
         figure, _, order = text.partition(":")
         name, _, column = figure.rpartition("/")
         if not column.startswith("eval_") or (order and order not in _ORDERS):

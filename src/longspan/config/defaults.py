@@ -85,7 +85,7 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
     config = _set_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
-    if not is_demo(config.model) and not config.train.epochs:
+    if not is_demo(config.model) and not config.train.epochs:  # of epochs the corpus decides the steps, later
         config = set_steps(config, config.train.steps)
     context = config.context
     context = replace(context, evaluation=inherit_keys(context.evaluation, context, context))
@@ -107,9 +107,10 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def _set_partitions(config: RunConfig) -> RunConfig:
-    """Set partitions: "auto" is chosen by cost for hybrids, also in evaluation, otherwise zigzag.
+    """Set partitions: those of hybrids to "auto", which cost decides, also in evaluation; all others to zigzag.
 
-    A hybrid's communication type is "auto" too, as it is chosen with the partition, unless that is zigzag already.
+    A hybrid's communication type becomes "auto" as well, since type and partition are chosen together, unless the
+    partition is given as zigzag.
     """
     if not is_hybrid(config.model):
         context = _set_zigzag(replace(config.context, evaluation=_set_zigzag(config.context.evaluation)))
@@ -130,7 +131,7 @@ def _set_zigzag(section: AnyPlan) -> AnyPlan:
 
 
 def set_steps(config: RunConfig, steps: int) -> RunConfig:
-    """Set so many steps and, if no warm-up is given, a twentieth of them, at most MOST_WARMUP."""
+    """Set the steps of a run and, if no warm-up is given, a twentieth of them as its warm-up, at most MOST_WARMUP."""
     config = replace(config, train=replace(config.train, steps=steps))
     return _set_defaults(config, {"train.warmup_steps": min(MOST_WARMUP, steps // 20)})
 
@@ -148,7 +149,7 @@ def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
 def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
     """Give a value to every key of an evaluation set: that of [context], or that of the held-out documents.
 
-    The configuration has values for all other keys.
+    Keys of `config` itself have their values already.
     """
     entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics", "max_seconds")
@@ -164,21 +165,21 @@ def settings_line(config: RunConfig) -> str:
     if config.train.epochs:
         train_keys = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
         shown = _SHOWN | {"train": ("epochs", *train_keys)}
-    words = [
+    parts = [
         f"[{section}] {', '.join(f'{key} = {_value_text(getattr(getattr(config, section), key))}' for key in keys)}"
         for section, keys in shown.items()
     ]
     if config.lora.rank:
-        words.append(f"[lora] rank = {config.lora.rank}, alpha = {config.lora.alpha or 2 * config.lora.rank:g}")
+        parts.append(f"[lora] rank = {config.lora.rank}, alpha = {config.lora.alpha or 2 * config.lora.rank:g}")
     if config.mtp.depths:
-        words.append(f"[mtp] depths = {config.mtp.depths}, loss_weight = {config.mtp.loss_weight:g}")
+        parts.append(f"[mtp] depths = {config.mtp.depths}, loss_weight = {config.mtp.loss_weight:g}")
     context = config.context
     differing = [
         f"eval_{key} = {_value_text(getattr(context.evaluation, key))}"
         for key in _SHOWN["context"]
         if getattr(context, key) != getattr(context.evaluation, key)
     ]
-    return "; ".join([*words, ", ".join(differing) or "evaluation as in training"])
+    return "; ".join([*parts, ", ".join(differing) or "evaluation as in training"])
 
 
 def _value_text(value: object) -> str:

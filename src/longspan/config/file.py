@@ -32,7 +32,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     tables: dict[str, Any] = {}
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
-        tables[section] = {**tables.get(section, {}), name: value} if name else value
+        tables[section] = {**tables.get(section, {}), name: value} if name else value  # no name: the tables [[eval]]
     config = _set_tables(config, tables, source="the overrides")
     return resolve_defaults(config)
 
@@ -51,8 +51,8 @@ def read_file(path: str | Path) -> RunConfig:
 
 def config_keys() -> tuple[str, ...]:
     """List every "section.key", in order."""
-    every = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in section_keys(kind))
-    return tuple(key for key in every if key != TABLES)
+    names = (f"{section}.{key.name}" for section, kind in section_kinds().items() for key in section_keys(kind))
+    return tuple(name for name in names if name != TABLES)
 
 
 def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
@@ -125,7 +125,7 @@ def _set_section(config: RunConfig, section: str, values: object, *, source: str
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
     sources = None
-    if section == "data" and "sources" in values:
+    if section == "data" and "sources" in values:  # tables, which are no value of a key
         values = dict(values)
         sources = _data_sources(values.pop("sources"), source)
     section_now = _set_keys(getattr(config, section), section, values, source, _key_hint)
@@ -134,10 +134,10 @@ def _set_section(config: RunConfig, section: str, values: object, *, source: str
 
 def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
     """Read the sources of the tables [[data.sources]]."""
-    read_sources = _read_tables(tables, "data.sources", source, "sources", "path and weight")
+    source_tables = _read_tables(tables, "data.sources", source, "sources", "path and weight")
     return tuple(
-        _set_keys(SourceConfig(), f"data.sources[{number}]", table, source, _eval_key_hint)
-        for number, table in enumerate(read_sources)
+        _set_keys(SourceConfig(), f"data.sources[{number}]", table, source, _table_key_hint)
+        for number, table in enumerate(source_tables)
     )
 
 
@@ -145,7 +145,7 @@ def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
     """Read the evaluation sets of the tables [[eval]]."""
     set_tables = _read_tables(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
     return tuple(
-        _set_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _eval_key_hint)
+        _set_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _table_key_hint)
         for number, table in enumerate(set_tables, 1)
     )
 
@@ -165,7 +165,7 @@ def _read_tables(tables: object, name: str, source: str, title: str, keys: str) 
 def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
     """Set other values of keys in a section or table.
 
-    `label` names it in messages, `hint` answers an unknown key.
+    `label` names the section in messages; `hint` makes the hint for an unknown key.
     """
     types = {key.name: key.kind for key in section_keys(type(section))}
     changes: dict[str, Any] = {}
@@ -187,16 +187,19 @@ def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
     )
 
 
-def _eval_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
-    """Write a hint for an unknown key of a table, which may be the key of [context] with its prefix eval_."""
+def _table_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
+    """Write a hint for an unknown key of a table of an array: the nearest key of the table.
+
+    In [[eval]] the unknown key may be one of [context], with its prefix eval_.
+    """
     return nearest_hint(key.removeprefix("eval_"), siblings)
 
 
 def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
     """Convert a value to what `kind` holds: a list becomes a tuple, an integer may stand for a float."""
     value = read_choice_word(value, kind)
-    if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:  # no choice of kinds has it
-        return ()
+    if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:
+        return ()  # `_fitting_value` takes no empty list, and no such kind has an alternative
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         fitting = _fitting_value(value, option)
         if fitting is not None:
@@ -208,7 +211,7 @@ def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
 
 
 def read_choice_word(value: object, kind: Any) -> object:
-    """Return the word of a choice that true and false stand for: "full" or "modules", and "none"."""
+    """Return the word of a choice that true or false stands for: "full" or "modules", or "none"; others unchanged."""
     if get_origin(kind) is not Literal or not _is_word(value) or str(value).lower() not in ("true", "false"):
         return value
     words = ("full", "modules") if str(value).lower() == "true" else ("none",)

@@ -62,9 +62,7 @@ class Key:
 
 @cache
 def section_keys(kind: type[Any]) -> tuple[Key, ...]:
-    """List the keys of a section or table, in order.
-
-    Those of a section inside it have the prefix that it is declared with.
+    """List the keys of a section or table, in order; keys of a section inside another one have its `key_prefix`.
 
     >>> [key.name for key in section_keys(ContextConfig)][-1]
     'eval_attention_kernel'

@@ -14,9 +14,7 @@ Checkpointing = Literal["none", "full", "selective"]
 
 
 def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
-    """Return whether a run on such devices chooses its measures by a plan of memory.
-
-    On CPUs it does only within `memory_bytes`.
+    """Return whether a run on GPUs, or on CPUs, chooses its measures by a plan of memory: on CPUs with `memory_bytes`.
 
     >>> chooses_measures(TrainConfig(), gpu=True), chooses_measures(TrainConfig(), gpu=False)
     (True, False)
@@ -30,7 +28,7 @@ def key_checkpointing(train: TrainConfig) -> Checkpointing | None:
 
 
 def check_measures(train: TrainConfig, *, gpu: bool | None = None) -> None:
-    """Raise ConfigError for keys of memory that contradict each other or a GPU, on such devices (None: on any)."""
+    """Raise ConfigError for keys of memory that contradict each other or the devices: GPUs, CPUs, or (None) any."""
     kind = train.activation_checkpointing
     if gpu and 0 < train.memory_bytes < LEAST_OF_GPU:
         raise ConfigError(f"train.memory_bytes is {train.memory_bytes}: {bytes_hint(train.memory_bytes)}")

@@ -226,7 +226,7 @@ def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
 
 
 def _fit_levels(section: PlanSection, filled: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
-    """Fit the parent's a2a and p2p levels to a planner or degree that differs from the parent's.
+    """Return the parent's a2a and p2p levels, fitted to the degree if planner or degree differ from the parent's.
 
     Evaluation as a whole takes the planner that follows from its degree, and training's degree if its own is "auto".
     A set whose degree is "auto" has the parent's levels as they are.

@@ -126,7 +126,7 @@ def map_array(path: Path) -> Array:
         array = np.asarray(np.load(path, mmap_mode="r"))
         if array.ndim != 1 or array.dtype.kind not in "iuf":
             raise ValueError(f"it holds {array.dtype} of {array.ndim} dims, and not a list of numbers")
-    except OSError:
+    except OSError:  # the file cannot be read, which does not make it damaged
         raise
     except Exception as error:  # numpy reads the header as Python, whose errors are of many kinds
         raise DataError(f"{path} is damaged: {error}; remove its folder, and it is built again") from error

@@ -193,7 +193,7 @@ def _begins_of_row(row: int, positions: Integers, start: int, stop: int) -> list
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)
     columns = np.arange(len(inside))
-    expected = columns - np.maximum.accumulate(np.where(inside == 0, columns, 0))
+    expected = columns - np.maximum.accumulate(np.where(inside == 0, columns, 0))  # columns since the last beginning
     wrong = inside != expected
     if wrong.any():
         at = int(wrong.argmax())

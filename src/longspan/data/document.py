@@ -66,6 +66,7 @@ class Document:
     def __init__(
         self, ids: Any, *, labels: Any = None, loss_mask: Any = None, weights: Any = None, **values: Any
     ) -> None:
+        """Read the token ids, their labels (as given, or the ids that a mask leaves) and the numbers."""
         self._ids = _read_integers("ids", ids)
         if labels is not None and loss_mask is not None:
             raise DataError("a document has labels and a loss_mask; give one of them: −100 in labels masks a token")
@@ -95,7 +96,7 @@ class Document:
         return self._labels if positions is None else self._labels[positions]
 
     def with_values(self, **values: Any) -> "Document":
-        """Return this document with more numbers, each one of the document or one for each token; `weights` are some.
+        """Return this document with more numbers, `weights` too: each one of the document, or one for each token.
 
         >>> old = answer.with_values(old_log_probs=log_probs.of(0))
 
@@ -153,7 +154,7 @@ def host_array(name: str, values: Any) -> npt.NDArray[Any]:
 def _read_integers(name: str, values: Any) -> Integers:
     """Return one-dimensional integers of a document as int64. Raises DataError for anything else."""
     array = host_array(name, values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):  # numpy takes an empty list for floats
         raise DataError(f"{name} of a document are {array.dtype} of shape {array.shape}; give integers (n,)")
     return array.astype(np.int64)
 

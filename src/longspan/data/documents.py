@@ -71,9 +71,9 @@ class Corpus:
             )
         try:
             self._open_columns(place)
-            self._tokens = self._find_tokens(place, folder, record, make_tokens)
+            self._tokens = self._choose_token_source(place, folder, record, make_tokens)
         except (OSError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, DataError):
+            if isinstance(error, DataError):  # which is a ValueError too
                 raise
             raise DataError(f"{place} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
@@ -83,18 +83,21 @@ class Corpus:
         self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple  # with images: ImagePacks
 
     def _open_columns(self, place: Path) -> None:
-        """Map the columns of the folder; without `source_of.npy` all documents are of source 0."""
+        """Map the columns of the folder; without `source_of.npy` all documents are of source 0.
+
+        Without `targets.npy` every token but a document's first is a target.
+        """
         self.manifest: Manifest = Manifest.from_json((place / FILE).read_text(encoding="utf-8"))
         self.sources: Sequence[SourceFile] = SourceLines(place)
         self._origins = map_array(place / "origins.npy")
         self.lengths: npt.NDArray[Any] = map_array(place / "lengths.npy")
-        several, masked = (place / name for name in ("source_of.npy", "targets.npy"))
+        source_file, target_file = (place / name for name in ("source_of.npy", "targets.npy"))
         zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
-        self.source_of: npt.NDArray[Any] = map_array(several) if several.is_file() else zero
-        self.targets: npt.NDArray[Any] | None = map_array(masked) if masked.is_file() else None
+        self.source_of: npt.NDArray[Any] = map_array(source_file) if source_file.is_file() else zero
+        self.targets: npt.NDArray[Any] | None = map_array(target_file) if target_file.is_file() else None
         self.images: ImageTable | None = ImageTable.of(place)
 
-    def _find_tokens(
+    def _choose_token_source(
         self, place: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None
     ) -> TokenSource | None:
         """Return what gives tokens: their file, or what makes them from rows; None if no `make_tokens` was passed."""
@@ -157,6 +160,7 @@ class StoredTokens:
     """The tokens of all documents end to end in one file, and their codes in another, if there are any."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
+        """Map the files of a folder. Raises DataError for one that has not as many tokens as its manifest says."""
         self._offsets = map_array(folder / "offsets.npy")
         self._tokens = np.memmap(folder / "tokens.bin", dtype=manifest.dtype, mode="r")
         self._codes = np.memmap(folder / "codes.bin", dtype=manifest.codes, mode="r") if manifest.codes else None

@@ -76,7 +76,7 @@ class ImageWriter:
         self._paths, self._ends = (folder / _PATHS).open("wb"), GrowingArray(folder / _ENDS, "<i8")
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
-        """Write the images of further documents, which are numbered from 0; `documents` come before these."""
+        """Write the images of further documents, numbered from 0 among these; `documents` were written before."""
         rows = [_table_row(placed, documents) for placed in images]
         for number, column in enumerate(self._columns.values()):
             column.append(np.array([row[number] for row in rows]))
@@ -100,6 +100,7 @@ class ImageTable:
     """The images of a folder of documents, in the order of documents and of their places; the files are mapped."""
 
     def __init__(self, folder: Path) -> None:
+        """Map the files of a folder; `_ends` is where the path of each image ends in the file of paths."""
         self._ends = map_array(folder / _ENDS)
         self._columns: dict[str, npt.NDArray[Any]] = {name: map_array(_file(folder, name)) for name in _COLUMNS}
         # An empty file cannot be mapped.
@@ -120,10 +121,10 @@ class ImageTable:
 
     def __getitem__(self, number: int) -> PlacedImage:
         """Return image `number` with its document, its place among tokens, and where its bytes are."""
-        at: dict[str, Any] = {name: column[number].item() for name, column in self._columns.items()}
-        document, position = at.pop("document"), at.pop("position")
-        grid = at.pop("time"), at.pop("height"), at.pop("width")
-        return PlacedImage(document, SampleImage(grid=grid, path=self.path(number), **at), position)
+        values: dict[str, Any] = {name: column[number].item() for name, column in self._columns.items()}
+        document, position = values.pop("document"), values.pop("position")
+        grid = values.pop("time"), values.pop("height"), values.pop("width")
+        return PlacedImage(document, SampleImage(grid=grid, path=self.path(number), **values), position)
 
     def path(self, number: int) -> str:
         """Return the file of an image, or the joined paths of a group of frames; empty if the bytes are in a row."""

@@ -35,6 +35,7 @@ class Epochs:
     """
 
     def __init__(self, count: int, *seed: int) -> None:
+        """Choose the sides of a rectangle of at least `count` cells, about square, and draw the keys of all rounds."""
         self._count = count
         root = math.isqrt(max(0, count - 1)) + 1
         self._height = root + root % 2  # even, so that moving rows can be an odd permutation too

@@ -54,6 +54,7 @@ class StepOrder:
         targets: npt.NDArray[Any] | None = None,
         mixture: Mixture | None = None,
     ) -> None:
+        """Choose the held-out documents, and begin the stream of the others."""
         self.lengths, self.targets = np.asarray(lengths), targets
         if eval_documents >= len(self.lengths):
             raise DataError(
@@ -66,9 +67,9 @@ class StepOrder:
             self.lengths, shuffled_sources(self.lengths, mixture, held_out, seed)
         )
         self._budget = tokens_per_step
-        self._open()
+        self._clear_steps()
 
-    def _open(self) -> None:
+    def _clear_steps(self) -> None:
         """Begin with no steps computed, when the order is made and when it is unpickled."""
         self._block_starts = array("q", [0])  # starts, in the stream, of every _STRIDE-th step so far
         self._starts = lru_cache(maxsize=2)(self._compute_starts)
@@ -82,7 +83,7 @@ class StepOrder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"targets": None if state["targets"] is None else from_pickled(state["targets"])}
         self.lengths = self.stream.lengths
-        self._open()
+        self._clear_steps()
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
         """Return the document ids of a step; steps count from 0."""
@@ -193,6 +194,7 @@ class PackOrder:
     def __init__(
         self, order: StepOrder, *, pack_to: int, tokens_per_step: int, across: bool, uncut: UncutSpans | None = None
     ) -> None:
+        """Cut the stream of `order` into packs, as many a step as fit `tokens_per_step`, at least one."""
         self.stream: DocumentStream = order.stream
         self.evaluation: tuple[int, ...] = order.evaluation
         self._across, packs = across, max(1, tokens_per_step // pack_to)

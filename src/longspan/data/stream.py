@@ -115,6 +115,10 @@ class DocumentStream:
     """
 
     def __init__(self, lengths: npt.NDArray[Any], sources: Sequence[ShuffledSource]) -> None:
+        """Begin before the first part: `_marks`, `_places` and `_tokens` say where each part begins, as far as known.
+
+        Of each source as many documents are candidates for a part as its share of `_DOCUMENTS`.
+        """
         self.sources: tuple[ShuffledSource, ...] = tuple(sources)
         self.lengths = lengths
         # Documents that a source gives while every source gives its weight in tokens: weight over mean length.
@@ -167,10 +171,10 @@ class DocumentStream:
     def place_after(self, epochs: float) -> int:
         """Return the first place before which every source gave each of its documents `epochs` times.
 
-        Parts are made until the counts of all sources are reached; in the last part it is behind the last document that
-        a source still lacked.
+        Parts are made until every source has given its count of documents. The place is behind the last of these
+        documents, which is in the last part.
         """
-        needed_counts = [_ceil(epochs * source.documents) for source in self.sources]
+        needed_counts = [_round_up(epochs * source.documents) for source in self.sources]
         if len(needed_counts) == 1 or not any(needed_counts):  # places of one source are counts of its documents
             return sum(needed_counts)
         number = 0
@@ -203,8 +207,8 @@ class DocumentStream:
         shares = [run.tokens / source.weight for run, source in zip(runs, self.sources, strict=True)]
         end_share = min(share[-1] for share in shares)
         counts = [int(np.searchsorted(share, end_share)) for share in shares]
-        order = np.argsort(_join(shares, counts), kind="stable")
-        ids = _join([run.ids for run in runs], counts)[order]
+        order = np.argsort(_join_beginnings(shares, counts), kind="stable")
+        ids = _join_beginnings([run.ids for run in runs], counts)[order]
         merged_part = StreamPart(
             self._places[number],
             self._tokens[number],
@@ -243,11 +247,11 @@ class _Run(NamedTuple):
     tokens: Integers
 
 
-def _join(arrays: Sequence[npt.NDArray[Any]], taken: Sequence[int]) -> npt.NDArray[Any]:
-    """Concatenate the first values of each array, as many as `taken` says."""
-    return np.concatenate([array[:count] for array, count in zip(arrays, taken, strict=True)])
+def _join_beginnings(arrays: Sequence[npt.NDArray[Any]], counts: Sequence[int]) -> npt.NDArray[Any]:
+    """Concatenate the first values of each array, as many as its count says."""
+    return np.concatenate([array[:count] for array, count in zip(arrays, counts, strict=True)])
 
 
-def _ceil(documents: float) -> int:
+def _round_up(documents: float) -> int:
     """Round up a product of a fraction and a count; rounding errors of the product do not count."""
     return int(np.ceil(round(documents, 6)))

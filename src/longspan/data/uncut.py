@@ -69,6 +69,7 @@ class UncutBorders:
     """
 
     def __init__(self, stream: DocumentStream, spans: UncutSpans, size: int, packs: int) -> None:
+        """Begin with no borders computed; `_begins` is where each block of 64 steps begins, as far as known."""
         self._stream, self._spans, self._size, self._packs = stream, spans, size, packs
         self._begins = array("q", [0])
         self._block, self._part_spans = (

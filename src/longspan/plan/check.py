@@ -14,7 +14,7 @@ MODES = ("lockstep", "free")
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> int:
-    """Return the value as an int, if it is an integer of at least `least`; else PlanError naming it."""
+    """Return the value as an int. Raises PlanError, with its `name`, unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise PlanError(f"{name} is {value!r}; give an integer of at least {least}")
     return int(value)
@@ -44,7 +44,7 @@ def check_size(documents: int, longest: int) -> None:
 
 
 def check_comm_types(cp_comm_type: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the types, one for each layer or one for all, if all are types that exist."""
+    """Return the types, one for each layer or one for all. Raises PlanError for an unknown type and an empty list."""
     types = (cp_comm_type,) if isinstance(cp_comm_type, str) else tuple(cp_comm_type)
     if not types:
         raise PlanError("cp_comm_type is an empty list; give one type, or one for each layer")

@@ -45,9 +45,10 @@ def group_levels(group: Group) -> Levels:
 
 
 def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
-    """Return sizes (a2a, p2p) whose product is a degree; `sizes` are configured, a single number is the first of them.
+    """Fit the configured sizes (a2a, p2p), or the a2a size alone, to a group of this degree.
 
-    The first returned is the greatest common divisor of the configured first size and the degree.
+    Groups of a plan may have other degrees than the configured product: the a2a size becomes the largest number that
+    divides the configured one and the degree.
 
     >>> level_sizes((4, 2), 6), level_sizes(2, 8)
     ((2, 3), (2, 4))

@@ -21,7 +21,7 @@ from longspan.layout import check_lengths
 from longspan.plan.check import MODES, check_choice, check_comm_types, check_count, check_hierarchy, check_size
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode
-from longspan.plan.plan_json import read_fields
+from longspan.plan.plan_json import read_plan_fields
 from longspan.plan.timeline import Timeline, slot_rows, timeline
 
 NO_MACHINE = "no machine: seconds only say how the parts of plans compare"
@@ -86,16 +86,16 @@ class Plan:
     @cached_property
     def _digest(self) -> str:
         """The digest, computed once: a plan never changes."""
-        return hashlib.sha256(json.dumps(self._integers(), separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self._digested_fields(), separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self, indent: int | None = None) -> str:
         """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""
         seconds = {"predicted_seconds": self.predicted_seconds, "lower_bound_seconds": self.lower_bound_seconds}
-        floats = {"tokens": self.tokens} | seconds | {"cost": self.cost.to_json()}
-        return json.dumps(self._integers() | floats, indent=indent)
+        further_fields = {"tokens": self.tokens} | seconds | {"cost": self.cost.to_json()}
+        return json.dumps(self._digested_fields() | further_fields, indent=indent)
 
-    def _integers(self) -> dict[str, Any]:
-        """Return all fields but the floats (seconds and cost), as values for JSON."""
+    def _digested_fields(self) -> dict[str, Any]:
+        """Return all fields but seconds and cost, as values for JSON: integers and strings, which the digest is of."""
         names = ("slots", "lengths", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
         batches = [[group.to_dict() for group in batch.groups] for batch in self.micro_batches]
         return {name: getattr(self, name) for name in names} | {"micro_batches": batches}
@@ -123,7 +123,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str | bytes) -> "Plan":
         """Return the checked plan that `to_json` wrote. Raises PlanError naming the part that is missing or wrong."""
-        fields, tokens = read_fields(text)
+        fields, tokens = read_plan_fields(text)
         plan = cls(**fields).check()
         if tokens is not None and tokens != plan.tokens:
             raise PlanError(f"the plan says {tokens!r} tokens, but its lengths add up to {plan.tokens}")
@@ -262,10 +262,10 @@ def _closing_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
 
 
 def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
-    """Return a line for each micro-batch; of more than `limit` + 1, those in the middle are left out.
+    """Return a line for each micro-batch; of more than `limit` + 1 only the first and the last, `limit` in all.
 
-    A third of the lines that are shown are the last ones. A single line is not left out: the line that says so is as
-    long.
+    Two thirds of these are the first ones. With `limit` + 1 all are shown: the line that says how many are left out
+    would take the place of a single one.
     """
     count = len(plan.micro_batches)
     shown = (
@@ -297,7 +297,7 @@ def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
 
 
 def _seconds_text(value: float) -> str:
-    """Return seconds in the unit in which they are at least 0.1: s, ms or us."""
+    """Write seconds in the largest unit of s, ms and us in which they are at least 0.1, else in us."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if value * scale >= 0.1:
             return f"{value * scale:,.3f} {unit}"

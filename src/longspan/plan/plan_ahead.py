@@ -68,12 +68,12 @@ class PlanAhead:
             return
         if self._window is None or step not in self._window:
             self._generation += 1
-            self._window = range(step, step)
-        planning, first_missing = self._open_planning(), self._window.stop
+            self._window = range(step, step)  # empty: nothing is requested yet
+        planning, first_missing = self._require_planning(), self._window.stop
         self._window = range(step, step + 1 + self.ahead)
         planning.keep_window(self._generation, self._window)
         for following in range(first_missing, self._window.stop):
-            planning.request(self._make_request(following))
+            planning.send_request(self._make_request(following))
 
     def plan(self, step: int) -> Plan:
         """Return the plan of this step, waited for if need be; the plans of the next steps are begun.
@@ -83,12 +83,13 @@ class PlanAhead:
         self.start(step)
         if not self.ahead:
             return self._plan_inline(step)
-        return self._open_planning().wait_for_plan(self._make_request(step))
+        return self._require_planning().wait_for_plan(self._make_request(step))
 
     def plan_if_made(self, step: int) -> Plan | None:
-        """Return the plan of a coming step, without waiting for it: None if it is not made yet, or could not be.
+        """Return the plan of a coming step without waiting; None if it is not made yet, or the planner failed.
 
-        The plans of the steps after it are begun. Inline plans are made now, and kept for `plan(step)`.
+        The plans of the steps after it are begun. Inline plans are made now, and kept for `plan(step)`, which raises
+        the planner's error.
         """
         self.start(step)
         if not self.ahead:
@@ -96,7 +97,7 @@ class PlanAhead:
                 return self._plan_inline(step)
             except LongspanError:
                 return None
-        return self._open_planning().plan_if_made(self._make_request(step))
+        return self._require_planning().plan_if_made(self._make_request(step))
 
     def close(self) -> None:
         """End the planning process."""
@@ -114,10 +115,8 @@ class PlanAhead:
         """Make the request for a step's plan, with its argument if the planner takes one."""
         return StepRequest(self._generation, step, () if self._argument_of is None else (self._argument_of(step),))
 
-    def _open_planning(self) -> "Planning":
-        """Return the process that plans. Raises PlanError outside a with block, and in another process than its
-        owner's.
-        """
+    def _require_planning(self) -> "Planning":
+        """Return the process that plans. Raises PlanError outside a with block, and in a fork of its owner."""
         if self._planning is None:
             raise PlanError("plans are made ahead inside a with block: with PlanAhead(planner) as plans: …")
         self._planning.check_owner()

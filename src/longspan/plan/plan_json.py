@@ -14,7 +14,7 @@ _GROUP = {"slots", "documents"}
 _GROUP_MORE = {"lengths", "cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "pad_to"}  # with defaults
 
 
-def read_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
+def read_plan_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
     """Read the fields of a plan from a JSON document, unchecked, and the number of tokens that it states, or None.
 
     The number is no field of a plan, but can be compared with its lengths. Raises PlanError.
@@ -31,6 +31,7 @@ def read_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
     values["cost"] = Cost.from_json(values.get("cost", {}))
     for name in ("predicted_seconds", "lower_bound_seconds"):
         values[name] = _read_seconds(name, values.get(name, 0.0))
+    # Lengths that are no integers are refused by `Plan.check`.
     values.setdefault("targets", sum(length - 1 for length in lengths if isinstance(length, int)))
     return values, tokens
 
@@ -82,7 +83,7 @@ def _read_tuple(where: str, values: Any) -> tuple[Any, ...]:
 
 
 def _read_seconds(name: str, value: Any) -> float:
-    """Return the seconds of a field. Raises PlanError unless they are a number of at least 0 (nan is none)."""
+    """Return the seconds of a field. Raises PlanError unless they are a number of at least 0, which nan is not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise PlanError(f"{name} is {value!r}; it must be a number of at least 0")
     return float(value)

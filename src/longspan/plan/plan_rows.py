@@ -78,7 +78,7 @@ def find_plan(path: str | Path, step: int) -> Plan | None:
     """
     start, row, cost, cost_of_row = b'{"step":%d,' % step, b"", b"", b""
     for line in read_lines(Path(path), MOST_BYTES):
-        if line is None or not line.endswith(b"\n"):
+        if line is None or not line.endswith(b"\n"):  # longer than any plan, or the torn last line
             continue
         if has_cost(line):
             cost = line
@@ -123,7 +123,10 @@ def _group_type_name(group: Group) -> str:
 
 
 def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
-    """Write a group as a list: the number of its kind, its slots (first and count, if consecutive), its documents."""
+    """Write a group as a list: the number of its kind, its slots (first and count, if consecutive), its documents.
+
+    A kind that `kinds` lacks is added to it, with the next number.
+    """
     kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
     slots, number = group.slots, kinds.setdefault(kind, len(kinds))
     if slots == tuple(range(slots[0], slots[0] + len(slots))):
@@ -134,8 +137,8 @@ def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
 def _read_plan(row: Mapping[str, Any]) -> Plan:
     """Read the plan in a line of plans.jsonl, unchecked, with the default cost.
 
-    Raises ValueError for more slots than a file may make a reader allocate; a group has its degree third unless it
-    lists its slots.
+    Raises ValueError for more slots than a file may make a reader allocate: a group that does not list its slots has
+    only their number, as its third entry, and any number fits a short line.
     """
     lengths: tuple[int, ...] = tuple(row["lengths"])
     kinds: list[list[Any]] = [[_list_as_tuple(x) for x in kind] for kind in row["kinds"]]

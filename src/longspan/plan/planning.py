@@ -61,9 +61,10 @@ class PlannerError(Exception):
 
 
 class Planning:
-    """The planning process, and a thread that receives its answers as they come, as bytes and without the lock.
+    """The planning process, and a thread that receives its answers as they come.
 
-    Raises PlanError for a planner that cannot be sent, and in a planning process itself.
+    Answers stay pickled until they are asked for, so that receiving them hardly holds the interpreter's lock. Raises
+    PlanError for a planner that cannot be sent, and in a planning process itself.
     """
 
     def __init__(self, planner: Planner) -> None:
@@ -81,9 +82,9 @@ class Planning:
         self._worker = Worker(serve_plans)
         self._worker.connection.send((describe_main(payload), payload))
         self._answers: dict[StepRequest, bytes | Failure] = {}
-        self._outstanding: deque[StepRequest] = deque()
+        self._outstanding: deque[StepRequest] = deque()  # sent and not answered, in order
         self._generation, self._window = 0, range(0)  # of the answers that are kept
-        self._gone = False
+        self._gone = False  # whether the process has ended
         self._changed = threading.Condition()
         self._receiver = threading.Thread(target=self._receive_answers, name="plans ahead", daemon=True)
         self._receiver.start()
@@ -100,8 +101,8 @@ class Planning:
                 f"these plans belong to process {self._owner}, this is process {os.getpid()}; open a PlanAhead here"
             )
 
-    def request(self, request: StepRequest) -> None:
-        """Send a request."""
+    def send_request(self, request: StepRequest) -> None:
+        """Send a request to the process, which answers requests in order."""
         with self._changed:
             self._outstanding.append(request)
         with suppress(OSError):  # the process is gone, and `wait_for_plan` reports how
@@ -116,7 +117,7 @@ class Planning:
             }
 
     def wait_for_plan(self, request: StepRequest) -> Plan:
-        """Wait for the plan of a request; it stays, for a second call. Raises the planner's error."""
+        """Wait for the plan of a request, which a second call returns again. Raises the planner's error."""
         with self._changed:
             self._changed.wait_for(lambda: request in self._answers or self._gone)
             answer = self._answers.get(request)
@@ -133,7 +134,7 @@ class Planning:
         return pickle.loads(answer) if isinstance(answer, bytes) else None
 
     def close(self) -> None:
-        """Ask the process to leave, and see that it does; a fork of the owner leaves the process to the owner."""
+        """Ask the process to end, and kill it after 5 seconds. In a fork of the owner nothing happens."""
         if os.getpid() != self._owner:
             return
         self._worker.end(patience=5)

@@ -43,7 +43,7 @@ class Refinement:
     """The corrections of a run whose plans are priced by `cost`, refined from step `first` on.
 
     >>> refinement = Refinement(Cost())
-    >>> refinement.note(MeasuredStep(0, 2.5, (1.5, 0.5, 0.0, 0.0)))
+    >>> refinement.note_step(MeasuredStep(0, 2.5, (1.5, 0.5, 0.0, 0.0)))
     >>> refinement.correction_of(0) == Correction()
     True
     """
@@ -66,18 +66,18 @@ class Refinement:
             known = ", ".join(f"{EVERY * block} to {EVERY * block + EVERY - 1}" for block in self._corrections)
             raise PlanError(f"the correction of step {step} is not known; those of steps {known} are") from None
 
-    def note(self, measured: MeasuredStep) -> None:
+    def note_step(self, measured: MeasuredStep) -> None:
         """Keep a step's seconds for fits, and forget all steps but the last `WINDOW`."""
         self._steps = [*self._steps[1 - WINDOW :], measured]
 
-    def fit(self) -> Correction:
-        """Fit a correction to the last steps; it is the newest one until there are enough of them."""
+    def fit_last_steps(self) -> Correction:
+        """Fit a correction to the last steps; with fewer than LEAST_STEPS of them return the newest one."""
         if len(self._steps) < LEAST_STEPS:
             return self._corrections[max(self._corrections)]
         return fit_correction(*self._step_columns())
 
     def lacks_correction(self, done: int) -> bool:
-        """Return whether a correction is due after `done` steps: of the plans from the next multiple of `EVERY` on."""
+        """Return whether, after `done` steps, plans from the next multiple of `EVERY` on have no correction yet."""
         return done // EVERY + 1 not in self._corrections
 
     def put_correction(self, done: int, correction: Correction) -> None:
@@ -95,7 +95,7 @@ class Refinement:
     def ratios(self) -> dict[Part | str, float]:
         """Return measured over predicted seconds: of the "whole" step, and of each part that the last steps have.
 
-        It is {} before LEAST_STEPS steps.
+        {} before LEAST_STEPS steps. Parts of less than `SHOWN` of the time are left out.
         """
         if len(self._steps) < LEAST_STEPS:
             return {}

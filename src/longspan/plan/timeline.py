@@ -90,7 +90,8 @@ class GroupTable:
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds of each group (G,) as if it had the communication type of the cost.
 
-        They are inf where heads or degree forbid that type; a group of one slot communicates nothing and may have any.
+        A group has inf where heads or degree forbid the type; one of a single slot communicates nothing and may have
+        any type.
         """
         together = self.together(node_size)
         inside = together == self.degree
@@ -99,7 +100,10 @@ class GroupTable:
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
     def attention_squares(self, cost: Cost) -> Ints:
-        """Return squared rows that attention computes (G,): on a known machine without padding, which kernels skip."""
+        """Return the squared rows that attention computes (G,).
+
+        On a known machine these are without padding, which kernels skip; a cost without a network prices padding too.
+        """
         return self.unpadded if cost.network else self.squares
 
     def together(self, node_size: int) -> Ints:
@@ -107,10 +111,11 @@ class GroupTable:
         if not len(self.degree):
             return np.zeros(0, dtype=np.int64)
         node = self.slot // node_size
-        first = np.cumsum(self.degree) - self.degree
+        first = np.cumsum(self.degree) - self.degree  # where the members of each group begin
         starts = np.flatnonzero(np.diff(node, prepend=-1) != 0)  # of runs of slots of a group that share a node
         starts = np.union1d(starts, first)
-        return np.minimum.reduceat(np.diff(starts, append=len(node)), np.searchsorted(starts, first))
+        run_lengths = np.diff(starts, append=len(node))
+        return np.minimum.reduceat(run_lengths, np.searchsorted(starts, first))
 
     def inside(self, node_size: int) -> NDArray[np.bool_]:
         """Return whether all slots of each group share a node (G,)."""
@@ -150,7 +155,7 @@ class Timeline:
 def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Ints:
     """Return the rows that each slot holds in each micro-batch (M, slots).
 
-    Padding is included, and they are rounded up to `row_multiple`.
+    Rows include padding, and are rounded up to `row_multiple`.
     """
     table = GroupTable.of(micro_batches)
     rows = _sum_by_slot(table, table.rows, len(micro_batches), slots).astype(np.int64)
@@ -160,7 +165,7 @@ def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int
 def predicted_seconds(
     micro_batches: Sequence[MicroBatch], slots: int, cost: Cost, *, mode: Mode = "lockstep", node_size: int = 8
 ) -> float:
-    """Return the seconds of a step of these micro-batches on so many slots."""
+    """Return the seconds of a step of these micro-batches on `slots` slots."""
     return timeline(micro_batches, slots, cost, mode=mode, node_size=node_size).step_seconds
 
 
@@ -191,7 +196,10 @@ def timeline(
 
 
 def _lockstep_times(busy: Floats) -> tuple[Floats, Floats, float]:
-    """Return when each slot starts and ends each micro-batch, and the last end, where all wait for the slowest."""
+    """Return when each slot starts and ends each micro-batch, and the last end, where all wait for the slowest.
+
+    The last end is summed exactly, so that every host gets the same.
+    """
     slowest = busy.max(axis=1)
     end = np.cumsum(slowest)
     shape = np.ones_like(busy)
@@ -201,8 +209,8 @@ def _lockstep_times(busy: Floats) -> tuple[Floats, Floats, float]:
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:
     """Return when each slot starts and ends each micro-batch, and the last end.
 
-    Slots that groups join (`component`: their root) start when the last of them is ready, and end with the slowest;
-    slots without documents pass by. Only slots that share documents wait for each other.
+    Slots that groups join start when the last of them is ready, and end with the slowest; `component` has the same slot
+    for all of them. Slots without documents pass by: only slots that share documents wait for each other.
     """
     count, slots = busy.shape
     start, end, clock = np.zeros_like(busy), np.zeros_like(busy), np.zeros(slots)

@@ -48,7 +48,7 @@ def refine_prices(run: TrainingRun, step: int) -> None:
     refinement = run.refinement
     if refinement is None or not refinement.lacks_correction(step):
         return
-    fitted = refinement.fit() if is_first_rank(run.world) else None
+    fitted = refinement.fit_last_steps() if is_first_rank(run.world) else None
     correction = run.world.control.broadcast_object(fitted, what="correction of prices")
     assert correction is not None
     refinement.put_correction(step, correction)
@@ -63,7 +63,7 @@ def note_step(run: TrainingRun, plan: Plan, step: int, seconds: float) -> None:
         return
     choice, home, correction = run.choice, run.world.home, run.refinement.correction_of(step)
     parts = seconds_of_parts(lambda factors: _plan_seconds(plan, choice, factors, home), correction)
-    run.refinement.note(MeasuredStep(step, seconds, parts))
+    run.refinement.note_step(MeasuredStep(step, seconds, parts))
 
 
 def _plan_seconds(plan: Plan, choice: PlanChoice, correction: Correction, home: Any) -> float:

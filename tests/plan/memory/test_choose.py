@@ -22,7 +22,7 @@ from longspan.plan import (
 )
 from longspan.plan.cost.cost_changes import CostSettings
 from longspan.plan.memory.choose import _choices, _fit_fewest_layers, _segment_choices, _set_segments
-from longspan.plan.memory.seconds import MemoryPrices, extra_seconds
+from longspan.plan.memory.seconds import MemoryPrices, seconds_beyond_settings
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 GIB = 2**30
@@ -157,7 +157,7 @@ def test_what_a_cost_leaves_out() -> None:
     needs, machine = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings()), Machine()
 
     def left_out(*words: str) -> float:
-        return extra_seconds(QWEN3_8B, needs.under(words), needs, machine)[0]
+        return seconds_beyond_settings(QWEN3_8B, needs.under(words), needs, machine)[0]
 
     for word in ("exchanged", "selective", "full", "none"):
         memory = needs.under(word)
@@ -167,4 +167,5 @@ def test_what_a_cost_leaves_out() -> None:
         assert left_out(*[slow] * 20, *[fast] * 16) < 0 < left_out(*[fast] * 20, *[slow] * 16)
     assert left_out(*["selective+host"] * 36) > 0 < left_out(*["full+host"] * 36)
     moved = replace(needs.under("selective"), offload_states=True, host=Bytes(states=102 * 10**9))
-    assert extra_seconds(QWEN3_8B, moved, needs, machine)[1] == pytest.approx(2.0)  # 102 GB/s both ways together
+    state_seconds = seconds_beyond_settings(QWEN3_8B, moved, needs, machine)[1]
+    assert state_seconds == pytest.approx(2.0)  # 102 GB/s both ways together

@@ -96,7 +96,7 @@ class AttentionPrice(NamedTuple):
 
 
 def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
-    """Return how many members exchange heads for rows; the others of a group stand in a ring with these."""
+    """Return how many members of a group exchange heads for rows; a ring has `degree` over that number of members."""
     if kind == "a2a":
         return degree
     if kind == "a2a+p2p":
@@ -107,8 +107,8 @@ def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
 def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
     """Return how often every key/value head is sent to members that exchange heads (`HeadSplit` deals them out).
 
-    A member computes its query heads in equally long runs that share a key/value head. It needs a head of its own for
-    each run, so that more are sent than there are if members cut through the queries of a head.
+    A member computes its query heads in equally long runs that share a key/value head, and needs one such head for each
+    run. Where members cut through the queries of a head, each of them is sent a copy.
     """
     members = np.asarray(members, dtype=np.int64)
     _, runs = _deal_heads(heads, kv_heads, members)
@@ -172,9 +172,8 @@ def _type_latency_seconds(cost: AttentionRates, kind: str, degree: Floats) -> Fl
 def _ideal_wait_seconds(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
     """Return the seconds of messages that show on ideal links, with a latency for each step.
 
-    Of a ring of r members max(0, t − computed), where each slot sends its share of `ring_bytes` r − 1 times in t
-    seconds; of a gather all of t. Exchanges of heads show as a whole: beside each other, those inside a host and those
-    between hosts.
+    A slot sends its share of `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed) shows,
+    of a gather all of t. Exchanges of heads show as a whole; those inside a host take place beside those between hosts.
     """
     degree, kind = rows.degree, cost.cp_comm_type
     speed = np.where(rows.inside, cost.inside_bytes_per_second, cost.across_bytes_per_second)
@@ -198,16 +197,17 @@ class _LayerMessages:
     """
 
     def __init__(self, cost: AttentionRates, network: Network, rows: Rows, around: Floats, computed: Floats) -> None:
-        """Take one layer's share of a cost's bytes, of both passes if it has `both`, and of its kernels' seconds."""
+        """Take one layer's share of a cost's bytes, those of each pass, and of its kernels' seconds."""
         self.cost, self.network, self.rows, self.around = cost, network, rows, around
         self.exchanging = rows.degree / around
         self.computed = computed / network.layers
         self.copies = kv_copies(network.heads, network.kv_heads, self.exchanging)  # of a key/value head among members
-        self.both = cost.passes != "forward"
+        self.has_backward = cost.passes != "forward"
         member_rows = rows.tokens / rows.degree / network.layers  # bytes of a cost are of all layers
-        self.block = network.block_share * cost.ring_bytes * member_rows if self.both else cost.ring_bytes * member_rows
-        self.gradients = network.gradient_share * cost.ring_bytes * member_rows if self.both else 0.0 * member_rows
-        exchanged = cost.exchange_bytes * member_rows / (2 if self.both else 1)
+        block_share, gradient_share = (network.block_share, network.gradient_share) if self.has_backward else (1.0, 0.0)
+        self.block = block_share * cost.ring_bytes * member_rows
+        self.gradients = gradient_share * cost.ring_bytes * member_rows
+        exchanged = cost.exchange_bytes * member_rows / (2 if self.has_backward else 1)
         self.queries = (1 - network.key_share) / 2 * exchanged  # or as many bytes of outputs
         self.keys = network.key_share * exchanged * self.copies
         # Gradients of the copies of a head are summed, and travel in the dtype of sums.
@@ -216,7 +216,8 @@ class _LayerMessages:
 
     def wait_seconds(self) -> Floats:
         """Return the seconds of messages that show, of all layers."""
-        passes = [(True, FORWARD_OF_ATTENTION), (False, 1 - FORWARD_OF_ATTENTION)] if self.both else [(True, 1.0)]
+        both_passes = [(True, FORWARD_OF_ATTENTION), (False, 1 - FORWARD_OF_ATTENTION)]
+        passes = both_passes if self.has_backward else [(True, 1.0)]  # whether forward, and the share of the kernels
         kind, seconds = self.cost.cp_comm_type, np.zeros_like(self.computed)
         for is_forward, share in passes:
             computed = share * self.computed
@@ -229,13 +230,13 @@ class _LayerMessages:
         return self.network.layers * seconds
 
     def _ring_seconds(self, is_forward: bool, computed: Floats) -> Floats:
-        """Return what shows of a ring's messages in one pass, W seconds beside C of kernels, and their latencies.
+        """Return what shows of a ring's messages in one pass, and their latencies.
 
-        Nothing travels while a ring computes the last of its r blocks, so that kernels hide (1 − 1 / r) · C: what shows
-        is max(0, W − (1 − 1 / r) · C). In backward the gradients of a block travel as well. Of n slices of heads each
-        has a ring, and these take turns: the kernels are n · r pieces, and messages of one ring travel while another is
-        computed. Then forward leaves only the last piece without messages. Backward has messages beside every piece;
-        but the gradients alone, G of the W seconds, leave after two pieces: max(0, W − C, G − (1 − 2 / (n · r)) · C).
+        Messages take W seconds and kernels C, in pieces: r blocks, for each of n slices of heads, whose n rings take
+        turns. Messages of one ring travel beside the kernels of another. Nothing travels beside the last piece, so
+        max(0, W − (1 − 1 / (n · r)) · C) shows. In backward gradients of blocks, G of the W seconds, travel as well.
+        With several rings all pieces then hide messages, but gradients leave only after two pieces: the longer of W − C
+        and G − (1 − 2 / (n · r)) · C shows, or nothing.
         """
         rings, steps = self.rings, self.around - 1
         sizes = [self.block * self.copies] if is_forward else [self.block * self.copies, self.gradients * self.copies]
@@ -248,7 +249,7 @@ class _LayerMessages:
         return exposed + len(sizes) * rings * steps * self.network.step_seconds
 
     def _step_seconds(self, size: Floats) -> Floats:
-        """Return the seconds of a message of so many bytes to the next member of a ring.
+        """Return the seconds of a message of `size` bytes to the next member of a ring.
 
         Every step waits for the members that cross hosts: one of a host, which has the card for itself, or all of them.
         """
@@ -281,10 +282,10 @@ class _LayerMessages:
         return gather + second_gather + last_kernels + back - computed + latency
 
     def _gather_wire_seconds(self, received: Floats) -> Floats:
-        """Return the seconds in which each member receives so many bytes of a gather.
+        """Return the seconds in which each member receives `received` bytes of a gather.
 
-        Where a group spans hosts they go around a ring of hosts as well, each boundary of which the members of a host
-        share: the longer of both.
+        Where a group spans hosts, the bytes also go around a ring of hosts, and the members of a host share each
+        boundary. Both happen at the same time, so the longer counts.
         """
         inside = self.network.inside.gather.seconds(received)
         across = self.network.across.gather.seconds(received / self.rows.together)
@@ -312,10 +313,10 @@ class _LayerMessages:
         return np.where(slices > 1, sliced, there + back) + 2 * slices * self.network.step_seconds
 
     def _count_slices(self) -> tuple[Floats, Floats]:
-        """Count the slices of large exchanges of heads, and the rings that these have: one if slices share keys.
+        """Count the slices of heads in which large exchanges go, and the rings of keys: one a slice, or one for all.
 
-        A member computes its heads in runs that share a key/value head. It has slices if they are equal: whole runs in
-        each, or of one run as many heads in each.
+        A member computes its heads in runs that share a key/value head. Heads are sliced if slices come out equal: with
+        whole runs in each, and then a ring for each, or with as many heads of each run, which share one ring.
         """
         most, large = EXCHANGE_SLICES, self.queries >= 2 * EXCHANGE_SLICE_BYTES
         heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))

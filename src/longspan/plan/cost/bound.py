@@ -50,8 +50,8 @@ def lower_bound_seconds(
 ) -> Bound:
     """Return the bound of these lengths, by area and by the longest document; max_tokens_per_slot None means no limit.
 
-    `max_cp` limits the degree of any group. The slots of a step together have slots · seconds; work, unavoidable
-    messages and launches are parts of it that do not overlap, so that their sum over the slots bounds the step. Raises
+    `max_cp` limits the degree of any group. The slots of a step have slots · seconds together, of which work,
+    unavoidable messages and launches are parts that do not overlap: their sum over the slots bounds the step. Raises
     PlanError if the longest document fits no group at all.
     """
     rows, widest = np.asarray(lengths, dtype=np.int64), min(max_cp or slots, slots)
@@ -95,8 +95,8 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
 def _least_launches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
     """Count the micro-batches that a slot takes part in at least: in lockstep all of them, in free mode on average.
 
-    In free mode a slot skips those without documents for it: on average it is in as many as its rows fill. Without a
-    cap that has no lower limit but 0.
+    In free mode a slot skips micro-batches without documents for it, and on average takes part in as many as its rows
+    fill: without a cap, in 0 at least.
     """
     if mode == "lockstep":
         return 1 if cap is None else max(1, -(-tokens // (slots * cap)))
@@ -106,8 +106,8 @@ def _least_launches(tokens: int, slots: int, cap: int | None, mode: str) -> floa
 def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node_size: int) -> float:
     """Return the seconds of one document in a group of its own, at the best degree and place that the cap allows.
 
-    They are compute / degree + messages that show, the least over all degrees and types, and one launch. In a group
-    with other documents it takes no less.
+    They are compute / degree + messages that show, the least over all degrees and types, and one launch. A group with
+    other documents in it takes no less.
     """
     narrowest = 1 if cap is None else -(-length // cap)
     if narrowest > widest:
@@ -136,11 +136,11 @@ def _row_seconds(cost: Cost) -> float:
 def _wait_seconds(cost: Cost, kind: str, length: int, degree: NDArray[np.int64], node_size: int) -> NDArray[np.float64]:
     """Return the seconds that each member of a group communicates beyond what attention hides, by degree (degrees,).
 
-    Of d members e exchange heads, the others stand in a ring with these. A member sends exchange_bytes · L / (d · e) to
-    each of the e − 1, and ring_bytes · L / d in each of the d / e − 1 steps. Attention and merging hide what goes
-    around a ring. As this is a lower bound, every choice is the faster one: a group counts as inside a host if it may
-    be there, and a2a+p2p exchanges among all if the cost is not of that type. all_gather gathers at once, so nothing
-    hides it, in one step.
+    The d members form sets of e that exchange heads, and rings of d / e that join the sets. A member sends
+    exchange_bytes · L / (d · e) to each of the e − 1 others of its set, and ring_bytes · L / d in each of the d / e − 1
+    steps of its ring. Attention and merging hide what goes around a ring. As this is a lower bound, every choice is the
+    faster one: a group counts as inside a host if it may be there, and a2a+p2p exchanges among all if the cost is not
+    of that type. all_gather gathers at once, so nothing hides it, in one step.
     """
     inside, across = cost.inside_bytes_per_second, cost.across_bytes_per_second
     speed = np.where(degree <= node_size, max(inside, across), across)  # a group of this size may also be across

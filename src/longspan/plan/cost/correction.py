@@ -112,8 +112,8 @@ def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correct
     >>> seconds_of_parts(lambda c: 2 * c.linear + max(c.attention, 0.5 * c.inside), Correction(linear=1.5))
     (2.0, 1.0, 0.0, 0.0)
 
-    A price is a sum and a maximum of parts, so the parts of what is longest, times their factors, add up to it: each is
-    the derivative by its factor, here the difference of two prices. Messages that attention hides have none.
+    A price is made of sums and maxima of parts times their factors. So it grows evenly with a factor, by the seconds of
+    the part: they are the derivative, here from two prices close to each other. Messages that attention hides have 0.
     """
     parts: list[float] = []
     for name, factor in correction.factors().items():
@@ -131,9 +131,10 @@ def fit_correction(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -
     >>> fit_correction([(2, 1, 0, 0), (1, 2, 0, 0), (1, 1, 0, 0)], [3.2, 3.4, 2.2])
     Correction(linear=1.0, attention=1.2, inside=1.1, across=1.1)
 
-    Least squares of the relative error, in which steps far from the others do not count. A step measures one number, so
-    parts are told apart only as far as plans vary: what they do not show is the median ratio of whole steps, to which
-    every factor is drawn the more, the more steps scatter. Factors are within `BOUND` of it.
+    The factors have the least squares of the relative error, in which steps far from the others do not count. A step
+    measures one number, so parts are told apart only as far as plans vary. Where plans do not tell, a factor is the
+    median ratio of whole steps: every factor is drawn to that ratio, more strongly the more steps scatter, and stays
+    within `BOUND` of it.
     """
     rows = [(part, measured) for part, measured in zip(parts, seconds, strict=True) if sum(part) > 0 and measured > 0]
     if not rows:
@@ -170,11 +171,11 @@ def _solve_within_bounds(shares: Floats, ratios: Floats, weights: Floats, *, pul
     """
     weighted = shares * weights[:, None]
     matrix = weighted.T @ shares + pull * np.eye(len(PARTS))
-    target = weighted.T @ ratios + pull
+    right_side = weighted.T @ ratios + pull
     factors, free = np.ones(len(PARTS)), np.ones(len(PARTS), dtype=np.bool_)
     while free.any():
-        free_target = target[free] - matrix[np.ix_(free, ~free)] @ factors[~free]
-        factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], free_target)
+        right_side_of_free = right_side[free] - matrix[np.ix_(free, ~free)] @ factors[~free]
+        factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], right_side_of_free)
         beyond = np.maximum(factors / BOUND, 1 / np.maximum(factors * BOUND, 1e-9))
         if beyond[free].max() <= 1 + 1e-9:
             break

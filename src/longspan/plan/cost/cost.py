@@ -131,9 +131,9 @@ class Cost:
         return dataclasses.replace(self, cp_comm_type=max(types, key=types.count), a2a_size=a2a_size, heads=heads)
 
     def ways(self, most: int) -> Iterator["Cost"]:
-        """Yield this cost under each type that "auto" chooses from for groups of up to `most` slots; others unchanged.
+        """Yield this cost under each type that "auto" chooses from for groups of up to `most` slots, or else as it is.
 
-        Of types as fast as each other the planner takes the first. Types that exchange heads need to know their number.
+        Of equally fast types the planner takes the first. Exchanges need to know the heads, here or from the network.
         """
         if self.cp_comm_type != "auto":
             yield self
@@ -158,7 +158,7 @@ class Cost:
         return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
-        """Return the seconds on one slot, without communication, of documents of so many rows and squared rows."""
+        """Return the seconds on one slot, without communication, of documents with these sums of rows and squares."""
         half = self.network.half_speed_rows if self.network else 0.0  # on short pieces kernels are slower
         row_seconds = self.linear_seconds + half * self.attention_seconds
         return row_seconds * _float_array(tokens) + self.attention_seconds * _float_array(squares)
@@ -229,9 +229,9 @@ class Cost:
         >>> round(Cost().with_closing(8.19e9, Layout(8)).closing_seconds, 3)
         0.133
 
-        With a closing micro-batch of launches, each of the w = slots / dp_replicate slots of a replica takes in
-        (w − 1) / w of the weights, of `gather_bytes` each, and of sums of gradients, of `reduce_bytes`; a ring over the
-        r replicas brings 2 (r − 1) / r of its 1 / w of these again. A host has `node_size` slots.
+        A closing launches a micro-batch. Each of the w = slots / dp_replicate slots of a replica receives (w − 1) / w
+        of the weights, `gather_bytes` each, and of gradients, `reduce_bytes` each; a ring over the r replicas then sums
+        a slot's 1 / w of the gradients, of which 2 (r − 1) / r arrive. A host has `node_size` slots.
         """
         copies, width, share_host = home.dp_replicate, home.slots // home.dp_replicate, home.slots <= node_size
         gather, reduce = (self._link_speed(share_host or node_size % width == 0, kind) for kind in SHARDED_KINDS)
@@ -296,7 +296,7 @@ class Cost:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the constants and the source by name, for a JSON document that `Cost.from_json` reads back."""
+        """Return the constants, the source, and all else that is not at its default, for `Cost.from_json`."""
         usual = {f.name: f.default for f in dataclasses.fields(self)}
         choices = {name: getattr(self, name) for name in _CHOICES}
         unusual = {name: value for name, value in choices.items() if value != usual[name]}
@@ -307,7 +307,7 @@ class Cost:
 
     @classmethod
     def from_json(cls, values: Any) -> "Cost":
-        """Read a cost from a JSON object; constants left out keep their default. Raises PlanError for others."""
+        """Read a cost from a JSON object; constants left out keep their default. Raises PlanError for unknown ones."""
         names = [field.name for field in dataclasses.fields(cls)]
         constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
         if not all(name in names for name in constants):

@@ -32,13 +32,13 @@ def resolve_compiled_parts(word: Compiled, *, hidden: int, tp: int) -> Compiled:
 class CostSettings:
     """What of a run changes the time of a model: the second argument of `Machine.cost`.
 
-    `recomputation` of so many layers (0: each), `frozen` weights under adapters, `depths` of multi-token prediction,
-    `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` ranks that share experts, and `forward` alone.
-    FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in `dp_replicate` copies,
-    gathers them for every micro-batch's forward pass, again for its backward pass unless `gathered_once`, and sums
-    gradients. `weight_ranks` of a slot share its weights (0: those of tp). In free mode shards are 0:
-    `Cost.with_closing` prices its gathers. Only the `target_share` of the rows predict a token: others have no logits.
-    Layers multiply in `float8` but for gradients of weights, and are `compiled` as in [train] on GPUs.
+    `recomputation` of `recomputed_layers` layers (0: all), `frozen` weights under adapters, `depths` of multi-token
+    prediction, `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` ranks that share experts, and
+    `forward` alone. FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in
+    `dp_replicate` copies, gathers them for every micro-batch's forward pass, again for its backward pass unless
+    `gathered_once`, and sums gradients. `weight_ranks` of a slot share its weights (0: those of tp). In free mode
+    shards are 0: `Cost.with_closing` prices its gathers. Only the `target_share` of the rows predict a token: others
+    have no logits. Layers multiply in `float8` but for gradients of weights, and are `compiled` as in [train] on GPUs.
     """
 
     recomputation: Recomputation = "none"
@@ -61,7 +61,7 @@ class CostSettings:
 def with_recomputation(
     cost: Cost, config: Any, kind: Recomputation, layers: int = 0, *, frozen: bool = False, depths: int = 0
 ) -> Cost:
-    """Return a model's cost if so many layers (0: each) run forward again in backward, by what they keep of attention.
+    """Return a model's cost if `layers` layers (0: all) run forward again in backward, by what they keep of attention.
 
     Layers of "selective" keep its output and the log-sum-exp, those of "exchanged" also what `a2a` types exchanged, and
     those of "full" nothing; "none" runs no layer again.
@@ -79,17 +79,18 @@ def with_recomputation(
         return cost
     shape, forward = ModelShape.of(config, depths=depths), cost.forward_only()
     share = recomputation_share(shape, kind, layers)
-    full, again = (share if kind == word else 0.0 for word in ("full", "selective"))  # shares of the layers
+    full, selective = (share if kind == word else 0.0 for word in ("full", "selective"))  # shares of the layers
     keys = shape.key_width / max(1, shape.query_width + shape.key_width)  # of what is exchanged
     scans = cost.states.scan_seconds if cost.states else 0.0
-    weights = (cost.linear_seconds - scans) * (1 + (share * shape.recomputed_weights / shape.weights - frozen) * 2 / 6)
+    recomputed_share = share * shape.recomputed_weights / shape.weights
+    weight_seconds = (cost.linear_seconds - scans) * (1 + (recomputed_share - frozen) * 2 / 6)
     return replace(
         cost,
-        linear_seconds=weights + scans * (1 + share / 3),
+        linear_seconds=weight_seconds + scans * (1 + share / 3),
         attention_seconds=cost.attention_seconds * (1 + full * 2 / 7),
         ring_step_seconds=cost.ring_step_seconds * (1 + full / 2),
         ring_bytes=cost.ring_bytes * (1 + full * (cost.network.block_share if cost.network else 1 / 3)),
-        exchange_bytes=cost.exchange_bytes * (1 + full / 2 + again * (1 + keys) / 4),
+        exchange_bytes=cost.exchange_bytes * (1 + full / 2 + selective * (1 + keys) / 4),
         merge_seconds=cost.merge_seconds * (1 + full * 2 / 7),
         states=cost.states and cost.states.with_recomputation(share),
         forward=forward,
@@ -97,12 +98,14 @@ def with_recomputation(
 
 
 def recomputation_share(shape: ModelShape, kind: Recomputation, layers: int) -> float:
-    """Return the share of a model's layers that run forward twice, if so many of them do (0: each)."""
+    """Return the share of a model's layers that run forward twice, if `layers` of them do (0: all); 0 under "none"."""
     return min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
 
 
 def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Cost:
-    """Return a model's cost for documents of `tokens` rows in all, with spans of so many rows that see each other.
+    """Return a model's cost for documents of `tokens` rows in all, in which the rows of a span see each other.
+
+    `spans` are the rows of each span.
 
     >>> cost = with_spans(cost, "gemma-3-4b-it/config.json", [256] * 64, 32768)  # doctest: +SKIP
 

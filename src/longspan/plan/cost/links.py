@@ -91,7 +91,7 @@ class Wire:
 
     @classmethod
     def of(cls, seconds: float, bytes_per_second: float) -> "Wire":
-        """Make a wire on which every message takes so many seconds and its bytes' time."""
+        """Make a wire on which every message takes `seconds`, its latency, and the time of its bytes."""
         if not (seconds >= 0 and bytes_per_second > 0):
             raise PlanError(
                 f"a wire of {seconds!r} s a message and {bytes_per_second!r} bytes/s; give a latency of at least 0 and "
@@ -111,7 +111,7 @@ class Wire:
         return (large - small) / (last - first)
 
     def seconds(self, size: ArrayLike) -> Floats:
-        """Return the seconds of messages of so many bytes; of the shape of `size`."""
+        """Return the seconds of messages of `size` bytes, an array of the shape of `size`; 0 bytes take 0."""
         size = np.asarray(size, dtype=np.float64)
         sizes, seconds = _sample_columns(self.samples)
         beyond = np.maximum(size - sizes[-1], 0.0) / self.bytes_per_second

@@ -73,11 +73,11 @@ class Machine(MachineFigures):
     def with_link(
         self, level: Level, *, bytes_per_second: float, seconds: float | None = None, network: str = ""
     ) -> "Machine":
-        """Return this machine with another link "inside" a host or "across" hosts, of so many bytes/s for each slot.
+        """Return this machine with another link "inside" a host or "across" hosts; bytes a second are those of a slot.
 
-        `seconds` is the latency of a message (None: that of the link so far). `network` is "sockets" or "card", one for
-        each slot; "": sockets if an across link is slower than 10 GB/s, whose kinds of messages differ in speed
-        (`links.SOCKET_SPEEDS`).
+        `seconds` is the latency of a message (None: that of the link so far). `network`, read of an across link only,
+        is "card", one for each slot, or "sockets", over which kinds of messages differ in speed
+        (`links.SOCKET_SPEEDS`); "": sockets below 10 GB/s.
         """
         if level not in LEVELS:
             raise PlanError(f"level of a link is {level!r}; use one of {', '.join(LEVELS)}")
@@ -90,9 +90,9 @@ class Machine(MachineFigures):
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
         """Return the cost of a model on this machine; `model` is a transformers configuration, its file or its folder.
 
-        Products and messages follow from the model's shape. Passes over memory, logits that no row needs, products in
-        float8, FSDP2 and the optimizer change them by the settings, and so does recomputation. Raises PlanError for a
-        model that its configuration does not price.
+        Products and messages follow from the model's shape. Passes over memory, FSDP2, the optimizer and recomputation
+        are added as the settings say; logits that no row needs, and what float8 saves, are taken off. Raises PlanError
+        for a model that its configuration does not price.
         """
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
@@ -109,11 +109,11 @@ class Machine(MachineFigures):
         )
         share = recomputation_share(shape, kind, count)
         layer_passes = (1 + RECOMPUTED_PASSES * share) * row.layer_passes
-        head = (2 if settings.frozen else 3) * row.unused_head
+        unused_head = (2 if settings.frozen else 3) * row.unused_head  # forward, gradients of rows, and of weights
         saved = row.saved * (4 + 2 * share * shape.recomputed_weights / max(1, shape.weights))
         cost = dataclasses.replace(
             cost,
-            linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - head - saved,
+            linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - unused_head - saved,
             micro_batch_seconds=cost.micro_batch_seconds + self._sharding_seconds(shape, settings),
             update_seconds=self._update_seconds(shape, settings),
         ).shared_by(settings.tp)
@@ -282,7 +282,7 @@ class Machine(MachineFigures):
         """Return the prices of a call under all types, a2a+p2p with all levels that the group may have."""
         nodes, cost = [slot // node_size for slot in group.slots], self._call_cost(call)
         ways = type_ways(group)
-        return [price_type(cost, way, group, call, nodes, width=ring_share(call, way, group)) for way in ways]
+        return [price_type(cost, way, group, call, nodes, sent=ring_share(call, way, group)) for way in ways]
 
     def _call_cost(self, call: AttentionCall) -> Cost:
         """Return the cost of one layer of nothing but this call.
@@ -299,7 +299,7 @@ class Machine(MachineFigures):
             attention_seconds=pair * (3.5 if has_both else 1.0),
             ring_bytes=float(keys * (turns if has_both else number)),
             exchange_bytes=float((2 if has_both else 1) * number * (queries + keys)),
-            merge_seconds=(1.0 if has_both else 2 / 7) * self._merge_seconds(queries / 2),
+            merge_seconds=(1.0 if has_both else 2 / 7) * self._merge_seconds(queries / 2),  # an output: half of both
             ring_step_seconds=0.0,
             micro_batch_seconds=0.0,
             source="one layer",

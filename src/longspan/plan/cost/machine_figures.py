@@ -109,7 +109,7 @@ class MachineFigures:
                 raise PlanError(f"{name} of a machine is {value!r}; give a finite number {least}")
 
     def rates(self) -> dict[str, float]:
-        """Return the figures by name, without the links."""
+        """Return the figures that are floats by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is float}
 
     @classmethod
@@ -148,9 +148,9 @@ class MachineFigures:
         )
 
     def scale_figures(self, name: str, products: float, memory: float, inside: float, across: float, gib: int) -> Self:
-        """Make a device whose products and memory are so many times as fast, with so much memory, by data sheet.
+        """Make a device by its data sheet: `products` and `memory` are its speeds over this one's.
 
-        `inside` and `across` are bytes/s of its links.
+        `inside` and `across` are bytes/s of its links, `gib` is the size of its memory.
         """
         rates = {key: value * products for key, value in self.rates().items() if key.endswith("flops_per_second")}
         return dataclasses.replace(

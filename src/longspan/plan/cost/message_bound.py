@@ -51,7 +51,7 @@ class MessageBound:
     widest: int
 
     def slot_seconds(self, rows: Ints) -> float:
-        """Return the slot seconds that documents of these rows take beyond their kernels, at least: of all together.
+        """Return the least slot seconds that documents of these rows take, all together, beyond their kernels.
 
         Each document is charged the cheapest group that holds it, inside a host or over several. A group is charged one
         share of `MIXTURES` for all its documents, so that the sum is made for each share, and the largest is the bound.
@@ -69,28 +69,27 @@ class MessageBound:
         return max(0.0, *(math.fsum(seconds) for seconds in np.minimum(inside, across).tolist()))
 
     def _inside_seconds(self, fewest: int, shortest: int) -> float:
-        """Return the seconds a row of a group of so many slots or more that share a host; infinite if none can.
+        """Return the seconds a row of a group of `fewest` slots or more that share a host; infinite if none can.
 
-        They are those of the exchange of heads, of the latencies and merging of the steps of a ring, whose bytes
-        kernels may hide, and of kernels on short pieces; or those of a gather.
+        They are those of a gather, or those of two levels, if less: of the exchange of heads, of the latencies and
+        merging of a ring's steps (kernels may hide its bytes), and of kernels that are slower on short pieces.
         """
         if fewest > min(self.widest, self.node_size):
             return np.inf
-        chosen, around = self._two_levels(fewest)
+        chosen, around = self._possible_levels(fewest)
         step_seconds = self._turn_seconds + self.cost.merge_seconds
         levels = self._exchanges[0][chosen] + step_seconds * (around - 1) + self._kernel_delay(around, shortest)
         return min(self._gather_row_seconds(fewest, shortest, crosses=False), levels.min(initial=np.inf))
 
     def _across_seconds(self, fewest: int, shortest: int, length: Floats) -> Floats:
-        """Return the seconds of documents in groups of so many slots or more on several hosts.
+        """Return the seconds of documents in groups of `fewest` slots or more on several hosts (MIXTURES, documents).
 
-        They are (shares of `MIXTURES`, documents), infinite if no group is so wide: the least of a gather and of
-        `_ring_seconds`.
+        They are the lesser of a gather's and of `_ring_seconds`, and infinite if no group is that wide.
         """
         if fewest > self.widest:
             return np.full((len(MIXTURES), len(length)), np.inf)
         gather = self._gather_row_seconds(fewest, shortest, crosses=True) * length
-        chosen, fewest_around = self._two_levels(fewest)
+        chosen, fewest_around = self._possible_levels(fewest)
         if not len(chosen):
             return np.broadcast_to(gather, (len(MIXTURES), len(length)))
         return np.minimum(gather, self._ring_seconds(chosen, fewest_around, shortest, length))
@@ -106,7 +105,9 @@ class MessageBound:
         narrowest ring if it is wider, is charged.
         """
         share = np.array(MIXTURES)[:, None, None]  # (shares, sets, documents)
-        exchange, wire = (x[None, :, None] for x in (self._exchanges[1][chosen], self._wires(self._members[chosen])))
+        exchange, wire = (
+            x[None, :, None] for x in (self._exchanges[1][chosen], self._ring_wire_seconds(self._members[chosen]))
+        )
         narrowest = fewest_around[None, :, None].astype(np.float64)
         kernels = self.cost.attention_seconds * length * (length + self.network.half_speed_rows)
         step_seconds = (self._turn_seconds + share * wire) * length
@@ -118,11 +119,12 @@ class MessageBound:
         computed = (1 - share) * slower * length
         return (exchange * length + step_seconds * (around - 1) + computed - hidden).min(axis=1)
 
-    def _two_levels(self, fewest: int) -> tuple[Ints, Ints]:
+    def _possible_levels(self, fewest: int) -> tuple[Ints, Ints]:
         """Return the sets that may exchange heads in a group of `fewest` slots or more, and the narrowest ring of each.
 
-        A set is its number in `_members`. e members need a ring of ⌈fewest / e⌉. The first set that needs none is the
-        last that is tried, as wider ones are not cheaper: `a2a` has only that, and `p2p` only sets of one.
+        A set of e members is given by the index of e in `_members`, and needs a ring of ⌈fewest / e⌉. The first set
+        that needs no ring is the last one tried, as wider sets are not cheaper. `a2a` tries that set only, `p2p` the
+        set of one, and `all_gather` none.
         """
         kind, members = self.cost.cp_comm_type, self._members
         wide = int(np.searchsorted(members, fewest))  # the first that needs no ring
@@ -144,11 +146,11 @@ class MessageBound:
         """The seconds a row of the messages of a step of a ring, however few bytes they carry."""
         return self.network.layers * self.network.step_seconds * self._turns / self.cap
 
-    def _wires(self, exchanging: Ints) -> Floats:
-        """Return the seconds a row of what a step of a ring between hosts sends, of sets that exchange heads.
+    def _ring_wire_seconds(self, exchanging: Ints) -> Floats:
+        """Return the seconds a row in which a ring's step sends its bytes between hosts, for sets of these members.
 
-        A block of keys and values goes round in each pass, gradients in backward; of both wires between hosts, for one
-        member of a host or all, the faster is charged.
+        A block of keys and values goes round in each pass, gradients in backward. Whether one member of a host sends or
+        all do is not known here, so the faster wire is charged.
         """
         across, copies = self.network.across, self._copies(exchanging)
         seconds = np.zeros(len(exchanging))
@@ -163,7 +165,7 @@ class MessageBound:
         return self._queries * self.cap >= SLICED_EXCHANGE_BYTES
 
     def _gather_row_seconds(self, degree: int, shortest: int, crosses: bool) -> float:
-        """Return the seconds a row of gathers over so many slots or more, in one piece or in slices.
+        """Return the seconds a row of gathers over `degree` slots or more, in one piece or in slices.
 
         Slices need so many bytes that a group of full slots must be wide for them. Infinite if no type is a gather.
         """
@@ -177,12 +179,13 @@ class MessageBound:
     def _gather_seconds(self, degree: int, crosses: bool, slices: int) -> float:
         """Return the seconds of a layer's gathers on a full slot, of which at least one slice is never hidden.
 
-        A gather in each pass, the exchange of gradients in backward, and the latency of every message. Where hosts are
-        crossed, a host's slots share what it receives; of how many share a host, the best is taken.
+        There is a gather in each pass, the exchange of gradients in backward, and the latency of every message. Where
+        hosts are crossed, a host's slots share what it receives; how many slots share a host is not known, so the
+        number with the least seconds counts.
         """
         network, rows = self.network, self.cap / slices
         received = self._block * (degree - 1) * rows
-        together = max(1, min(self.node_size, degree // 2)) if crosses else degree
+        together = max(1, min(self.node_size, degree // 2)) if crosses else degree  # at most, on the host with fewest
         gather = float(self._full_seconds(network.inside.gather, received))
         if crosses:
             gather = max(gather, float(self._full_seconds(network.across.gather, received / self.node_size)))
@@ -216,7 +219,7 @@ class MessageBound:
         return inside, across
 
     def _exchange_row_seconds(self, members: int, near: Ints) -> float:
-        """Return the seconds a row of exchanges among members of whom one of these numbers shares a host.
+        """Return the least seconds a row of exchanges among members, of whom any number in `near` may share a host.
 
         Each of e members sends 1 / e of its queries, keys and values to every other and gets as much of outputs back,
         and of their gradients in backward. Keys of which there are too few heads are copied, and the gradients of
@@ -225,7 +228,7 @@ class MessageBound:
         """
         network, copies = self.network, float(self._copies(members))
         keys, summed = self._keys * copies, network.gradient_share / network.block_share if self._has_backward else 1.0
-        key_gradients = keys * (summed if copies > 1 else min(1.0, summed))
+        key_gradients = keys * (summed if copies > 1 else min(1.0, summed))  # the least: `copies` is a bound itself
         sent = [self._queries + keys, self._queries]
         if self._has_backward:
             sent += [self._queries, self._queries + key_gradients]
@@ -239,7 +242,10 @@ class MessageBound:
         return network.layers * seconds / self.cap
 
     def _exchange_seconds(self, near: ArrayLike, far: ArrayLike) -> float:
-        """Return the seconds of bytes inside a host and of others between hosts, at the same time: the least."""
+        """Return the least seconds, over the pairs of `near` and `far`, of these bytes inside a host and between hosts.
+
+        Both travel at the same time.
+        """
         network = self.network
         inside, across = (
             self._full_seconds(network.inside.exchange, near),
@@ -249,7 +255,7 @@ class MessageBound:
 
     @staticmethod
     def _full_seconds(wire: Wire, size: ArrayLike) -> Floats:
-        """Return the seconds of `size` bytes at the cheapest rate of any message of so many bytes or fewer.
+        """Return the seconds of `size` bytes at the cheapest rate of any message of at most `size` bytes.
 
         Seconds rise evenly between the samples of a wire, so seconds over bytes are least at a sample or at `size`.
         """
@@ -261,7 +267,7 @@ class MessageBound:
         return rate * size
 
     def _copies(self, members: ArrayLike) -> Floats:
-        """How often a key/value head is sent, at least: each member needs one."""
+        """Return how often a key/value head is sent at least (`members`,): each member needs one of the heads."""
         return np.maximum(1.0, np.asarray(members, dtype=np.float64) / self.network.kv_heads)
 
     @property

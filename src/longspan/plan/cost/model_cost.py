@@ -29,7 +29,9 @@ def cost_on_h200(config: Any, *, depths: int = 0) -> Cost:
 
 
 def cost_on_cpus(config: Any, *, depths: int = 0) -> Cost:
-    """Compare the parts of a model's plans on CPUs, none of which was measured: `source` is "".
+    """Price a model on CPUs by orders of magnitude, to compare the parts of its plans.
+
+    `source` is "", as no CPU was measured.
 
     >>> cost_on_cpus("Qwen3-8B/config.json").source  # doctest: +SKIP
     ''
@@ -43,8 +45,9 @@ def read_machine(file: str, key: str) -> Machine | Cost:
     >>> read_machine("h200", "--machine") == Machine.known("H200")
     True
 
-    A file that has such a name is read. `key` is the option or key that names the file, for messages. `source` of a
-    machine or cost that was read is the file. Raises ConfigError for a file that holds neither, for a folder too.
+    A file whose name is that of a known machine is read all the same. `key` is the option or key that names the file,
+    for messages. `source` of a machine or cost that was read is the file. Raises ConfigError for a file that holds
+    neither, for a folder too.
     """
     if is_known(file) and not Path(file).is_file():
         return Machine.known(file)

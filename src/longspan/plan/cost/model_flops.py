@@ -51,16 +51,15 @@ USUAL_FLOPS = 4e14  # a second, of a device that is not named: that of `Cost()`
 def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False, spans: Iterable[int] = ()) -> int:
     """Count the FLOPs of forward and backward for documents of these lengths, by the convention above.
 
-    Of `frozen` weights, under adapters, which do not count themselves, the gradients are not computed: 4 FLOPs in place
-    of 6.
+    `frozen` weights, under adapters, have no gradients of their own: 4 FLOPs in place of 6. Adapters do not count.
 
     >>> shape = ModelShape(layers=2, weights=1000, query_width=64, key_width=32)
     >>> model_flops(shape, [10, 20])
     587040
 
-    Attention takes 2 FLOPs for each pair of a query and a key that it sees, value of the query width and product (of
-    queries and keys, of weights and values), and backward twice that: 12 x query width x pairs. A state-space layer
-    takes 3 times its `MixerShape.scan_flops` for each row. `spans` are the rows of each span whose rows see each other.
+    Attention has two products, of queries and keys and of weights and values. Each takes 2 FLOPs for each visible pair
+    and number of the query width, and backward twice that: 12 x query width x pairs. A state-space layer takes 3 times
+    its `MixerShape.scan_flops` for each row. `spans` are the rows of each span whose rows see each other.
     """
     pairs = sum(_window_pairs(length, length) for length in lengths)
     in_windows = sum(_window_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
@@ -86,7 +85,7 @@ def _chunk_pairs(length: int, chunk: int) -> int:
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
-    """Return what a device of this name does at most in this type, in 1e12 FLOP/s; None if it is not in the table.
+    """Return what a device of this name does at most in this dtype, in 1e12 FLOP/s; None if the table lacks either.
 
     float16 is as fast as bfloat16 on all of them.
 
@@ -100,7 +99,7 @@ def peak_tflops(device: str, dtype: str) -> float | None:
 
 
 def later_pairs(spans: Iterable[int]) -> int:
-    """Count the pairs of a row and a later row of its span, for spans of so many rows: n (n − 1) / 2 each.
+    """Count the pairs of a row and a later row of its span: n (n − 1) / 2 in a span of n rows.
 
     >>> later_pairs([256, 4])
     32646

@@ -83,11 +83,11 @@ class StateCost:
         bytes_per_value: int = 2,
         channel_seconds: float = 0.0,
     ) -> "StateCost | None":
-        """Price a model's state-space layers at so many TFLOP/s of scans and of summaries; None if it has none.
+        """Price a model's state-space layers at these TFLOP/s of scans and of summaries; None for a model without any.
 
         `channel_seconds` are those of a row and channel of a layer's convolution, with the norms and gates about it.
-        Forward and backward take 3 times a forward scan. States and transitions travel in float32, in forward and in
-        backward, rows of the convolution (the halo) in `bytes_per_value`; each of both messages costs a `step_latency`.
+        Forward and backward take 3 times a forward scan. In either pass states with transitions (in float32) are one
+        message and rows of the convolution, the halo (in `bytes_per_value`), another; each costs a `step_latency`.
         """
         mixer, layers = shape.mixer, shape.mixer_layers
         if mixer is None:
@@ -127,7 +127,7 @@ class StateCost:
         return self._scale_numbers({name: factor for name in self.constants() if name.endswith("_seconds")})
 
     def apply_factors(self, *, linear: float, inside: float) -> "StateCost":
-        """Return the cost where products and the wait for messages take so many times as long."""
+        """Return the cost where products take `linear` and the wait for messages `inside` times as long."""
         return self._scale_numbers({"scan_seconds": linear, "summary_seconds": linear, "step_seconds": inside})
 
     def _scale_numbers(self, factors: dict[str, float]) -> "StateCost":
@@ -150,9 +150,10 @@ class StateCost:
         return np.where(degree > 1, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
 
     def wire_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
-        """Return the bytes that all slots of a group receive: states and transitions of all others, rows of one.
+        """Return the bytes that all slots of a group receive.
 
-        A run that a state enters is one that reads rows before it.
+        States and transitions of each run go to every other slot of the group. A run that does not begin its document,
+        so that a state enters it, also gets the rows before it, from one slot.
         """
         states, _ = self._count_states(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
         return self.run_bytes(documents, tokens, degree) * (np.asarray(degree) - 1) + self.halo_bytes * states
@@ -165,9 +166,9 @@ class StateCost:
     def _count_states(self, documents: Floats, tokens: Floats, degree: Floats) -> tuple[Floats, Floats]:
         """Count the states and the transitions that a group sends.
 
-        A document's runs but the last send a state; of these, all but the first send a transition too, as a state
-        passes through them. A contiguous partition has a boundary less than slots, and at each one document that goes
-        on; there the first run of each document sends no transition.
+        Each run of a document but the last sends a state, and of these each but the first sends a transition too, as
+        a state passes through it. Under "contiguous" each of the degree − 1 boundaries between slots cuts one document,
+        whose state goes on; the first run of each document sends no transition.
         """
         if self.partition == "contiguous":
             return degree - 1, np.maximum(degree - 1 - documents, 0)

@@ -112,12 +112,12 @@ def type_ways(group: Group) -> Ways:
 
 
 def price_type(
-    cost: Cost, way: tuple[str, int], group: Group, call: AttentionCall, nodes: list[int], *, width: float = 1.0
+    cost: Cost, way: tuple[str, int], group: Group, call: AttentionCall, nodes: list[int], *, sent: float = 1.0
 ) -> TypePrice:
-    """Price a type by the cost of one layer, whose rings send `width` of their rows.
+    """Price a type by the cost of one layer: the seconds of its kernels and those of the messages that show.
 
-    `nodes` are those of the slots. Where `width` is below 1, rows go straight to those that see them, and nothing is
-    merged. A type takes the seconds of its kernels and those of the messages that show.
+    `way` is the type and its members that exchange heads, `nodes` are the hosts of the slots. A ring sends the share
+    `sent` of its rows. Where that is below 1, rows go straight to those that see them, and nothing is merged.
     """
     (kind, inner), degree = way, group.degree
     around = degree // inner  # members of a ring
@@ -125,12 +125,12 @@ def price_type(
     if call.heads % inner:
         impossible = f"{call.heads} query heads do not divide by {inner}"
         return TypePrice(kind, sizes, math.inf, math.inf, {"inside": 0.0, "across": 0.0}, impossible)
-    cost = dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner, ring_bytes=cost.ring_bytes * width)
-    if width < 1.0:
+    cost = dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner, ring_bytes=cost.ring_bytes * sent)
+    if sent < 1.0:
         cost = dataclasses.replace(cost, merge_seconds=0.0)
     together = min(nodes.count(node) for node in set(nodes))
     busiest = _busiest_ratio(group, call, degree if kind == "all_gather" else around)
-    price = price_attention(cost, _call_rows(group, call, together, busiest, narrow=width < 1.0))
+    price = price_attention(cost, _call_rows(group, call, together, busiest, narrow=sent < 1.0))
     exposed = float(price.exposed) if degree > 1 else 0.0
     seconds = float(price.computed) + exposed
     return TypePrice(kind, sizes, seconds, exposed, bytes_by_level(cost, kind, sizes, sum(group.laid_out), nodes))
@@ -139,7 +139,8 @@ def price_type(
 def _call_rows(group: Group, call: AttentionCall, together: int, busiest: float, *, narrow: bool) -> Rows:
     """Return a group as `price_attention` takes it: pairs that a call's masks leave, and its typical document.
 
-    A kernel's typical document has Σ n² / Σ n rows, those of a typical row's document, or a chunk if that is shorter.
+    A kernel's typical document has Σ n² / Σ n rows, the mean over rows of how long their document is, or those of a
+    chunk if that is shorter.
     """
     laid_out = group.laid_out
     tokens = sum(laid_out)
@@ -181,10 +182,10 @@ def is_narrow(lengths: Sequence[int], degree: int, window: int | None, chunk: in
 
 
 def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | None) -> Integers:
-    """Return a bound on the rows of others that a ring's members see together, by document of so many `rows`.
+    """Return, for documents of these rows, a bound on the rows of others that a ring's members see together.
 
-    Each of its at most 2 · degree runs sees window − 1 rows before it under a window, and under chunks the rows from
-    the start of its first row's chunk on.
+    Without limits each member sees all rows. A document has at most 2 · degree runs. Under a window each run sees
+    window − 1 rows before it, and under chunks the rows from the start of its first row's chunk on.
     """
     foreign = (degree - 1) * rows
     if window is not None:
@@ -237,8 +238,8 @@ def _message_bytes(cost: Cost, sizes: tuple[int, int], tokens: int) -> tuple[flo
 
     Each row goes to the other around − 1 members of its ring, and of a row's heads (inner − 1) / inner leave their
     member. A key/value head that several members need is sent to each; the gradients of its copies travel in the dtype
-    of sums, and so are `widened` times as large. Of what is exchanged keys and values are `key_share`, and
-    `key_factor` what they grow to by that.
+    of sums, and so are `widened` times as large. Keys and values are `key_share` of what is exchanged, and grow to
+    `key_factor` by their copies.
     """
     network, (inner, around) = cost.network, sizes
     turns = cost.ring_bytes * tokens * (around - 1)

@@ -50,8 +50,8 @@ class DegreeTable:
         """Make the table of a problem, which does not depend on durations.
 
         Items that may be anchors, single documents of enough work, are classed by length; of each class the longest one
-        is priced at every degree: seconds, rows of a slot, and whether these fit the cap. The fillers'
-        density is the work of a row of a short item, the one after three quarters of all, longest first.
+        is priced at every degree: seconds, rows of a slot, and whether these fit the cap. The fillers' density is the
+        work a row of one short item: the first of the last quarter, in falling order of length.
         """
         may_anchor = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_anchor_work)
         lengths = np.unique(problem.tokens[may_anchor])
@@ -103,8 +103,8 @@ class DegreeTable:
     def price_stretch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
         """Price an item that makes a micro-batch with `free` slots longer, at the degree at which that costs least.
 
-        Returns the cost in slot seconds, inf if the item does not fit, the degree, and the seconds that the item takes
-        at it. It takes its slots for the whole micro-batch, and makes all slots wait for what it lasts longer.
+        Returns the cost in slot seconds (inf if the item does not fit), the degree, and the item's seconds at that
+        degree. The item takes its slots for the whole micro-batch, and all slots wait as long as it makes that longer.
         """
         row = int(self.item_class[item])
         seconds = self.seconds[row]

@@ -53,9 +53,9 @@ class _FilledBins:
         self.first_documents = _sums_of_first(documents)
 
     def _note_anchors(self, draft: Draft) -> None:
-        """Note what an anchor adds to its bin: documents of the shared group, or seconds and rows before it.
+        """Note what an anchor adds to its bin: documents to the shared group, or seconds and rows before that group.
 
-        An anchor of one part takes all slots of its bin, as the shared group does, so both are one group. One of
+        An anchor of one part takes all slots of its bin, as the shared group does, and so joins it. An anchor of
         several parts runs before the fillers. A bin without an anchor (index −1) gets zeros; the tables have one entry
         at least, so that −1 can be looked up.
         """
@@ -121,9 +121,9 @@ def _sums_of_first(values: Ints) -> Ints:
 def divide_bins(draft: Draft, *, level: bool) -> Division:
     """Decide for every bin which fillers all its slots share; with `level` all bins of a micro-batch end together.
 
-    With `level` a bin may take as long as the slowest of its micro-batch and shares no more than that needs. Otherwise
-    no end is early enough, and it shares what makes it fastest. All fillers are shared if a group must have more than
-    one slot.
+    With `level` a bin may take as long as the slowest of its micro-batch, and shares no more than that needs. Otherwise
+    a bin has the goal 0, which none meets, so that it shares what makes it fastest. All fillers are shared if a group
+    must have more than one slot.
     """
     bins = draft.bins
     seconds = np.array(bins.seconds)
@@ -137,11 +137,11 @@ def divide_bins(draft: Draft, *, level: bool) -> Division:
     all_shared, _ = filled.try_sharing(np.arange(len(filled.index)), most)
     share_counts = [count for count in SHARE_COUNTS if count < most] if draft.problem.min_cp == 1 else []
     micro_batch = np.array(bins.micro_batch, dtype=np.int64)
-    enough = np.zeros(len(draft.durations))
+    goals = np.zeros(len(draft.durations))  # of each micro-batch
     if level:
-        np.maximum.at(enough, micro_batch[empty], seconds[empty])
-        enough = _earliest_ends(filled, all_shared, share_counts, micro_batch, enough)
-    goal = enough[micro_batch[filled.index]]
+        np.maximum.at(goals, micro_batch[empty], seconds[empty])
+        goals = _earliest_ends(filled, all_shared, share_counts, micro_batch, goals)
+    goal = goals[micro_batch[filled.index]]
     _choose_sharing(filled, division, goal, all_shared, share_counts)
     return division
 

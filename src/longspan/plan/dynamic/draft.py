@@ -39,7 +39,7 @@ class Bins:
     fillers: list[list[int]] = field(default_factory=list[list[int]])
 
     def add_bin(self, micro_batch: int, part: tuple[int, int], anchor: int, seconds: float, rows: int) -> None:
-        """Add a bin that is busy for some seconds already and has so many rows left on each slot."""
+        """Add a bin of a `part` (first slot, slots) that is busy for `seconds` already and has `rows` left a slot."""
         self.micro_batch.append(micro_batch)
         self.start.append(part[0])
         self.width.append(part[1])
@@ -123,7 +123,10 @@ class Draft:
 
 
 def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
-    """Return the time in lockstep of micro-batches of these durations (0: without documents), with their launches."""
+    """Return the time in lockstep of micro-batches of these durations (0: without documents), with all launches.
+
+    Dummy micro-batches, up to the request's multiple, are launched too.
+    """
     multiple = problem.request.micro_batch_multiple
     count = -(-sum(duration > 0.0 for duration in durations) // multiple) * multiple
     return math.fsum(durations) + count * problem.request.cost.micro_batch_seconds
@@ -141,7 +144,8 @@ class Division:
 def make_micro_batches(draft: Draft, division: Division) -> list[MicroBatch]:
     """Make the micro-batches of a draft, longest documents of each group first.
 
-    An anchor has its slots; a filler has all slots of its bin if it is shared, else the slot that its division names.
+    An anchor has its own slots, a shared filler all slots of its bin, and any other filler the slot that the division
+    names.
     """
     batches: list[dict[tuple[int, ...], list[int]]] = [{} for _ in draft.durations]
     for anchor in draft.anchors:
@@ -168,7 +172,7 @@ def _make_group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> G
 
 
 def sort_documents(batch: MicroBatch) -> MicroBatch:
-    """Sort the documents of each group by falling length, so that their ids do not matter."""
+    """Sort the documents of each group by falling length, as plans of drafts have them; equal lengths by id."""
     groups: list[Group] = []
     for group in batch.groups:
         order = sorted(range(len(group.documents)), key=lambda i: (-group.lengths[i], group.documents[i]))

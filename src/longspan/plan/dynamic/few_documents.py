@@ -48,8 +48,8 @@ class _Sizes(NamedTuple):
 def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
     """Search for the best plan of few items; returns its seconds and micro-batches.
 
-    Every way of grouping items into micro-batches is tried, each with the best arrangement of its items side by side on
-    the slots. The result is None where there is too much to try, or nothing fits.
+    A few ways of dividing the items into micro-batches are tried, each with the best arrangement of its items side by
+    side on the slots. The result is None where there are too many items or slots, or nothing fits.
     """
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None
@@ -75,7 +75,7 @@ def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
     for count in range(problem.least_micro_batches, problem.least_micro_batches + MORE_MICRO_BATCHES + 1):
         even = pack_least_loaded(tokens, problem.work.tolist(), count, problem.request.slots * problem.cap)
         by_length: list[int] = np.minimum(middle * count // sum(tokens), count - 1).tolist()
-        for places in (even, by_length if count > 1 else None):
+        for places in (even, by_length if count > 1 else None):  # of one micro-batch both are the same
             if places is not None:
                 yield [items for items in _items_by_place(range(len(places)), places, count) if items]
 
@@ -99,14 +99,14 @@ def _best_arrangement(problem: Problem, items: list[int]) -> SideBySide | None:
 
 def _improve_arrangement(problem: Problem, arrangement: SideBySide) -> SideBySide:
     """Move items out of the slowest group, one at a time, as long as that helps; at most `MOST_MOVES` are tried."""
-    left = MOST_MOVES
-    while left > 0:
+    moves_left = MOST_MOVES
+    while moves_left > 0:
         for groups in _groups_after_moves(arrangement):
-            trial, left = _arrange_groups(problem, groups), left - 1
+            trial, moves_left = _arrange_groups(problem, groups), moves_left - 1
             if trial is not None and trial.seconds < arrangement.seconds:
                 arrangement = trial
                 break
-            if left <= 0:
+            if moves_left <= 0:
                 return arrangement
         else:
             return arrangement
@@ -122,8 +122,8 @@ def _groups_after_moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
     slowest = groups.pop(arrangement.slowest)
     for item in slowest[::-1]:
         remaining = [other for other in slowest if other != item]
-        for target in range(len(groups)):
-            changed = [group + [item] * (place == target) for place, group in enumerate(groups)]
+        for receiver in range(len(groups)):
+            changed = [group + [item] * (place == receiver) for place, group in enumerate(groups)]
             yield changed + [remaining] * bool(remaining)
 
 
@@ -151,8 +151,8 @@ def _arrange_groups(problem: Problem, groups: list[list[int]]) -> SideBySide | N
 def _group_widths(problem: Problem, sizes: _Sizes) -> Ints | None:
     """Find the fewest slots of each group (groups,) with which all end at the earliest possible time; None: no room.
 
-    That time is the end of some group at some degree. It is found by halving the range of these, as more time never
-    needs more slots.
+    That time is one at which some group ends at some degree. All these times, sorted, are searched by halving, as more
+    time never needs more slots.
     """
     seconds = _group_seconds(problem, sizes)
     ends = np.unique(seconds[np.isfinite(seconds)])

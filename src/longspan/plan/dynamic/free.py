@@ -78,8 +78,8 @@ class _Lanes:
         self.next: list[int] = [0] * len(self.parts)  # micro-batch
         self.items: list[list[int]] = [[] for _ in self.parts]
         self.anchors: list[Anchor] = []
-        a_micro_batch = self.launch + float(cost.latency_seconds(int(self.width.max())))
-        share = a_micro_batch / (FILLED * problem.cap) * problem.tokens
+        fixed_seconds = self.launch + float(cost.latency_seconds(int(self.width.max())))  # of a micro-batch
+        share = fixed_seconds / (FILLED * problem.cap) * problem.tokens
         self.work = problem.work + share  # seconds on one slot with its share of launches and latency
 
     def place_gang(self, item: int) -> None:
@@ -120,8 +120,9 @@ class _Lanes:
         """Choose the fewest lanes that end a document by the goal, or those that end it earliest; also returns when.
 
         Lanes are taken in the order in which they end. A gang follows the last gang of its lanes, and what a lane works
-        on alone comes after it: the gang's lanes end when it does and the longest of that work is done. None for a pack
-        of documents, since `_gang_seconds` prices one document, and where no number of lanes makes a degree.
+        on alone comes after its gangs: the lanes end once the gang and then the longest of their own work are done.
+        None for a pack of documents, since `_gang_seconds` prices one document, and where no number of lanes makes a
+        degree.
         """
         best, earliest = None, np.inf
         order = np.argsort(self.end, kind="stable")[:MOST_LANES]

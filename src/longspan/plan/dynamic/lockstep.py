@@ -68,7 +68,7 @@ class Search:
             self.best = draft
 
     def improve_settings(self, steps: int, seed: int = 0) -> None:
-        """Change the best settings a little, so many times, and keep what is better."""
+        """Change the best settings a little, `steps` times, and keep what is better."""
         random = Random(seed)
         for _ in range(steps):
             assert self.best is not None
@@ -80,7 +80,7 @@ class Search:
 
 
 def search_draft(problem: Problem, effort: Effort) -> Draft:
-    """Search for the best draft with so much effort."""
+    """Search for the best draft, from initial settings or those of a sample on, by `effort.steps` changes."""
     full = Search(problem)
     if problem.sample_factor == 1:
         candidates = list(initial_settings(problem, full.degrees))[:: problem.stride]
@@ -94,7 +94,10 @@ def search_draft(problem: Problem, effort: Effort) -> Draft:
 
 
 def _search_sample(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
-    """Search on a sample of the problem; returns settings for the whole: one improved, and the best of the first."""
+    """Search on a sample; returns settings for the whole problem: the sample's best, and initial ones that did well.
+
+    Initial settings of the problem and of its sample correspond by number.
+    """
     sample, settings_of_problem = Search(problem.make_sample()), list(initial_settings(problem, degrees))
     for settings in initial_settings(sample.problem, sample.degrees):
         sample.try_settings(settings)
@@ -107,7 +110,7 @@ def initial_settings(problem: Problem, degrees: DegreeTable) -> Iterator[DraftSe
     """Yield the settings that a search begins with: numbers of micro-batches, their durations, and anchors.
 
     Durations are between all equal (steepness 0) and the shares of the sorted documents (1), and a little longer than
-    the work needs. The first is long enough for the longest document.
+    the work needs. The first micro-batch is long enough for the longest document.
     """
     few = problem.has_few_items
     for count in _micro_batch_counts(problem):
@@ -142,11 +145,11 @@ def _steep_shares(problem: Problem, count: int) -> Floats:
 def _change_settings(best: Draft, settings: DraftSettings, random: Random) -> DraftSettings:
     """Make settings near the best: other durations, an anchor at another degree, or other documents as anchors.
 
-    Of durations one becomes longer or shorter, two are exchanged in part, all become what they came out as, or one just
-    holds its anchor at another degree.
+    Of durations one becomes longer or shorter, part of one moves to another, all become what they came out as, or one
+    just holds its anchor at another degree.
     """
     change, micro_batch = int(5 * random.random()), int(len(settings.durations) * random.random())
-    if change == 4:
+    if change == 4:  # other documents as anchors
         share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
         durations = settings.durations * (0.98 + 0.04 * random.random())
         return DraftSettings(np.maximum(durations, 1e-6), Anchoring(share, reach))
@@ -194,7 +197,8 @@ def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Ra
 def make_draft(problem: Problem, degrees: DegreeTable, durations: Floats, anchoring: Anchoring) -> Draft:
     """Place all items in micro-batches of about these durations, and in further ones where they do not fit.
 
-    An item becomes an anchor if it has work enough, or does not fit a block at all.
+    An item becomes an anchor if it has `anchoring.share` of the work of the widest block in a micro-batch of middle
+    duration, or fits no block at all. Items that the table of degrees does not have never do.
     """
     drafting = _Drafting(problem, degrees, durations)
     least = anchoring.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0

@@ -79,13 +79,13 @@ def plan_dynamic(
         return request.plan((), "dynamic", max_cp=max_cp)
     problem = Problem.of(request, degrees)
     bound = request.lower_bound(problem.max_cp)
-    # What a plan must come close to has no messages of measured links, so that a better bound ends no search earlier.
+    # Plans near the goal end the search, so messages of measured links, which raise the bound, are left out of it.
     goal = max(bound.area, bound.longest) if request.cost.network else bound.seconds
     return request.plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
 
 
 def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
-    """Return the degrees that a group may have. Raises PlanError if none is possible."""
+    """Return the degrees that a group may have. Raises PlanError if none is possible or none holds some document."""
     slots = request.slots
     check_count("min_cp", min_cp)
     widest = slots if max_cp is None else min(check_count("max_cp", max_cp), slots)
@@ -125,7 +125,7 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
         candidates.extend(_fixed_candidates(problem, best))
     if problem.request.cost.network is None:
         return min(candidates, key=_candidate_seconds)[1]()
-    return _choose_fastest(problem, candidates)
+    return _choose_fastest_candidate(problem, candidates)
 
 
 def _halve_degrees(problem: Problem) -> Problem | None:
@@ -140,7 +140,7 @@ def _halve_degrees(problem: Problem) -> Problem | None:
     return Problem.of(request, degrees) if max(request.lengths) <= degrees[-1] * problem.cap else None
 
 
-def _choose_fastest(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
+def _choose_fastest_candidate(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
     """Choose the fastest of the best few candidates, priced with every group on its own slots.
 
     Drafts price a group across nodes as if it filled all its nodes but the last, and measured links may make the

@@ -20,11 +20,11 @@ Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each blo
 
 
 def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:
-    """Divide the slots into nodes, or into runs of nodes if a group needs more than one; slots beyond stay idle.
+    """Divide the slots into nodes, or into runs of nodes if a group needs more than one.
 
     Returns (first slot, slots) of each block, in which groups of `min_cp` to `max_cp` slots are placed. A run of whole
     nodes that is wider than any group may be is cut to `min_cp` slots. A last block that is too small for a group is
-    joined to the one before, if both together are no wider than a group may be.
+    joined to the one before, if they are no wider together than a group may be; otherwise its slots stay idle.
     """
     size = node_size if min_cp <= node_size else -(-min_cp // node_size) * node_size
     if size > max_cp and min_cp > node_size:
@@ -39,10 +39,10 @@ def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> 
 
 @cache
 def even_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Divide so many slots into runs that each hold a group: few left out, few runs, and as even as degrees allow.
+    """Divide `slots` slots into runs that each hold a group: few left out, few runs, and as even as degrees allow.
 
-    Returns (first slot, slots) of each run. `degrees` rise. There are as few runs as the largest degree allows, but no
-    more than are at least as wide as the smallest one. Where even runs have a width that is no degree, they are uneven.
+    Returns (first slot, slots) of each run. `degrees` rise. There are as few runs as the largest degree allows, but not
+    so many that one is narrower than the smallest. Where even runs are no degrees, `_uneven_runs` divides the slots.
     """
     if slots < degrees[0]:
         return []
@@ -89,16 +89,16 @@ class FreeSlots:
         self.left: list[int] = [size for _, size in blocks]
         self.total = sum(self.left)
         self.by_left: list[list[int]] = [[] for _ in range(max(self.left) + 1)]
-        for block in range(len(self.left) - 1, -1, -1):
+        for block in range(len(self.left) - 1, -1, -1):  # backwards: the last of a list, a first block, is taken first
             self.by_left[self.left[block]].append(block)
 
     def take_slots(self, width: int) -> Parts:
-        """Take so many slots: from one block if one has them, else from as few as possible; at most `total`."""
+        """Take `width` slots, at most `total`: from one block if one has them, else from as few as possible."""
         parts: Parts = []
         while width:
             size = self._smallest_fit(width, whole=not parts) or self._largest_run()
             count = min(size, width)
-            parts.append(self._take_next(self.by_left[size].pop(), count))
+            parts.append(self._take_next_slots(self.by_left[size].pop(), count))
             width -= count
         return parts
 
@@ -128,7 +128,7 @@ class FreeSlots:
         """Return the most free slots of a block."""
         return next(size for size in range(len(self.by_left) - 1, 0, -1) if self.by_left[size])
 
-    def _take_next(self, block: int, count: int) -> tuple[int, int]:
+    def _take_next_slots(self, block: int, count: int) -> tuple[int, int]:
         """Take the next slots of a block; returns the first of them and their number."""
         start, size = self.blocks[block]
         left = self.left[block]
@@ -197,7 +197,8 @@ class Problem:
     def sample_factor(self) -> int:
         """How many times smaller a sample is on which settings are searched; 1: none is needed or possible.
 
-        A sample has `SAMPLED_SLOTS` and four times what its longest document needs, or more, and documents enough.
+        A sample has at least `SAMPLED_SLOTS` slots, four times as many as its longest document needs or a group must
+        have, and half as many items as `SAMPLED_SLOTS`.
         """
         slots, widest = self.request.slots, -(-int(self.tokens[0]) // self.cap)
         if slots < 2 * SAMPLED_SLOTS:
@@ -213,7 +214,7 @@ class Problem:
         return max(1, size // LARGE_DRAFT)
 
     def make_sample(self) -> "Problem":
-        """Make a problem of slots and items fewer by `sample_factor`: of so many neighbours the middle item is kept."""
+        """Make a problem of fewer slots and items, by `sample_factor`: of that many neighbours the middle one stays."""
         factor = self.sample_factor
         slots, sampled = self.request.slots // factor, slice(factor // 2, None, factor)
         degrees = self.degrees[: bisect_right(self.degrees, slots)]
@@ -259,10 +260,10 @@ class Problem:
     def least_anchor_work(self) -> float:
         """The seconds of work below which a document is never an anchor.
 
-        They are `SMALLEST_ANCHOR` of what the widest block does in the shortest mean micro-batch that is tried, or the
-        work of a document that fits no block, if that is less.
+        This is `SMALLEST_ANCHOR` of what the widest block does in the shortest mean micro-batch that is tried, or if
+        less the work of a document that fits no block, which must be an anchor.
         """
-        if self.has_few_items:
+        if self.has_few_items:  # then any item may be an anchor
             return 0.0
         shortest = self.mean_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
         too_long = float(self.request.cost.work_seconds(self.widest_run * self.cap, (self.widest_run * self.cap) ** 2))

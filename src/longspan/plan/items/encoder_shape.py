@@ -38,8 +38,9 @@ class EncoderShape:
 
     `embed_weights` and `block_weights` multiply every patch, `projector_weights` every row; `entry_weights` of these
     multiply what nothing before them in the projector trains. In `full_layers` the patches of an image see each other,
-    in `window_layers` those of a square of `window` patches a side. A row is `merge` x `merge` patches; of images of
-    one size it is 0, each has `patches` that become `rows`, and so many `class_rows` go through the blocks with them.
+    in `window_layers` those of a square of `window` patches a side. A row is `merge` x `merge` patches. Where all
+    images have one size, `merge` is 0: an image has `patches`, which become `rows`, and `class_rows` go through the
+    blocks with the patches.
     """
 
     width: int
@@ -75,15 +76,15 @@ class EncoderShape:
         return _one_size_tower(model, vision, text.count("hidden_size"))
 
     def patch_count(self, rows: int) -> int:
-        """Return how many patches an image of so many rows has."""
+        """Return how many patches an image of `rows` rows has."""
         return rows * self.merge**2 if self.merge else self.patches
 
     def flops(self, images: Sequence[int], *, trained: Trained = "all", grids: Sequence[Grid] | None = None) -> int:
-        """Count the FLOPs of forward and backward of images of so many rows, by the convention of `model_flops`.
+        """Count the FLOPs of forward and backward by the convention of `model_flops`; `images` are the rows of each.
 
-        2 a weight forward, 2 for its gradient and 2 for that of what it multiplies, which pixels have none of; 12 x
-        width for each pair of patches that see each other. Of what is not `trained` only forward counts. With
-        `grids` (t, h, w) of patches windows at edges count as they are, without them as whole ones.
+        A pair of patches that see each other takes 12 x width. Of parts that are not `trained` only forward counts.
+        With `grids`, (t, h, w) in patches of each image, windows at edges count as they are, without them as whole
+        ones.
         """
         grid_of: Sequence[Grid | None] = [None] * len(images) if grids is None else grids
         pair = (12 if trained == "all" else 4) * self.width
@@ -93,7 +94,7 @@ class EncoderShape:
         )
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
-        """Count the FLOPs of weights, forward and backward, for so many rows.
+        """Count the FLOPs of weights, forward and backward, for `rows` rows.
 
         A weight takes 2 FLOPs a row forward, 2 for the gradient of its input, and 2 for its own, which frozen parts
         have not. The first layer that is trained (the patch embedding, or the projector's entry) has no gradient of its
@@ -121,8 +122,8 @@ class EncoderShape:
         """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "".
 
         A pair of patches takes 4 x width FLOPs forward and 10 x width backward, where scores are computed again; heads
-        are padded as kernels pad them. The forward pass runs `again` so many times for the backward pass. Seconds are
-        those of an output row, which stands for several patches. Layers that attend to all patches of an image grow
+        are padded as kernels pad them. `again` is how often the forward pass runs again for the backward pass. Seconds
+        are those of an output row, which stands for several patches. Layers that attend to all patches of an image grow
         with their square; those with windows have as many pairs a patch as a window has, and so grow evenly.
         """
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
@@ -160,14 +161,14 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
 
 
 def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Return the shape of Qwen's towers, whose patches two linears merge, with those of deeper layers (DeepStack).
+    """Return the shape of Qwen's towers, in which two linears merge patches, those of deeper layers too (DeepStack).
 
     A block has four square projections of attention and an MLP of two matrices, three with a gate. A merger takes
     merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it. There is
     one merger, and another for each deeper layer. A patch has the pixels of some frames.
     """
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _first_side(vision, "merge")
-    between = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
+    mlp_width = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     gated = family.startswith(_GATED)
     windows, window = window_layers(vision, layers)
     mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
@@ -182,7 +183,7 @@ def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderSha
         full_layers=layers - windows,
         window_layers=windows,
         window=window,
-        block_weights=layers * width * (4 * width + (3 if gated else 2) * between),
+        block_weights=layers * width * (4 * width + (3 if gated else 2) * mlp_width),
         embed_weights=width * pixels,
         projector_weights=mergers * width * merge**2 * (width * merge**2 + hidden),
         merge=merge,
@@ -212,7 +213,8 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
         layers_read = [layer if layer >= 0 else layers + 1 + layer for layer in features]  # 0 is the embedding
         entry = hidden * len(layers_read) * width
         projector, rows = entry + hidden**2, patches + class_rows
-        rows -= model.value("vision_feature_select_strategy") != "full"  # the first row, class row or not
+        # Unless all rows are kept, the first one is dropped, whether it is a class row or not.
+        rows -= model.value("vision_feature_select_strategy") != "full"
     return EncoderShape(
         width=width,
         head_size=width // vision.count("num_attention_heads"),
@@ -302,16 +304,17 @@ class EncoderLoad:
         )
 
 
-def _replication_seconds(plan: Plan, of_images: Sequence[float], cost: Cost) -> float:
-    """Sum the slowest slot of each micro-batch, as these wait for each other; `of_images` are seconds by document.
+def _replication_seconds(plan: Plan, image_seconds: Sequence[float], cost: Cost) -> float:
+    """Return the seconds in which every slot encodes all images of its groups' documents.
 
-    Every slot of a group encodes all images of the group's documents. A micro-batch without images launches nothing.
+    `image_seconds` are those of each document's images. In a micro-batch all slots wait for the slowest; one without
+    images launches nothing.
     """
     seconds = 0.0
     for batch in plan.micro_batches:
         work = [0.0] * plan.slots
         for group in batch.groups:
             for slot in group.slots:
-                work[slot] += sum(of_images[document] for document in group.documents)
+                work[slot] += sum(image_seconds[document] for document in group.documents)
         seconds += max(work) + cost.micro_batch_seconds * any(work)
     return seconds

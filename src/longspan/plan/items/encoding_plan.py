@@ -125,7 +125,7 @@ def plan_items(
 def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, planning: EncoderPlanning) -> ModalityPlan:
     """Plan the waves in which the items of a modality are encoded, and which rank needs which of their rows."""
     rows, home = table.of(modality), needed_by.home
-    _check_largest(table, rows, planning)
+    _check_largest_item(table, rows, planning)
     plan = _plan_encoding(rows.counts, planning)
     micro_batches = plan.micro_batches
     needed = find_needed_rows(rows, needed_by)
@@ -147,7 +147,7 @@ def _order_rows(depths: Sequence[Sequence[ItemRows]]) -> Integers:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
-def _check_largest(table: ItemTable, rows: ModalityRows, planning: EncoderPlanning) -> None:
+def _check_largest_item(table: ItemTable, rows: ModalityRows, planning: EncoderPlanning) -> None:
     """Raise PlanError for an item with more rows than the encoder's slots hold together."""
     cap, largest = planning.max_rows_per_slot, int(np.argmax(rows.counts))
     if cap is not None and (count := rows.counts[largest]) > cap * planning.max_cp:
@@ -169,10 +169,10 @@ def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Int
 def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict[int, list[ItemRows]]:
     """Return for every rank the rows that it needs in each micro-batch of the language model's plan, in its row order.
 
-    Ranks of the first pipeline stage need rows, each tensor-parallel rank of a slot all those of the slot, or where
-    rows are split over these ranks those among its own part of the slot's rows, by index in that part. At a `depth` of
-    multi-token prediction local row t needs the row of the token `depth` further on in its document, in the stage of
-    `needed_by.depths_at`. Ranks of other stages need no rows.
+    Only ranks of the first pipeline stage need rows, or at a `depth` of multi-token prediction those of the stage
+    `needed_by.depths_at`, where local row t needs the row of the token `depth` further on in its document. Each
+    tensor-parallel rank needs all rows of its slot. Where these ranks split the rows of a slot, it needs only those in
+    its part, with indices that count from the beginning of the part.
     """
     pp = needed_by.depths_at if depth else 0
     home, multiple = needed_by.home, needed_by.row_multiple

@@ -193,7 +193,7 @@ class ItemTable:
         return _Spans(*(make_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
 
     def _check_item(self, index: int, item: Item) -> None:
-        """Raise DataError for an item of another document, or whose spans are not ascending inside it."""
+        """Raise DataError for an item of a document that is not there, or whose spans do not ascend inside its own."""
         if not 0 <= item.document < len(self.lengths):
             raise DataError(
                 f"item {index} ({item.modality}) is of document {item.document}; there are "

@@ -33,8 +33,8 @@ class FixedMemory:
     >>> FixedMemory(measure="selective", offload=False).measures
     ('selective',)
 
-    `measure` ("none", "selective" or "full") is what layers keep that recompute; with `layers` the first so many of a
-    stage have it (0: each) and the others keep all. `offload` moves what is kept to the host, or does not.
+    `measure` ("none", "selective" or "full") is what layers keep that recompute: the first `layers` of each stage (0:
+    all), while the others keep everything. `offload` moves what is kept to the host, or does not.
     """
 
     measure: str | None = None
@@ -82,7 +82,8 @@ def choose_memory(
 
     >>> memory = choose_memory("Qwen3-8B/config.json", home, plan, MemorySettings(), budget)  # doctest: +SKIP
 
-    Raises PlanError, with the bytes, where no choice fits.
+    Plans of memory are compared by the seconds that they add to the largest load, on the first pipeline stage. Raises
+    PlanError, with the bytes, where no choice fits.
     """
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
@@ -150,8 +151,8 @@ def _choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNee
 def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
     """Return whether any choice fits.
 
-    It is enough to try the measures that keep least (the last of those on the device, and of those on the host), with
-    weights that are not kept between forward and backward unless `fixed` says so: all others need more.
+    It is enough to try the measures that keep least: the last of those on the device and the last of those on the host,
+    with weights that are gathered twice unless `fixed` says otherwise. Any other choice needs more memory.
     """
     leanest_measures: list[Measure] = [
         words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.measures)) if words
@@ -190,9 +191,13 @@ def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[Memory
     place = needs.places[0]
     settings = place.settings
     gathers = place.shards > 1 and not place.stays_whole and settings.backward
-    once = [fixed.gathered_once] if fixed.gathered_once is not None else [True, False] if gathers else [False]
     has_states = settings.gpu and settings.backward and settings.state_numbers > 0
-    states = [fixed.offload_states] if fixed.offload_states is not None else [False, True] if has_states else [False]
+    once = [True, False] if gathers else [False]
+    if fixed.gathered_once is not None:
+        once = [fixed.gathered_once]
+    states = [False, True] if has_states else [False]
+    if fixed.offload_states is not None:
+        states = [fixed.offload_states]
     for tile_rows in _tile_choices(needs, fixed):
         tiled = replace(settings, mlp_tile_rows=tile_rows)
         for offload_states in states:
@@ -223,15 +228,17 @@ def _fit_fewest_layers(
     """
     most_layers = max(len(place.stage.layers) for place in needs.places)
     if fixed.layers is not None:
-        return _plan_if_fits(needs.under(needs.words(slow, fixed.layers)), budget) if slow == fast else None
+        if slow != fast:
+            return None
+        return _plan_if_fits(needs.under(needs.measures_of_layers(slow, fixed.layers)), budget)
     if slow == fast:
         return _plan_if_fits(needs.under(slow), budget)
     low, high = 1, most_layers
     while low < high:
         count = (low + high) // 2
-        fits = needs.under(needs.words(slow, count, fast)).device.total <= budget.device
+        fits = needs.under(needs.measures_of_layers(slow, count, fast)).device.total <= budget.device
         low, high = (low, count) if fits else (count + 1, high)
-    return _plan_if_fits(needs.under(needs.words(slow, low, fast)), budget)
+    return _plan_if_fits(needs.under(needs.measures_of_layers(slow, low, fast)), budget)
 
 
 def _plan_if_fits(memory: MemoryPlan, budget: MemoryBudget) -> MemoryPlan | None:
@@ -252,7 +259,7 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
     segmented = _set_segments(needs, max(_segment_choices(needs, fixed)))
     for changed_needs in reversed(list(_needs_by_setting(segmented, leanest))):  # states on the host first
         for word in words:
-            yield changed_needs.under(changed_needs.words(word, fixed.layers))
+            yield changed_needs.under(changed_needs.measures_of_layers(word, fixed.layers))
 
 
 def _refusal_text(leanest: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:
@@ -271,7 +278,7 @@ def _refusal_text(leanest: MemoryPlan, budget: MemoryBudget, home: Layout, fixed
 def largest_fitting(fits: Callable[[int], bool], limit: int | None = None) -> int:
     """Return the largest number that fits, or 0 for none; if a number fits, all smaller ones do.
 
-    Numbers double until one does not fit or reaches the limit, and halving finds the last that fits below it.
+    Numbers double until one does not fit or is at least `limit`. Halving then finds the last that fits below that one.
 
     >>> largest_fitting(lambda count: count <= 37)
     37
@@ -300,15 +307,15 @@ def longest_document(
 
     >>> tokens, memory = longest_document("Qwen3-8B/config.json", home, MemorySettings(), budget)  # doctest: +SKIP
 
-    Tokens grow by 1024 rows a slot (times tp with sequence parallelism, which splits rows). `measures` "auto" finds the
-    longest that fits under any, and of the plans that fit then the one of least time; another value is that of all
-    layers. 0 and None where nothing fits. Raises PlanError for a model that cannot be counted.
+    `measures` "auto": the longest that fits under any measures, and of its plans that fit the one of least time; any
+    other value is that of all layers. Tokens are tried in multiples of 1024 rows a slot (times tp with sequence
+    parallelism, which splits rows). 0 and None where nothing fits. Raises PlanError for a model that cannot be counted.
     """
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     multiple = home.tp if settings.sequence_parallel else 1
 
     def row_needs(rows: int) -> MemoryNeeds:
-        """Return the needs of one document with so many rows on every slot."""
+        """Return the needs of one document with `rows` rows on every slot."""
         plan = plan_fixed([rows * home.slots], home, cp=home.slots, cp_comm_type=cp_comm_type)
         return MemoryNeeds.of(config, home, plan, settings, machine=machine)
 

@@ -33,15 +33,11 @@ class EncoderBytes:
 
     @cached_property
     def _patches(self) -> float:
-        """Return the patches of this rank's rows of images.
-
-        A tower that merges a fixed number of patches to a row has that many a row; another one as many as its image
-        of `patches` and `rows`.
-        """
+        """Return the patches of this rank's rows of images: `merge`² a row, or those of an image over its rows."""
         shape = self._shape
-        return (
-            0.0 if shape is None else self.rows * (shape.patch_count(1) if shape.merge else shape.patches / shape.rows)
-        )
+        if shape is None:
+            return 0.0
+        return self.rows * (shape.patch_count(1) if shape.merge else shape.patches / shape.rows)
 
     @cached_property
     def _mlp_width(self) -> float:
@@ -85,7 +81,7 @@ class EncoderBytes:
         Over several slots the weights are there twice: as they arrived, and laid out.
         """
         tower = self._peak.numbers.tower
-        return self._peak.whole(tower) * (1 + (self._peak.shards > 1)) + self._peak.summing_bytes(tower)
+        return self._peak.gathered_bytes(tower) * (1 + (self._peak.shards > 1)) + self._peak.summing_bytes(tower)
 
     @property
     def block_work(self) -> float:

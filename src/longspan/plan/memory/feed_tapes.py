@@ -30,7 +30,10 @@ def has_gate(read: ConfigReader) -> bool:
 
 
 def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
-    """Add an MLP so wide, split over tensor-parallel ranks and in tiles of rows; return its output."""
+    """Add an MLP of this width, split over tensor-parallel ranks, whole or in tiles of rows; return its output.
+
+    `prefix` begins the names of its tensors.
+    """
     if builder.tile_rows:
         return _add_tiles(builder, f"{prefix}mlp", (x,), lambda tile: _add_whole_mlp(tile, prefix, "x", width))
     return _add_whole_mlp(builder, prefix, x, width)
@@ -167,13 +170,12 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
     `_OWN_GATES` several, which also hold two gradients at a time in backward.
     """
     tape, size = builder.tape, builder.rows(width)
-    between = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
+    saved_tensors = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
     if not has_gate(builder.read):
         return tape.run("expert_product", (inner,), size, saves=(inner,))
-    parts = {f"expert_gate.{i}": size for i in range(between)}
-    return tape.run(
-        "expert_product", (inner,), size, saves=(inner,), also=parts, work=Work(0.0, 2 * size * (between > 1))
-    )
+    parts = {f"expert_gate.{i}": size for i in range(saved_tensors)}
+    work = Work(0.0, 2 * size * (saved_tensors > 1))
+    return tape.run("expert_product", (inner,), size, saves=(inner,), also=parts, work=work)
 
 
 def _add_shared_experts(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:

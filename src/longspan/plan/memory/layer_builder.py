@@ -52,7 +52,7 @@ class LayerBuilder:
         self.tape: Tape = self._begin_tape({"x": self.rows(self.residual)})
 
     def rows(self, width: float, bytes_per_number: int = 0) -> float:
-        """Return the bytes of a tensor so wide of all local rows; of the compute dtype unless another size is given."""
+        """Return the bytes of all local rows of `width` numbers each (`bytes_per_number` 0: of the compute dtype)."""
         return self.load.rows * width * (bytes_per_number or self.number)
 
     @property
@@ -62,13 +62,13 @@ class LayerBuilder:
         return tile_rows if tile_rows < self.load.rows else 0
 
     def make_tile(self, rows: Sequence[str]) -> "LayerBuilder":
-        """Make the builder of one tile of these tensors of rows: on its tape the first is "x", others keep names."""
+        """Make the builder of one tile of these tensors of rows; on its tape the first is "x", others keep names."""
         settings, share = replace(self.settings, mlp_tile_rows=0), self.tile_rows / self.load.rows
         load = replace(self.load, rows=self.tile_rows)
         tile = LayerBuilder(self.read, settings, load, tp=self.tp, ep=self.ep, lean=self.lean)
         tile.in_tile = True
         names = {"x": rows[0]} | {name: name for name in rows[1:]}
-        tile.tape = self._begin_tape({name: self.tape.sizes[of] * share for name, of in names.items()})
+        tile.tape = self._begin_tape({name: self.tape.sizes[source] * share for name, source in names.items()})
         return tile
 
     def _begin_tape(self, sizes: dict[str, float]) -> Tape:

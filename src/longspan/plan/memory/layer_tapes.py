@@ -40,8 +40,7 @@ class LayerTapes:
     ep: int = 1
 
     def make_tape(self, kind: LayerKind, load: SlotLoad, *, lean: bool = False) -> Tape:
-        """Make the tape of a layer's operations on a slot's rows: attention or a mixer, then an MLP or experts, as it
-        has them.
+        """Make the tape of a layer's operations on a slot's rows: attention or a mixer, then an MLP or experts.
 
         `lean` attention saves local rows, which backward exchanges again.
         """
@@ -104,17 +103,17 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
     turned = _ROTARY_WORK * builder.rows(query) * (not builder.lies_in_graph)
     q = tape.run("q_turned", (q,), builder.rows(query), work=Work(turned, turned))
     k = tape.run("k_turned", (k,), builder.rows(key))
-    out = _add_attend(builder, (q, k, v), query, key, (heads, kv_heads))
+    out = _add_attention_call(builder, (q, k, v), query, key, (heads, kv_heads))
     if gate:
         factor = tape.run("gate", (gates,), builder.rows(gate), saves=("gate",))
         out = tape.run("gated", (out, factor), builder.rows(query), saves=(out, factor))
     return builder.add_linear("o", "o_proj", out, query, hidden)
 
 
-def _add_attend(
+def _add_attention_call(
     builder: LayerBuilder, qkv: tuple[str, str, str], query: float, key: float, counts: tuple[float, float]
 ) -> str:
-    """Add attention of local rows, of so many heads of queries and of keys; return its output.
+    """Add attention of local rows; return its output. `query` and `key` are widths of rows, `counts` heads, of a rank.
 
     Types that exchange heads stand between two exchanges. Rings hold four blocks of keys and values (two that travel
     and two that are read), gathers two, and their sums in float32. Backward of many rows does one group of heads at a

@@ -19,8 +19,8 @@ class SlotLoad:
 
     `exchanged_rows` of them are in groups that exchange heads, with key/value heads for `exchanged_key_rows` (more,
     where members need copies of a head). A ring's blocks have at most `ring_rows`; `gathered_rows` are all rows of a
-    group whose keys and values are gathered. Documents lie on the slot in so many `runs`. A `later` micro-batch is not
-    the first of its step: gradients of earlier ones are there.
+    group whose keys and values are gathered. `runs` counts the runs of documents on the slot. A `later` micro-batch is
+    not the first of its step: gradients of earlier ones are there.
     """
 
     rows: int
@@ -57,7 +57,7 @@ def slot_loads(
     for plan in plans:
         for index, batch in enumerate(plan.micro_batches):
             for slot in range(plan.slots):
-                loads.add(_slot_load(plan, batch, slot, later=index > 0, of=(read, settings, machine, tp)))
+                loads.add(_slot_load(plan, batch, slot, later=index > 0, model=(read, settings, machine, tp)))
     largest: list[SlotLoad] = []
     for load in sorted(loads, reverse=True):
         if not any(larger.covers(load) for larger in largest):
@@ -71,18 +71,17 @@ def _slot_load(
     slot: int,
     *,
     later: bool,
-    of: tuple[ConfigReader, MemorySettings, Machine, int],
+    model: tuple[ConfigReader, MemorySettings, Machine, int],
 ) -> SlotLoad:
-    """Return what one slot works on in one micro-batch: its rows, and how many of them are exchanged, travel or are
-    gathered.
+    """Return what one slot works on in one micro-batch: its rows, and those that are exchanged, travel or are gathered.
 
-    `of` is a model, its settings, a machine and `tp`. Rows of a group of one slot, or of a model without attention
-    heads, do not move. A slot without rows counts one, the padding row that a model gets there; the sum is rounded up
-    as the plan pads it.
+    `model` is a configuration, its settings, a machine and `tp`. Rows of a group of one slot, or of a model without
+    attention heads, do not move. A slot without rows counts one, the padding row that a model gets there; the sum is
+    rounded up as the plan pads it.
     """
     rows = exchanged = ring = gathered = runs = 0
     keys = 0.0
-    read, settings, machine, tp = of
+    read, settings, machine, tp = model
     heads, kv_heads = read.count("num_attention_heads") // tp, max(1, key_value_heads(read) // tp)
     for _, group in batch.groups_of(slot):
         group_rows = group.rows_per_slot
@@ -118,8 +117,8 @@ def group_exchange(
         call = attention_call(read, settings, tp)
         price = machine.fastest_type(group, call, node_size=node_size)
         return price.cp_comm_type, price.sizes[0] if "a2a" in price.cp_comm_type else 1
-    inner = sizes[0] if sizes else 2
-    return kind, group.degree if kind == "a2a" else inner if kind == "a2a+p2p" else 1
+    exchanging = {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}
+    return kind, exchanging.get(kind, 1)
 
 
 def attention_call(read: ConfigReader, settings: MemorySettings, tp: int) -> AttentionCall:

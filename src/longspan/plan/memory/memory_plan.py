@@ -78,7 +78,10 @@ class MemoryPlan:
         return max(0, self.device.total - budget.device) + max(0, self.host.total - budget.host)
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
-        """Return the settings of a cost under this plan: how many layers recompute, all as most do, and its gathers."""
+        """Return the settings of a cost under this plan: its recomputed layers, and whether weights are gathered once.
+
+        All recomputed layers count as keeping what most of them keep.
+        """
         return replace(
             settings,
             recomputation=self.recomputation,
@@ -174,12 +177,18 @@ class MemoryNeeds:
         *,
         groups: int = 0,
     ) -> "MemoryNeeds":
-        """Count the needs of these rows of slots, in steps of so many micro-batches and in so many groups of a slot."""
+        """Count the needs of these loads, in steps of `micro_batches`; a slot is in `groups` with a communicator."""
         read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
         layers = numbers.decoder_layers
         places = tuple(
             StepPeak(
-                read, home, settings, numbers, stage, _count_in_flight(home, settings, place, micro_batches), groups
+                read,
+                home,
+                settings,
+                numbers,
+                stage,
+                _count_waiting_micro_batches(home, settings, place, micro_batches),
+                groups,
             )
             for place, stage in enumerate(make_stages(layers, home, settings, of_depths=len(numbers.kinds) - layers))
         )
@@ -194,8 +203,8 @@ class MemoryNeeds:
         """Return the needs of the same run under other settings."""
         return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
 
-    def words(self, first: str, count: int | None, others: str = "none") -> tuple[str, ...]:
-        """Return one word for the first so many layers of a rank's stages (None or 0: each), another for the rest."""
+    def measures_of_layers(self, first: str, count: int | None, others: str = "none") -> tuple[str, ...]:
+        """Return a word for each layer: `first` for the first `count` of each rank (None or 0: all), else `others`."""
         words = [others] * self.layers
         for place in self.places:
             for layer in place.stage.layers[: count or None]:
@@ -220,18 +229,21 @@ class MemoryNeeds:
 
 
 def _count_communicators(plans: Sequence[Plan]) -> int:
-    """Count the groups of plans that the busiest slot is in, of several slots but not all; each has a communicator."""
+    """Count the groups that need communicators of their own, at the slot that is in most of them.
+
+    A group of one slot needs none, and the group of all slots has one anyway.
+    """
     groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
     several = [slots for slots in groups if 1 < len(slots) < max(plan.slots for plan in plans)]
     counts = Counter(slot for slots in several for slot in slots)
     return min(max(counts.values(), default=0), MOST_GROUPS)
 
 
-def _count_in_flight(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
+def _count_waiting_micro_batches(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
     """Count how many micro-batches, of all that a rank holds of the model, wait for their backward passes at most.
 
-    Under 1F1B a stage starts as many forward passes as there are stages behind it before its first backward pass; with
-    chunks each counts for its part of the rank's layers.
+    Under 1F1B a stage runs as many forward passes as there are stages after it, and one more, before its first backward
+    pass; with chunks each counts for its part of the rank's layers.
     """
     if home.pp == 1:
         return 1.0

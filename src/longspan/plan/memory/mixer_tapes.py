@@ -43,9 +43,9 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     steps = {f"mixer_step.{i}": builder.rows(heads, WIDE) for i in range(4)}
     step = tape.run("mixer_steps", (projected,), builder.rows(heads, WIDE), also=steps)
     convolved = tape.run("mixer_rolled", (projected,), builder.rows(channels), saves=(projected,))
-    read = (channels - inner) / 2
+    key_width = (channels - inner) / 2  # also that of queries
     values = tape.run("mixer_values", (convolved, step), _scan_row_bytes(builder, inner), saves=(convolved,))
-    keys = {name: _scan_row_bytes(builder, read) for name in ("mixer_keys", "mixer_queries")}
+    keys = {name: _scan_row_bytes(builder, key_width) for name in ("mixer_keys", "mixer_queries")}
     out = tape.run(
         "mixer_scanned",
         (values, convolved),
@@ -59,8 +59,9 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
 
 
 def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
-    """Add a gated delta net and return its output: projections, convolution, unit vectors, scan, gated norm,
-    projection.
+    """Add a gated delta net and return its output.
+
+    It has projections, a convolution, unit vectors, the scan, a gated norm, and a projection.
     """
     tape, tp = builder.tape, builder.tp
     values, heads = mixer.heads * mixer.value_size / tp, mixer.heads / tp
@@ -96,10 +97,10 @@ def _add_unit_vectors(builder: LayerBuilder, rolled: str, keys: float) -> tuple[
     """
     tape, size, units = builder.tape, _scan_row_bytes(builder, keys), list[str]()
     for name in ("queries", "keys"):
-        x, parts = rolled, {f"mixer_{name}.root": builder.rows(keys / 128 if builder.scans_by_kernels else 0, WIDE)}
+        parts = {f"mixer_{name}.root": builder.rows(keys / 128 if builder.scans_by_kernels else 0, WIDE)}
         if not builder.settings.gpu:
             parts |= {f"mixer_{name}.wide": size}
-        units.append(tape.run(f"mixer_{name}", (x,), size, saves=(f"mixer_{name}",), also=parts))
+        units.append(tape.run(f"mixer_{name}", (rolled,), size, saves=(f"mixer_{name}",), also=parts))
     return units[0], units[1]
 
 

@@ -32,7 +32,7 @@ def step_moments(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[M
     if peak.settings.backward:
         yield replace(base, gradients=int(peak.gradient_bytes(peak.all_numbers)), states=peak.update_state_bytes)
     for load in loads:
-        yield from MicroBatchMoments(peak, load, tuple(measures)).all()
+        yield from MicroBatchMoments(peak, load, tuple(measures)).moments()
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MicroBatchMoments:
     load: SlotLoad
     measures: tuple[Measure, ...]
 
-    def all(self) -> Iterator[Bytes]:
+    def moments(self) -> Iterator[Bytes]:
         """Yield the bytes of every moment, in the order of a step; without a backward pass only forward and loss."""
         yield from self._forward_moments()
         yield from self._loss_moments()
@@ -82,9 +82,9 @@ class MicroBatchMoments:
         return places_in_segments(words, self.peak.settings.segment_layers)
 
     def _segment_bytes(self, i: int) -> float:
-        """Return what the layers before layer i keep while its segment runs backward, beyond what waited for it.
+        """Return what earlier layers of layer i's segment keep while it runs backward, beyond what waited until then.
 
-        The segment runs forward again first, so each of them then keeps what a layer without a segment keeps.
+        The segment runs forward again first, so each of these layers keeps as much as a layer without a segment.
         """
         place = self._places[i] if self.peak.settings.segment_layers > 1 else 0
         kept_bytes = sum(layer.kept + layer.host for layer in self._layer_bytes[i - place : i])
@@ -94,12 +94,12 @@ class MicroBatchMoments:
     def _whole_weights(self) -> list[float]:
         """Bytes of each layer's gathered weights, and of their float8 copies where these stay."""
         layers = [self.peak.numbers.layers[i] for i in self.peak.stage.layers]
-        return [self.peak.whole(numbers) + self.peak.float8_bytes(numbers) for numbers in layers]
+        return [self.peak.gathered_bytes(numbers) + self.peak.float8_bytes(numbers) for numbers in layers]
 
     @cached_property
     def _root_weights(self) -> float:
         """Bytes of the gathered weights of embedding and head."""
-        return self.peak.whole(self.peak.root_numbers)
+        return self.peak.gathered_bytes(self.peak.root_numbers)
 
     @cached_property
     def _arrival_factor(self) -> int:
@@ -109,8 +109,8 @@ class MicroBatchMoments:
     @cached_property
     def _shard_bytes(self) -> float:
         """Bytes of this rank's shards of gradients that earlier micro-batches left; 0 where gradients stay whole."""
-        every = self.peak.gradient_bytes(self.peak.all_numbers)
-        return every if self.load.later and not self.peak.stays_whole else 0.0
+        all_gradients = self.peak.gradient_bytes(self.peak.all_numbers)
+        return all_gradients if self.load.later and not self.peak.stays_whole else 0.0
 
     @cached_property
     def _whole_gradients(self) -> float:
@@ -150,9 +150,9 @@ class MicroBatchMoments:
     def _whole_forward_bytes(self, i: int) -> float:
         """Return the bytes of whole weights while layer i runs forward.
 
-        Those are the root's, the layer's (with `gathered_once` also those of the layers before), and as much as the
-        layer's once more where weights arrive from other slots. Where weights stay whole they are those of all layers;
-        unsharded weights count as resident, and only their float8 copies here.
+        Whole are the root's weights, the layer's (with `gathered_once` also those of the layers before), and the
+        layer's once more where weights arrive from other slots. Where weights stay whole, those of all layers are.
+        Unsharded weights count as resident, and only their float8 copies here.
         """
         if self.peak.stays_whole or not self.peak.settings.shard_parameters:
             return self._root_weights + sum(self._whole_weights)
@@ -171,9 +171,10 @@ class MicroBatchMoments:
             activations += layer.kept if self.peak.settings.backward else 0.0
 
     def _loss_moments(self) -> Iterator[Bytes]:
-        """Yield the moments of the loss, and of the logits that it is made of; none if the stage predicts nothing.
+        """Yield the moments of the loss and of its logits; none if the stage predicts nothing.
 
-        Then the root's weights are whole, those of the last layer may be on their way, and all activations are kept.
+        At the loss the root's weights are whole, those of the last layer may be on their way, and all activations are
+        kept.
         """
         peak, settings = self.peak, self.peak.settings
         if not peak.stage.predicts:
@@ -254,8 +255,8 @@ class MicroBatchMoments:
     def _other_weights_backward(self, i: int) -> float:
         """Return the bytes of whole weights and gradients in the backward pass of layer i, without the layer's own.
 
-        Besides the root they are of the layer before, whose weights are fetched ahead; with `gathered_once` of all
-        layers before, and where weights stay whole of all others.
+        Whole are those of the root and of the layer before, whose weights are fetched ahead. With `gathered_once` all
+        layers before are whole, and where weights stay whole all other layers.
         """
         peak = self.peak
         root_numbers = peak.numbers.head.trained * peak.stage.predicts

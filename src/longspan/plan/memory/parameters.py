@@ -83,9 +83,9 @@ class ModelNumbers:
     def of(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
         """Count the parameters of a configuration under a home. Raises PlanError for sizes that are missing.
 
-        They are those of each layer, of depths of prediction, of the embedding and the output projection (`table`,
-        split over tp), and of an encoder's tower. Each depth has the same layers, the first with the projection that
-        joins two rows of the hidden size.
+        Counted are each layer, depths of prediction, the embedding and the output projection (each a `table`, split
+        over tp), and an encoder's tower. Each depth has the same layers, the first with the projection that joins two
+        rows of the hidden size.
         """
         read = ConfigReader.of(config)
         read.check_counts("hidden_size", "vocab_size")
@@ -151,9 +151,9 @@ def _layer_numbers(
     """Count the parameters of one layer of this kind, on a rank before it is sharded over slots.
 
     Linear layers are split over tp, experts over ep, and norms are on every rank: one before each of the layer's parts.
-    `share` has the experts of all ep neighbours, which are among the ranks that it is sharded over. With adapters only
-    their numbers are trained: rank · (inputs + outputs) of each linear that has one. `all` of Weights has only the
-    experts that a token visits, so experts are counted apart from it.
+    `share` has the experts of all ep neighbours, since FSDP2 shards it over these ranks too. With adapters only the
+    adapters are trained: rank · (inputs + outputs) of each linear that has one. `all` of Weights has only the experts
+    that a token visits, so the experts are counted apart.
     """
     hidden, parts = read.count("hidden_size"), list[Weights]()
     if kind.attention:
@@ -177,13 +177,13 @@ def _layer_numbers(
 
 
 def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
-    """Return the linears of a layer that adapters go into: name, and numbers of a row before and behind.
+    """Return the linears of a layer that adapters go into: name, and the widths of its input and output rows.
 
     Widths that a configuration does not name follow from the counted weights: a gate of attention is what its weights
-    have beyond queries, keys, values and output. A mixer's output projection has `mixer.last` weights, so its inner
-    width is that over the hidden size; its input projection makes what the convolution reads (`channels`), the gate,
-    and a number or two for each head (two more inner widths without heads, in short convolutions). A network whose
-    weights are more than twice its last product's has a gate.
+    have beyond queries, keys, values and output. A mixer's output projection has `mixer.last` weights, which over the
+    hidden size are the inner width. Its input projection makes what the convolution reads (`channels`), the gate, and a
+    number or two for each head; in short convolutions, without heads, two more inner widths. An MLP with more than
+    twice the weights of its last product has a gate.
     """
     hidden, linears = read.count("hidden_size"), list[tuple[str, float, float]]()
     if kind.attention:

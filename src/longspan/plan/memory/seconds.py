@@ -42,25 +42,27 @@ def step_seconds(
     `needs` are those of the plans, and `cost` is of a rank. What layers add in the largest micro-batch, which has
     `memory.rows` rows a slot, is scaled to the tokens of each step.
     """
-    layer_seconds, state_seconds = extra_seconds(config, memory, needs, machine)
+    layer_seconds, state_seconds = seconds_beyond_settings(config, memory, needs, machine)
     token_seconds = layer_seconds / (memory.rows * needs.places[0].home.slots)
     return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens + state_seconds for plan in plans)
 
 
-def extra_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> tuple[float, float]:
+def seconds_beyond_settings(
+    config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine
+) -> tuple[float, float]:
     """Return the seconds that `MemoryPlan.cost_settings` leaves out: of the largest micro-batch, and of a step.
 
-    Those settings know one measure for all layers that recompute. The first figure is what the true measures cost
-    beyond it, copies to the host included; it is negative where they cost less. The second is of the optimizer's states
-    on the host.
+    Those settings know one measure for all layers that recompute. The first figure is what the true measures take
+    longer than that one, copies to the host included; it is negative where the true measures take less. The second is
+    what the optimizer's states on the host take.
     """
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     on_device = replace(memory, offload_states=False)
     word: Measure = memory.recomputation
     alike = tuple("none" if measure == "none" else word for measure in memory.measures)
     without_states = prices.seconds(on_device)
-    most_seconds = prices.seconds(replace(on_device, measures=alike))
-    return without_states - most_seconds, prices.seconds(memory) - without_states
+    alike_seconds = prices.seconds(replace(on_device, measures=alike))
+    return without_states - alike_seconds, prices.seconds(memory) - without_states
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,8 @@ class MemoryPrices:
         seconds += self._exchange_seconds.get(kind, 0.0)
         return seconds + (self._host_seconds(index, word) if host else 0.0)
 
-    def _kind_cost(self, kind: Recomputation) -> float:
-        """Return the seconds of the load in all layers, if all recompute this.
+    def _seconds_under(self, kind: Recomputation) -> float:
+        """Return the seconds of the load in all layers, if all layers recompute by `kind`.
 
         The load is a slot's part of documents over `degree` slots: as many of equal length as it has pairs of runs, for
         a document has two on a slot (zigzag).
@@ -145,17 +147,17 @@ class MemoryPrices:
     @cached_property
     def _plain_seconds(self) -> float:
         """Seconds of a layer that recomputes nothing, forward and backward."""
-        return self._kind_cost("none") / self._layer_count
+        return self._seconds_under("none") / self._layer_count
 
     @cached_property
     def _selective_seconds(self) -> float:
         """Seconds that a layer takes longer if it recomputes all but attention."""
-        return max(0.0, self._kind_cost("selective") / self._layer_count - self._plain_seconds)
+        return max(0.0, self._seconds_under("selective") / self._layer_count - self._plain_seconds)
 
     @cached_property
     def _full_seconds(self) -> float:
         """Seconds that a layer takes longer if it recomputes all."""
-        return max(0.0, self._kind_cost("full") / self._layer_count - self._plain_seconds)
+        return max(0.0, self._seconds_under("full") / self._layer_count - self._plain_seconds)
 
     @cached_property
     def _exchange_seconds(self) -> dict[str, float]:
@@ -163,13 +165,13 @@ class MemoryPrices:
         if not self.load.exchanged_rows:
             return {}
         shape = ModelShape.of(self.config, depths=self.place.settings.depths)
-        number = self.load.exchanged_rows * self.place.settings.compute_bytes / self.place.home.tp
-        number /= self.machine.inside.point.bytes_per_second
+        seconds_of_number = self.load.exchanged_rows * self.place.settings.compute_bytes / self.place.home.tp
+        seconds_of_number /= self.machine.inside.point.bytes_per_second
         widths = {
             "selective": shape.query_width + 2 * shape.key_width,
             "full": 2 * (shape.query_width + shape.key_width),
         }
-        return {kind: number * width for kind, width in widths.items()}
+        return {kind: seconds_of_number * width for kind, width in widths.items()}
 
     def _host_seconds(self, index: int, word: str) -> float:
         """Return the seconds of copies there and back: what passes do not hide, and a share of what they do.

@@ -130,10 +130,10 @@ def layer_measures(words: str | Sequence[str], layers: int) -> tuple[Measure, ..
 
     Raises PlanError for a word that is no measure, and for another number of words than layers.
     """
-    several = (words,) * layers if isinstance(words, str) else tuple(words)
-    for word in several:
+    measures = (words,) * layers if isinstance(words, str) else tuple(words)
+    for word in measures:
         if word not in MEASURES:
             raise PlanError(f"a layer keeps {word!r}; use one of {', '.join(MEASURES)}")
-    if len(several) != layers:
-        raise PlanError(f"{len(several)} measures were given for {layers} layers, depths included; give one a layer")
-    return several  # pyright: ignore[reportReturnType]
+    if len(measures) != layers:
+        raise PlanError(f"{len(measures)} measures were given for {layers} layers, depths included; give one a layer")
+    return measures  # pyright: ignore[reportReturnType]

@@ -40,8 +40,8 @@ class LayerBytes:
 class StepPeak:
     """A rank of a home at one pipeline position: what it holds, for any load and measures.
 
-    At most `in_flight` micro-batches have run forward and wait for backward; a slot is in so many `groups` of several
-    slots. `layers_so_far` remembers what `layer_bytes` counted.
+    At most `in_flight` micro-batches have run forward and wait for backward; a slot is in `groups` groups that have
+    communicators of their own. `layers_so_far` remembers what `layer_bytes` counted.
     """
 
     read: ConfigReader
@@ -148,7 +148,7 @@ class StepPeak:
             size = max(size, self.settings.reduce_bytes)
         return numbers.trained / numbers.whole * numbers.share * size / self.shards
 
-    def whole(self, numbers: Numbers) -> float:
+    def gathered_bytes(self, numbers: Numbers) -> float:
         """Return the bytes of these parameters whole in the compute dtype, as FSDP2 gathers them; 0 without FSDP2."""
         return numbers.whole * self.settings.compute_bytes if self.settings.shard_parameters else 0.0
 
@@ -158,9 +158,10 @@ class StepPeak:
         return 2.0 * numbers.whole if self.settings.float8 and stay else 0.0
 
     def summing_bytes(self, numbers: Numbers) -> float:
-        """Return the bytes of a layer's gradients while they are summed: as they were, as sent, and as summed.
+        """Return the most bytes of a layer's gradients while FSDP2 sums them over slots.
 
-        Over one slot FSDP2 divides what would be sent by 1 first, into another tensor.
+        First there are the gradients and their copy in the dtype of sums, which is sent; then what is sent, and a shard
+        of the sum. On one slot FSDP2 also divides what would be sent by 1, into another tensor.
         """
         gradients = numbers.trained * self.settings.compute_bytes
         if not self.settings.shard_parameters:
@@ -190,7 +191,7 @@ class StepPeak:
 def _tape_bytes(tape: Tape, measure: Measure) -> LayerBytes:
     """Return what a layer keeps under a measure, and its peaks above that.
 
-    Under "none" nothing runs again in backward, and the tape's peak includes the kept bytes: they are taken off.
+    Under "none" nothing runs again in backward, and the tape's peak includes the kept bytes, which are taken off here.
     """
     kind, _, host = measure.partition("+")
     size = bytes_kept(tape, kind)

@@ -16,7 +16,8 @@ def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
     bin below: a search goes left where the left child has room enough.
     """
     leaves = 1
-    while leaves < min(len(lengths), 2 * sum(lengths) // room + 1):  # two neighbours overflow a bin, so this many do
+    # Two neighbouring bins hold more than `room` rows together, so no more than this many bins are filled.
+    while leaves < min(len(lengths), 2 * sum(lengths) // room + 1):
         leaves *= 2
     most_room = [room] * (2 * leaves)
     bins: list[int] = []

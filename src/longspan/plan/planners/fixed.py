@@ -121,13 +121,13 @@ class Packer:
             if level is not None:
                 yield self._place_bins(self._level_groups(self._sort_bins(level)))
         if self.request.mode == "free":
-            yield self._chain_assignment()
+            yield self._assign_by_group()
 
     def seconds(self, assignment: Ints) -> float:
         """Return the seconds of the step; sums are exactly rounded, so that all hosts prefer the same assignment.
 
-        In lockstep they add up the slowest group of each micro-batch; in free mode they are those of the busiest group,
-        which skips micro-batches without documents.
+        In lockstep the slowest group of each micro-batch counts. In free mode the busiest group does, without the
+        micro-batches in which it has no documents.
         """
         matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
         if self.request.mode == "lockstep":
@@ -146,17 +146,23 @@ class Packer:
         return [MicroBatch(tuple(groups)) for groups in batches]
 
     def _sort_bins(self, bins: Sequence[int]) -> Ints:
-        """Number bins by falling time, so that those of one micro-batch are alike."""
+        """Number bins by falling time, so that those of one micro-batch are alike.
+
+        The groups of bins are not chosen yet, so every bin is priced inside a node.
+        """
         places = np.array(bins, dtype=np.int64)
         rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
         return rank[places]
 
     def _level_groups(self, assignment: Ints) -> Ints:
-        """Spread the documents of each micro-batch anew over its groups, where that makes its slowest group faster."""
+        """Spread the documents of each micro-batch anew over its groups, where that makes its slowest group faster.
+
+        Groups are placed later, so all are priced inside a node.
+        """
         groups, count = len(self.inside), self._count_micro_batches(assignment)
         batch, fresh = assignment // groups, assignment.copy()
-        members = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
-        for m, documents in enumerate(members):
+        documents_of_batches = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
+        for m, documents in enumerate(documents_of_batches):
             ids: list[int] = documents.tolist()
             bins = pack_least_loaded([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
             fresh[documents] = assignment[documents] if bins is None else m * groups + np.array(bins, dtype=np.int64)
@@ -179,13 +185,13 @@ class Packer:
             load[place[m] - m * groups] += seconds
         return place.reshape(-1)[assignment]
 
-    def _chain_assignment(self) -> Ints:
+    def _assign_by_group(self) -> Ints:
         """Spread the documents over the groups first, then pack each group's own into few micro-batches."""
         groups, all_rows = len(self.inside), sum(self.lengths)
-        chain = np.array(pack_least_loaded(self.lengths, self.work, groups, all_rows), dtype=np.int64)
-        assignment = np.empty_like(chain)
+        group_of_document = np.array(pack_least_loaded(self.lengths, self.work, groups, all_rows), dtype=np.int64)
+        assignment = np.empty_like(group_of_document)
         for group in range(groups):
-            documents = np.flatnonzero(chain == group)
+            documents = np.flatnonzero(group_of_document == group)
             bins = pack_first_fit([self.lengths[i] for i in documents.tolist()], self.room)
             assignment[documents] = np.array(bins, dtype=np.int64) * groups + group
         return assignment
@@ -240,23 +246,24 @@ def plan_padded(
     cp = request.check_degree(home, cp)
     groups = request.slots // cp
     return request.plan(
-        [_deal_round(request, cp, documents) for documents in _divide_documents(request, cp, groups)], "padded"
+        [_make_padded_batch(request, cp, documents) for documents in _divide_documents(request, cp, groups)], "padded"
     )
 
 
 def _divide_documents(request: Request, cp: int, groups: int) -> list[range]:
-    """Divide the documents, in order, into the ranges of the micro-batches, each as many as all groups hold at once."""
+    """Divide the documents, in order, into the ranges of the micro-batches, each as many as all groups hold at once.
+
+    Without a limit of rows there is one micro-batch.
+    """
     if not request.lengths:
         return []
     count, pad = len(request.lengths), max(request.lengths)
-    at_once = count if request.rows is None else request.rows * cp // pad
-    return [range(start, min(start + at_once * groups, count)) for start in range(0, count, at_once * groups)]
+    documents_of_batch = groups * (count if request.rows is None else request.rows * cp // pad)
+    return [range(start, min(start + documents_of_batch, count)) for start in range(0, count, documents_of_batch)]
 
 
-def _deal_round(request: Request, cp: int, documents: range) -> MicroBatch:
-    """Deal documents to groups in turn, as one micro-batch in which all documents are padded to the longest of the
-    plan.
-    """
+def _make_padded_batch(request: Request, cp: int, documents: range) -> MicroBatch:
+    """Make one micro-batch of documents that are dealt to groups in turn, each padded to the longest of the plan."""
     pad, groups = max(request.lengths), request.slots // cp
     documents_of_groups = [documents[g::groups] for g in range(min(groups, len(documents)))]
     return MicroBatch(

@@ -43,7 +43,7 @@ class Request(PlanOptions):
 
     @classmethod
     def of(cls, lengths: Sequence[int], home: Layout, options: PlanOptions) -> "Request":
-        """Check the arguments of a planner. Raises PlanError, or LayoutError for a bad length."""
+        """Make a request of a planner's arguments, checked. Raises PlanError, or LayoutError for a bad length."""
         documents = check_lengths(lengths)
         if not documents and not options.allow_empty:
             raise PlanError(
@@ -65,7 +65,7 @@ class Request(PlanOptions):
         """Return the cost of groups of the request's type, partition and node size.
 
         Under "auto" each group has the price of its fastest type. `heads` of a cost are those of one tensor-parallel
-        rank; 0 means unknown.
+        rank; 0 means unknown. An a2a size below 1 counts as 1 here, and is refused when the degree is known.
         """
         sizes, heads = self.hierarchical_context_parallel_sizes, (self.heads or 0) // self.tp
         inner = 1 if sizes is None or "a2a+p2p" not in self.types else sizes if isinstance(sizes, int) else sizes[0]
@@ -178,7 +178,8 @@ class Request(PlanOptions):
         """Make the checked plan of these micro-batches, with its predicted time and lower bound.
 
         Dummy micro-batches are added up to the next multiple, at least one where there are no documents. The bound has
-        the seconds of the update and of free mode's closing, as the prediction has. `max_cp` limits its degrees.
+        the seconds of the update and of free mode's closing, as the prediction has. `max_cp` is the highest degree of
+        the plans that the bound is of (None: all slots).
         """
         micro_batches = self.resolve_types(micro_batches)
         count = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
@@ -202,7 +203,8 @@ class Request(PlanOptions):
     def resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Replace "auto" by the fastest type of each group of several slots, with its levels.
 
-        Where the query heads are unknown the groups keep "auto", and `attend`, which sees the heads, chooses.
+        Where neither the options nor the cost's network, made for one model, know the query heads, the groups keep
+        "auto": `attend`, which sees the heads, chooses.
         """
         if "auto" not in self.types or not (self.heads or self.cost.network):
             return micro_batches

@@ -32,7 +32,7 @@ class ConfigReader:
 
     @classmethod
     def read_whole(cls, config: Any) -> "ConfigReader":
-        """Read the configuration of a whole model, in which those of its text model and encoders are."""
+        """Read a whole model's configuration, also where those of its text model and encoders are sections of it."""
         where = type(config).__name__
         if isinstance(config, (str, Path)):
             config, where = _read_config_json(Path(config))
@@ -71,7 +71,7 @@ class ConfigReader:
         return next(((name, count) for name in _EXPERTS if (count := self.count(name))), ("", 0))
 
     def check_counts(self, *names: str, one_of: Sequence[str] = ()) -> None:
-        """Raise PlanError if one of these counts is missing, or all of `one_of`."""
+        """Raise PlanError if one of these counts is missing or 0, or if all of `one_of` are."""
         missing = [name for name in names if not self.count(name)]
         if one_of and not any(self.count(name) for name in one_of):
             missing.append(" or ".join(one_of))

@@ -31,7 +31,8 @@ class LayerKind(NamedTuple):
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """Return the layers of a configuration, in order. `model_shape.py` decides which types are priced.
 
-    Layers that no list of types reaches attend to all rows, or if there is no list and a window, in that window.
+    A layer beyond the end of the list of types attends to all rows. Without a list all layers attend, inside the window
+    if there is one.
     """
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
@@ -63,7 +64,10 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
 
 
 def _read_depth_types(read: ConfigReader, types: Sequence[str]) -> list[str]:
-    """Read the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does."""
+    """Read the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does.
+
+    `types` are those of the model's own layers. If these have no experts, "moe" becomes "mlp", and the other way round.
+    """
     type_names: Sequence[str] = read.value("mtp_layers_block_type") or [
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
     ]
@@ -83,7 +87,10 @@ def sliding_window(read: ConfigReader) -> int:
 
 
 def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
-    """Return what one layer consists of: its attention, whether it has a mixer, and its MLP or experts."""
+    """Return what one layer of type `kind` consists of: its attention, whether it has a mixer, and its MLP or experts.
+
+    `separate`: attention, mixers and MLPs are layers of their own.
+    """
     is_hybrid = kind == "hybrid"  # attention and a mixer side by side
     attention = ATTENTION[0] if is_hybrid else kind if kind in ATTENTION else ""
     mixes = is_hybrid or kind in MIXING
@@ -107,8 +114,8 @@ def _read_types(read: ConfigReader) -> list[str] | None:
 def _infer_types(read: ConfigReader, layers: int) -> list[str]:
     """Infer the types of a configuration that names none from its other attributes.
 
-    Those are lists of layers that attend, an interval at which one does, or keys that only models of mixers have. The
-    list is empty where nothing speaks of mixers: all layers attend.
+    Some list the layers that attend, some name the interval at which one does, and some have keys of models that are
+    all mixers or hybrids. The result is empty where nothing speaks of mixers: all layers attend.
     """
     linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
@@ -181,8 +188,8 @@ class Widths(NamedTuple):
 def attention_widths(read: ConfigReader) -> Widths:
     """Return the widths of queries and keys.
 
-    Latent attention counts as it is computed, with full heads: the mean of key and value size, as a pair takes one
-    product of each. A shared block attends to rows of twice the hidden size.
+    Latent attention counts as it is computed, with full heads, whose size is the mean of key and value size: a pair of
+    rows takes one product of each. A shared block attends to rows of twice the hidden size.
     """
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     if has_latent_attention(read):
@@ -193,7 +200,7 @@ def attention_widths(read: ConfigReader) -> Widths:
 
 
 def key_value_heads(read: ConfigReader) -> int:
-    """Return the key/value heads of a layer that attends, as it is computed; at least 1."""
+    """Return the key/value heads of a layer that attends, at least 1; latent attention has as many as query heads."""
     heads = read.count("num_attention_heads")
     return max(1, heads if has_latent_attention(read) else read.count("num_key_value_heads") or heads)
 
@@ -218,9 +225,9 @@ def attention_weights(read: ConfigReader) -> Weights:
 def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> Weights:
     """Count the weights of Zamba 2's shared block in one layer.
 
-    The block attends to [hidden | embedding], rows of twice the hidden size, and has an MLP with a gate. A layer has
-    adapters of low rank of its own, of the MLP's first product and, if configured, of queries, keys and values (three
-    times 2 · hidden in and out), and a projection of what the block made.
+    The block attends to [hidden | embedding], rows of twice the hidden size, and has an MLP with a gate. Each layer
+    adds a projection of the block's output and its own adapters of low rank: of the MLP's first product and, if
+    configured, of queries, keys and values, each with 2 · hidden numbers in and as many out.
     """
     attention = 2 * hidden * (widths.query + 2 * widths.key) + widths.query * hidden
     width, rank = read.count("intermediate_size") or 4 * hidden, read.count("adapter_rank")
@@ -229,11 +236,11 @@ def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> We
 
 
 def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
-    """Count the weights of one layer's MLP (gate, up, down), or of its router and the experts that a token visits.
+    """Count the weights of one layer's MLP (gate, up, down), or of its router and experts; none if `kind` is "".
 
-    Experts count as those that a token visits, with a shared expert and the router; the number of all experts' weights
-    that a token does not visit is returned as well. A gated shared expert has one more column in the router. Experts
-    that read a narrower row have a projection to it and back.
+    Of experts those count that a token visits, with a shared expert; the weights of the others are returned as
+    `unvisited`. A gate of the shared expert counts as one more column of the router. Experts that read a narrower row
+    have a projection to it and back.
     """
     hidden = read.count("hidden_size")
     products = 2 if read.value("mlp_hidden_act") is not None else 3  # Nemotron-H has no gate
@@ -244,8 +251,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
         return Weights(0, 0)
     visited = read.count("num_experts_per_tok", "num_experts_per_token")
     width = read.count("moe_intermediate_size") or read.count("intermediate_size")  # of an expert
-    if gated := read.family.startswith(_GATED_SHARED_EXPERT):
-        gated = bool(read.count("shared_expert_intermediate_size"))
+    gated = read.family.startswith(_GATED_SHARED_EXPERT) and bool(read.count("shared_expert_intermediate_size"))
     narrow = read.count("moe_latent_size")  # experts of Nemotron-H may read a narrower row
     weights = products * ((narrow or hidden) * visited * width + hidden * _shared_width(read, width))
     experts, expert_weights = read.experts()[1], products * (narrow or hidden) * width
@@ -259,19 +265,18 @@ def _shared_width(read: ConfigReader, expert_width: int) -> int:
     names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
     if width := read.count(*names):
         return width
-    # Of Llama 4, intermediate_size is that of experts, one of them shared, and dense layers have another.
-    return (
-        1 if read.count("intermediate_size_mlp") else read.count("n_shared_experts", "num_shared_experts")
-    ) * expert_width
+    if read.count("intermediate_size_mlp"):  # Llama 4, which always has one shared expert
+        return expert_width
+    return read.count("n_shared_experts", "num_shared_experts") * expert_width
 
 
 def _dense_mlp_width(read: ConfigReader) -> int:
     """Return the width of an MLP without experts."""
-    if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):
+    if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):  # LFM2; with experts it states the width
         return _lfm2_width(read)
     if shared := read.count("shared_intermediate_size"):  # of Granite without experts
         return shared
-    return read.count("intermediate_size_mlp") or read.count("intermediate_size")
+    return read.count("intermediate_size_mlp") or read.count("intermediate_size")  # the first is Llama 4's
 
 
 def _lfm2_width(read: ConfigReader) -> int:
@@ -285,7 +290,7 @@ def _lfm2_width(read: ConfigReader) -> int:
 
 
 def _latent_sizes(read: ConfigReader) -> tuple[int, int]:
-    """Return numbers of a head's query or key, and of its value."""
+    """Return how many numbers a head's query or key has, and how many its value has."""
     return read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim"), read.count("v_head_dim")
 
 

@@ -76,9 +76,9 @@ class MixerShape:
 
 
 def mixer_kind(read: ConfigReader) -> str:
-    """Return the kind of a configuration's state-space layers, by the names of their sizes.
+    """Return the kind of a configuration's state-space layers, by the names of their sizes; "" without such layers.
 
-    "" if it is none of these.
+    Mamba 1 is "" too, for it is not priced.
     """
     if read.count("linear_num_value_heads"):
         return "gated delta net"
@@ -191,7 +191,10 @@ def _mamba2_shape(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _mamba2_heads(read: ConfigReader) -> int:
-    """Return the heads of a Mamba 2 layer; 0 for Mamba 1, which has no heads, or in Zamba heads without groups."""
+    """Return the heads of a Mamba 2 layer; 0 for Mamba 1.
+
+    Mamba 1 has no heads, but for the first Zamba, which has no groups: heads of Zamba count if it has groups (Zamba 2).
+    """
     heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
     return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))
 
@@ -199,7 +202,7 @@ def _mamba2_heads(read: ConfigReader) -> int:
 def _inner_width(read: ConfigReader, hidden: int, heads: int) -> int:
     """Return the width of a row between a Mamba 2 layer's projections."""
     size = read.value("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
-    if isinstance(size, int):
+    if isinstance(size, int):  # it may be "auto"
         return heads * size
     return read.count("mamba_d_ssm") or read.require_count("mamba_expand", "expand") * hidden
 

@@ -43,10 +43,10 @@ class ModelShape:
     input embedding); `recomputed_weights` of them do so again if layers are recomputed (no output projection, and no
     last product of an MLP); `query_width` and `key_width` are `heads` and `kv_heads` x head size; `layers` attend to
     all earlier rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own
-    `chunk` positions; in `span_layers` the rows of an image see its later ones too; `mixer_layers` are `mixer`. All
-    stand in `decoder_layers` (0: as many as attend). `dense_layers` of them have
-    an MLP without experts. `expert_weights` of `weights` are of experts, and `stored_weights`
-    all that the model has. Rows are `hidden` wide, and logits of all depths together `logits`.
+    `chunk` positions; in `span_layers` the rows of an image see its later ones too; `mixer_layers` have the state-space
+    layer `mixer`. The model has `decoder_layers` in all (0: as many as attend), `dense_layers` of them with an MLP
+    without experts. `expert_weights` of `weights` are of experts, and `stored_weights` all that the model has. Rows are
+    `hidden` wide; a row has `logits` of the model and of all depths together.
     """
 
     layers: int
@@ -78,13 +78,13 @@ class ModelShape:
     def of(cls, config: Any, *, depths: int = 0) -> "ModelShape":
         """Return the shape of a transformers configuration, an object or dict like one, a config.json or its folder.
 
-        With so many `depths` of multi-token prediction (`add_mtp`): each a layer like the last, or those that the
-        configuration names for it, a projection and the output projection once more. Raises PlanError naming the
-        attributes that are missing, are no counts, or show layers that are not priced.
+        Each of the `depths` of multi-token prediction (`add_mtp`) adds the layers that the configuration names for a
+        depth, or else one like the last, a projection from 2 · hidden to hidden, and the output projection once more.
+        Raises PlanError naming the attributes that are missing, are no counts, or show layers that are not priced.
 
-        `weights` are those that multiply rows: of all layers, and `outside` of them the output projection, once more
-        for each depth, with the depth's projection of 2 · hidden to hidden. `stored_weights` are all that memory holds:
-        experts that a row does not visit too, and the embedding, unless it is tied to the output projection.
+        `weights` are those that multiply rows, in the layers and `outside` of them. `stored_weights` are all that
+        memory holds, also the experts that a row does not visit, and the embedding unless the output projection is tied
+        to it.
         """
         read = ConfigReader.of(config)
         mixer = _read_mixer(read)
@@ -134,11 +134,11 @@ def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 
 
 def _read_mixer(read: ConfigReader) -> MixerShape | None:
-    """Read the state-space layer of a configuration; None if it has none.
+    """Read the state-space layer of a configuration, None without one, and check that all its layers can be priced.
 
-    Latent attention is priced beside a mixer only, as in Kimi's models, by the size of a value head. Counts are only
-    asked of parts that some layer has; a configuration without layers lacks all. Raises PlanError for layers that are
-    not priced, and missing counts.
+    Raises PlanError for layers that are not priced, and for missing counts. Counts of attention and of MLPs are needed
+    if some layer has such a part, or if the configuration names no layers. Latent attention is priced only beside a
+    mixer, as in Kimi's models, and with the size of a value head.
     """
     mixer, types, kinds = read_mixer_shape(read), layer_types(read), layer_kinds(read)
     unpriced: list[str] = []
@@ -150,16 +150,17 @@ def _read_mixer(read: ConfigReader) -> MixerShape | None:
     unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - priced)]
     if unpriced:
         raise PlanError(f"{read.where} has {' and '.join(unpriced)}, which no configuration prices; {_MEASURE}")
-    attends = ["num_attention_heads"] * (not kinds or any(kind.attention for kind in kinds))
-    feeds = ("intermediate_size", "moe_intermediate_size") if not kinds or any(kind.feeds for kind in kinds) else ()
-    read.check_counts("hidden_size", *["num_hidden_layers"] * (not types), *attends, "vocab_size", one_of=feeds)
+    layer_count = [] if types else ["num_hidden_layers"]  # types tell how many layers there are
+    heads = ["num_attention_heads"] if not kinds or any(kind.attention for kind in kinds) else []
+    widths = ("intermediate_size", "moe_intermediate_size") if not kinds or any(kind.feeds for kind in kinds) else ()
+    read.check_counts("hidden_size", *layer_count, *heads, "vocab_size", one_of=widths)
     return mixer
 
 
 def read_query_heads(config: Any) -> int | None:
     """Read the query heads of a transformers configuration, an object or dict like one, a config.json or its folder.
 
-    It is None if no layer attends, as in Mamba 2.
+    None if no layer attends, as in Mamba 2.
 
     >>> read_query_heads({"num_attention_heads": 32})
     32

@@ -50,7 +50,10 @@ class PlannerComparison:
     max_cp: int = 0
 
     def simulations(self) -> Iterator[NamedSimulation]:
-        """Yield every plan with its name, those of one degree in order, the dynamic plan last."""
+        """Yield every plan with its name: the padded one, at the lowest degree only, fixed ones, and the dynamic one.
+
+        The padded batch is a baseline for the others.
+        """
         lengths, home = self.lengths, self.home
         degrees = self.degrees()
         padded = partial(plan_padded, lengths, home, degrees[0])
@@ -89,7 +92,7 @@ class PlannerComparison:
     def _fastest_simulation(self, planner: Callable[..., Plan], cp: int | None) -> Simulation | str:
         """Return the fastest simulation over communication types, at a degree or (None) of dynamic degrees.
 
-        If no type has a plan it is the first type's error, as text. Types of a hybrid are compared together with
+        If no type has a plan, the first type's error is returned, as text. Types of a hybrid are compared together with
         partitions (`plan_with_partition`), not here.
         """
         hybrid = self.options.cost.states is not None
@@ -105,7 +108,7 @@ class PlannerComparison:
         return min(simulations, key=lambda simulation: simulation.seconds) if simulations else refusals[0]
 
     def _simulate_planner(self, planner: Callable[..., Plan], options: PlanOptions, cp: int | None) -> Simulation:
-        """Plan by a planner under these options, as an evaluation if it is one, and simulate the plan."""
+        """Make a plan by a planner under these options, with `plan_evaluation` for an evaluation, and simulate it."""
 
         def make_plan(options: PlanOptions) -> Plan:
             return planner(options=options)

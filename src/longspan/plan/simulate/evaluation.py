@@ -68,10 +68,11 @@ def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
 
 
 def _lower_limits(lengths: Sequence[int], home: Layout, options: PlanOptions, widest: int) -> Iterator[int]:
-    """Yield limits of rows below that of the options, half as many each time.
+    """Yield limits of rows below that of the options, the highest first, each half of the one before.
 
-    They are doublings of the rows that just hold the longest document, downwards. Left out are those above twice a
-    slot's mean rows, which would limit nothing, and those of more than `MOST_ROUNDS` micro-batches for each stage.
+    The limits are the least rows that hold the longest document, doubled again and again. Left out are limits above
+    twice a slot's mean rows, which would limit nothing, and those that would make more than `MOST_ROUNDS` micro-batches
+    for each stage.
     """
     multiple, share = options.row_multiple, sum(lengths) / home.slots
     least_rows = -(-max(lengths) // (widest * multiple)) * multiple
@@ -133,16 +134,16 @@ class DegreeComparison:
         best = self.best
         by_time = sorted(self.choices, key=lambda choice: choice.planned.seconds)
         named_choices = [choice for choice in self.choices if choice in by_time[1 : 1 + NAMED]]  # by degree, not time
-        count_left_out = len(by_time) - 1 - len(named_choices)
+        further_count = len(by_time) - 1 - len(named_choices)
         kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
         documents = plural(len(best.planned.plan.lengths), "document")
         slower = ", ".join(f"cp {choice.cp} {self._time_text(choice.planned)}" for choice in named_choices)
-        slower += f", {count_left_out} more slower" if count_left_out else ""
+        slower += f", {further_count} more slower" if further_count else ""
         dynamic = [f"dynamic plan {self._time_text(self.dynamic)}"] if self.dynamic else []
-        head = f"evaluation{f' of {name}' if name else ''} at cp {best.cp}{kind}: {documents}"
+        choice_text = f"evaluation{f' of {name}' if name else ''} at cp {best.cp}{kind}: {documents}"
         if self.best.planned.cost.source:
-            head += f" in {self._time_text(best.planned)} predicted"
-        return "; ".join([head, *filter(None, [slower]), *dynamic, *self.left_out])
+            choice_text += f" in {self._time_text(best.planned)} predicted"
+        return "; ".join([choice_text, *filter(None, [slower]), *dynamic, *self.left_out])
 
     def _time_text(self, simulation: Simulation) -> str:
         """Write a time in seconds, or as a ratio to the best under a cost that is of no machine."""
@@ -216,7 +217,7 @@ def which_degree(
         )
     choices = tuple(_price_degree(evaluation, cp) for cp in degrees_to_try if cp not in refused)
     comparison = DegreeComparison(choices, None, tuple(refused.values()))
-    dynamic, why_not = _dynamic_plan(evaluation, comparison.best.options, *dynamic_degrees)
+    dynamic, why_not = _simulate_dynamic_plan(evaluation, comparison.best.options, *dynamic_degrees)
     return replace(comparison, dynamic=dynamic, left_out=(*comparison.left_out, *why_not))
 
 
@@ -232,7 +233,7 @@ def _refusal_text(evaluation: _Evaluation, cp: int) -> str:
 
 def _price_degree(evaluation: _Evaluation, cp: int) -> DegreeChoice:
     """Price an evaluation at a degree: planned, each document once, and filled up with repeated documents."""
-    planned, options = _fastest_plan(evaluation, cp)
+    planned, options = _find_fastest_type(evaluation, cp)
     slots, accumulation = evaluation.home.slots, evaluation.accumulation
     batches = _fill_passes(evaluation.lengths, slots, cp, accumulation, options)
     seconds = timeline(batches, slots, planned.cost, node_size=options.node_size).busy.max(axis=1).tolist()
@@ -246,7 +247,7 @@ def _fill_passes(
 ) -> list[MicroBatch]:
     """Fill whole passes of `accumulation` micro-batches, each group with one document.
 
-    After the last document they go on with the first, until the last pass is full.
+    After the last document the first one follows again, and so on until the last pass is full.
     """
     groups, types = slots // cp, options.cp_comm_type
     kind = types if isinstance(types, str) else tuple(types)
@@ -261,8 +262,8 @@ def _fill_passes(
     return batches
 
 
-def _fastest_plan(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
-    """Return the plan under the fastest type, and its options.
+def _find_fastest_type(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
+    """Simulate a plan under each communication type; return the fastest simulation and the options of its type.
 
     The limit of rows that suits the pipeline is searched under the first type only, and suits every type.
     """
@@ -275,13 +276,13 @@ def _fastest_plan(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOpt
     for options in further_options:
         limited = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
         planned.append((evaluation.simulation(plan_fixed(lengths, home, cp, options=limited)), options))
-    return min(planned, key=lambda one: one[0].seconds)
+    return min(planned, key=lambda pair: pair[0].seconds)
 
 
-def _dynamic_plan(
+def _simulate_dynamic_plan(
     evaluation: _Evaluation, options: PlanOptions, min_cp: int, max_cp: int
 ) -> tuple[Simulation | None, tuple[str, ...]]:
-    """Return the dynamic plan of these degrees under these options; or none, and why."""
+    """Return the simulation of the dynamic plan of these degrees under these options, and (); or None, and why."""
     lengths, home = evaluation.lengths, evaluation.home
 
     def make_plan(options: PlanOptions) -> Plan:

@@ -59,8 +59,9 @@ class RowBytes:
 
         `checkpointing` has the values of `train.activation_checkpointing`; heads are `exchanged` under a2a. Layers
         of Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token prediction
-        keeps the input of its layer and the two rows that this is projected from, before and after they are joined.
-        Raises PlanError without hidden_size, and under "none" for layers whose rows are not counted.
+        counts with its last layer, and keeps the two rows that the input of its layers is projected from, before and
+        after they are joined. Raises PlanError without hidden_size, and under "none" for layers whose rows are not
+        counted.
         """
         read = ConfigReader.of(config)
         read.check_counts("hidden_size")

@@ -74,10 +74,10 @@ def _pipeline_order(micro_batches: int, stages: int, chunks: int, backward: bool
 def _stage_order(stage: int, micro_batches: int, stages: int, chunks: int, backward: bool) -> list[Action]:
     """List the actions of a stage: forward passes to warm up, then one forward and one backward in turn, then the rest.
 
-    The warm-up has as many forward passes as stages behind this one, so that its first backward pass never waits for
-    its own forward. With chunks actions come in rounds of `stages` micro-batches, chunk by chunk (interleaved 1F1B,
-    Narayanan et al. 2021); the warm-up is then twice as long, as each stage is passed again, and has a round for each
-    chunk but the last.
+    The warm-up has as many forward passes as there are stages after this one: no more are needed to keep the stage busy
+    until its first backward pass. With chunks actions come in rounds of `stages` micro-batches, chunk by chunk
+    (interleaved 1F1B, Narayanan et al. 2021); the warm-up is then twice as long, as each stage is passed again, and has
+    a round for each chunk but the last.
     """
     total = micro_batches * chunks
     if not backward:
@@ -132,8 +132,8 @@ def _input_time(
 ) -> float | None:
     """Return when the input of an action is there: 0.0 for the model's own input, None for not yet.
 
-    Forward it is when the part of the model before this one ended, backward when the part after it did, and for the
-    last part when its own forward pass ended.
+    A forward pass waits for the part of the model before this one, a backward pass for the part after it; the last
+    part's backward pass waits for its own forward pass.
     """
     kind, chunk, micro_batch = action
     position = chunk * stages + stage  # among all parts of the model
@@ -243,10 +243,10 @@ def _pass_cost(cost: Cost, backward: bool) -> Cost:
 def _run_plan(plan: Plan, cost: Cost, pp: int, vpp: int) -> PipelineRun:
     """Run the plan's micro-batches through the stages; each takes the seconds of its slowest slot.
 
-    The backward pass is what both passes take beyond the forward pass, whose own price, which may come of measured
-    forward passes, is cut to that of both.
+    The backward pass takes what remains of both passes after the forward pass. A forward pass may be priced by
+    measurements of its own, and counts as no longer than both passes.
     """
-    pass_seconds = np.maximum(plan.timeline(cost).busy.max(axis=1), cost.launch_seconds)
+    pass_seconds = np.maximum(plan.timeline(cost).busy.max(axis=1), cost.launch_seconds)  # the host launches no faster
     if cost.passes == "forward":
         return run_pipeline(pass_seconds.tolist(), None, pp, vpp)
     forward = np.minimum(plan.timeline(cost.forward_only()).busy.max(axis=1), pass_seconds)
@@ -254,7 +254,10 @@ def _run_plan(plan: Plan, cost: Cost, pp: int, vpp: int) -> PipelineRun:
 
 
 def _lower_bound(plan: Plan, cost: Cost, pp: int) -> float:
-    """Return what no plan of these documents beats, of groups of the types that the plan was made for."""
+    """Return the seconds that no plan of these documents beats, with groups of the types that the plan was made for.
+
+    Work and messages are spread over the stages too; the longest document goes through all of them.
+    """
     cost = cost.under(plan.cost.cp_comm_type, plan.cost.a2a_size, heads=plan.cost.heads)
     bound = lower_bound_seconds(
         plan.lengths, plan.slots, plan.max_tokens_per_slot, cost, plan.mode, node_size=plan.node_size

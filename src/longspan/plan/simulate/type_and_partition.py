@@ -144,9 +144,9 @@ def which_partition(
 ) -> PartitionChoice:
     """Price a hybrid's plans under each partition and type that comes into question.
 
-    `seconds_of` plans under some options, whose cost is that of the way, and gives the predicted seconds; what
-    it refuses with a LongspanError is left out. A `partition` and a type of `options` other than "auto" are kept.
-    Raises PlanError where nothing is possible.
+    `seconds_of` makes a plan under the options of a way and returns its predicted seconds; a way that it refuses with a
+    LongspanError is left out. A `partition` and a type of `options` other than "auto" are kept. Raises PlanError where
+    nothing is possible.
     """
     ways, refused = list[PricedWay](), dict[str, str]()
     for way in _way_options(options, partition):

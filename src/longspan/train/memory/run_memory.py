@@ -206,4 +206,4 @@ def key_measures(config: RunConfig, needs: MemoryNeeds) -> tuple[str, ...]:
     """Return what each layer keeps by the keys: the first `recompute_layers` of a stage (0: each) are recomputed."""
     train, kind = config.train, key_checkpointing(config.train) or "none"
     word = f"{kind}+host" if train.offload_activations and kind != "none" else kind
-    return needs.words(word, train.recompute_layers)
+    return needs.measures_of_layers(word, train.recompute_layers)
