@@ -102,7 +102,8 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
 def _list_proof_processes(flags: ProofFlags) -> Iterator[Processes]:
     """Yield the processes of each proof: on the GPUs, or on CPUs.
 
-    With one GPU, which has no degrees above 1, proofs are made on both. nccl without GPUs is refused as it is chosen.
+    On one GPU only degree 1 is possible: unless flags or torchrun set the processes, CPUs then prove the model first.
+    Where there is no GPU, `choose_processes` refuses --backend nccl.
     """
     gpus, cpus_too = usable_gpus(), False
     if flags.backend == "auto" and not flags.world and not has_torchrun():

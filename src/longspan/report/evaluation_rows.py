@@ -63,6 +63,7 @@ class EvalRow:
             raise ConfigError(f"an evaluation of metrics.jsonl is left out: {reason}")
         step, cp, tokens, documents = map(int, counts)
         values = {key.removeprefix("eval_"): number(row[key]) for key in row if key.startswith("eval_")}
+        # value == value: not NaN, which `number` gives for what is no number
         metrics = {name: value for name, value in values.items() if f"eval_{name}" not in _NO_METRIC and value == value}
         return cls(
             step=step,

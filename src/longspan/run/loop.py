@@ -172,7 +172,7 @@ class _Loop:
                     stopped = self.evaluations.evaluate_due(saves.done)
                     saves.keep_if_best(self.evaluations.take_rows())
                     if stopped:
-                        saves.save_rest()
+                        saves.save_if_unsaved()
             saves.wait()
             if figures := saves.saver.take_figures():  # of a checkpoint that no step's row follows
                 self.display.log(str(figures))
