@@ -68,7 +68,8 @@ def prove_model(name: str, flags: ProofFlags) -> int:
         )
         models.append(_model_facts(config, small_config, processes))
         proofs.append(_prove_cases(small_config, _choose_cases(flags, processes, config), processes, flags.timeout))
-    outcomes, worlds = (tuple(x for p in proofs for x in getattr(p, name)) for name in ("outcomes", "worlds"))
+    outcomes = tuple(outcome for part in proofs for outcome in part.outcomes)
+    worlds = tuple(world for part in proofs for world in part.worlds)
     proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
     seconds = time.perf_counter() - began
     if is_reporting():  # about the last processes, which are on GPUs where there are any

@@ -109,7 +109,7 @@ def _record_outcome(task: Task, world: World, number: int, outcome: Outcome) -> 
     if task.record:
         with open(task.record, "a", encoding="utf-8") as file:  # noqa: PTH123
             fields = asdict(outcome)
-            del fields["case"]
+            del fields["case"]  # its number stands for it
             file.write(json.dumps({"number": number, **fields}) + "\n")
     if task.show:
         print(f"{outcome.case.name}: {outcome.status} ({outcome.seconds:.1f} s)", file=sys.stderr, flush=True)

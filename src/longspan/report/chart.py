@@ -140,7 +140,7 @@ def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
     y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
     low, high = float(y.min()), float(y.max())
     if high - low < FLAT * abs(high):
-        low = high
+        low = high  # drawn flat: the room below does not depend on rounding
     if chart.log:
         low, high = low / (2.2 if chart.notes else 1.15), high * 1.15
     else:

@@ -125,7 +125,7 @@ class Saves:
         minutes = self._run.config.train.save_minutes
         return is_first_rank(self._run.world) and 0 < minutes <= (time.monotonic() - self._saved_at) / 60
 
-    def due(self, *, minutes_over: bool) -> bool:
+    def is_save_due(self, *, minutes_over: bool) -> bool:
         """Whether a checkpoint is due after this step; the ranks have agreed on `minutes_over`."""
         settings = self._run.config.train
         return minutes_over or is_due(self.done, settings.save_every) or self.done == settings.steps

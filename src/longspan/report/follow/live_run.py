@@ -172,7 +172,7 @@ class LiveRecords:
         """
         try:
             if (evaluation := EvalRow.from_row(row)) is not None:
-                self._evaluations[evaluation.place] = evaluation
+                self._evaluations[evaluation.record_key] = evaluation
         except ConfigError as error:
             self._notes["evaluation"] = str(error)
 
