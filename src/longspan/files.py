@@ -51,7 +51,7 @@ def read_lines(file: Path, most: int) -> Iterator[bytes | None]:
     with file.open("rb") as stream:
         while line := stream.readline(most + 1):
             if len(line) > most and not line.endswith(b"\n"):
-                while (rest := stream.readline(1 << 20)) and not rest.endswith(b"\n"):
+                while (part := stream.readline(1 << 20)) and not part.endswith(b"\n"):
                     pass
                 yield None
             else:

@@ -38,7 +38,7 @@ def _room_in_groups(folder: Path) -> list[int]:
         (folder / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         with suppress(OSError, ValueError):  # no such group, or "max"
-            most, now = int((base / limit).read_text()), int((base / used).read_text())
+            limit_bytes, used_bytes = int((base / limit).read_text()), int((base / used).read_text())
             statistics = dict(line.split() for line in (base / "memory.stat").read_text().splitlines())
-            rooms.append(most - now + int(statistics.get(files, 0)))
+            rooms.append(limit_bytes - used_bytes + int(statistics.get(files, 0)))
     return rooms

@@ -182,7 +182,7 @@ def _present_devices() -> list[str]:
 def _kernel_lack(kernel: "Kernel") -> str:
     """Return why a kernel runs on no device here, in the words for the GPU if there is one; "" where it runs.
 
-    It is asked about the easiest call: one head of size 64 in its first dtype, which need not be deterministic.
+    The kernel is asked about the easiest call: one head of size 64 in the kernel's first dtype, not deterministic.
     """
     import torch
 

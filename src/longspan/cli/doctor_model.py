@@ -68,7 +68,8 @@ def prove_model(name: str, flags: ProofFlags) -> int:
         )
         models.append(_model_facts(config, small_config, processes))
         proofs.append(_prove_cases(small_config, _choose_cases(flags, processes, config), processes, flags.timeout))
-    outcomes, worlds = (tuple(x for p in proofs for x in getattr(p, name)) for name in ("outcomes", "worlds"))
+    outcomes = tuple(outcome for part in proofs for outcome in part.outcomes)
+    worlds = tuple(world for part in proofs for world in part.worlds)
     proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
     seconds = time.perf_counter() - began
     if is_reporting():  # about the last processes, which are on GPUs where there are any
@@ -102,7 +103,8 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
 def _list_proof_processes(flags: ProofFlags) -> Iterator[Processes]:
     """Yield the processes of each proof: on the GPUs, or on CPUs.
 
-    With one GPU, which has no degrees above 1, proofs are made on both. nccl without GPUs is refused as it is chosen.
+    On one GPU only degree 1 is possible: unless flags or torchrun set the processes, CPUs then prove the model first.
+    Where there is no GPU, `choose_processes` refuses --backend nccl.
     """
     gpus, cpus_too = usable_gpus(), False
     if flags.backend == "auto" and not flags.world and not has_torchrun():

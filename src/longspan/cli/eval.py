@@ -85,7 +85,7 @@ class EvalDisplay:
             self.show_line(f"{title}: {done:,} of {plural(count, 'micro-batch', 'es')}")
 
     def _move_bar(self, title: str, done: int, count: int) -> None:
-        """Move the bar of an evaluation to so many micro-batches; its bar begins with the first."""
+        """Move the bar of an evaluation to `done` micro-batches; the first call for a title adds its bar."""
         if self._bar is None:
             columns = TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()
             self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=self._stream))

@@ -147,9 +147,9 @@ def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
 def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
     """Return the words with true and false as Python writes them. Raises ConfigError for a flag that does not exist.
 
-    Words before the first flag stay. Of a flag, each value is checked against its type: a switch may stand alone, and
-    then gets True; so may --train.compiled; a list takes all words up to the next flag; other flags have one value,
-    behind "=" or as the next word.
+    Words before the first flag stay. Each value is checked against the type of its flag. A switch or --train.compiled
+    may stand alone, which means true. A list takes all words up to the next flag. Any other flag has one value, behind
+    "=" or as the next word.
     """
     words: list[str] = []
     argv = _use_present_flags(argv, types)
@@ -226,12 +226,12 @@ def _check_list(flag: str, behind: Sequence[str], kind: Any) -> None:
 
     tuple[int, ...] takes all of them, a tuple of two types the first two.
     """
-    value, *further_types = get_args(_list_type(kind))
+    item_type, *further_types = get_args(_list_type(kind))
     count = len(behind) if further_types == [...] else 1 + len(further_types)
     values = behind[:count]
-    if not values or len(values) < count or not all(value is str or _is_number(word, value) for word in values):
+    if not values or len(values) < count or not all(item_type is str or _is_number(word, item_type) for word in values):
         text = f"is {' '.join(values)!r}" if values else "has no value"
-        raise ConfigError(f"{flag} {text}; it must be {kind_text(kind)}, as in {flag} {_EXAMPLES[value]}")
+        raise ConfigError(f"{flag} {text}; it must be {kind_text(kind)}, as in {flag} {_EXAMPLES[item_type]}")
 
 
 def _is_number(word: str, kind: type[int] | type[float]) -> bool:
@@ -277,6 +277,7 @@ def _is_tables(hint: Any) -> bool:
 def _is_marked(kind: type, name: str, *marks: str) -> bool:
     """Return whether a field has one of tyro's marks, such as that of a positional argument."""
     hint = get_type_hints(kind, include_extras=True)[name]
+    # compared as text, in which every kind of mark has its name
     described = [repr(mark) for mark in get_args(hint)[1:]] if get_origin(hint) is Annotated else []
     return any(mark in text for mark in marks for text in described)
 

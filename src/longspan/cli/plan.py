@@ -70,7 +70,8 @@ class PlanFlags(CompareFlags, GpuFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code. Raises ConfigError for a .toml file, unless it is a flag's value."""
-    files = [b for a, b in zip(["", *argv], argv, strict=False) if b.endswith(".toml") and not a.startswith("-")]
+    pairs = zip(["", *argv], argv, strict=False)  # each word behind the word before it
+    files = [word for before, word in pairs if word.endswith(".toml") and not before.startswith("-")]
     if files:
         raise ConfigError(
             f"longspan plan reads no configuration; longspan train {files[0]} --dry-run --run.machine h100 --world 4 "

@@ -46,9 +46,10 @@ class Processes:
 def choose_processes(
     world: int, device: Device = "auto", *, on_gpus: int = 0, on_cpus: int = 1, for_cpus: str = "--device cpu"
 ) -> Processes:
-    """Choose the processes of a verb: torchrun's; else `world` local ones; else `on_gpus` (0: one each), or `on_cpus`.
+    """Choose the processes of a verb: torchrun's; else `world` local ones (0: not given); else a default number.
 
-    Only GPUs in CUDA_VISIBLE_DEVICES count. Raises ConfigError for an impossible --world, and where processes
+    The default is `on_gpus` where this machine has GPUs (0: one process a GPU), else `on_cpus`. Only GPUs in
+    CUDA_VISIBLE_DEVICES count. Raises ConfigError for an impossible --world, and where processes
     outnumber the GPUs that each of them needs, with the flag `for_cpus`.
     """
     if world < 0:

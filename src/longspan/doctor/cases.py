@@ -101,7 +101,7 @@ def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("floa
 
 
 def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """List cases in which each slot has a run of rows, as for hybrids: gathered, of several degrees, by heads."""
+    """List cases in which each slot has a run of rows, as for hybrids: all_gather, several degrees, a2a."""
     widest = min(4 if name == "whole" else 3, ranks)
     cases = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]
     if name == "whole" and ranks % widest == 0:
@@ -137,9 +137,9 @@ def _list_basic_cases(ranks: int) -> list[Case]:
 def _list_all_cases(ranks: int) -> list[Case]:
     """List cases for every type at each degree, and for plans, losses, recomputation and homes.
 
-    Cases that the number of ranks does not allow are left out: degrees of a2a that do not divide it (a smaller last
-    group would deal heads otherwise), and homes. What does not depend on the degree is tried at 2, the rest at the
-    widest.
+    Left out are homes that do not divide the ranks, and a2a at degrees that do not divide them: the smaller last group
+    would have to deal out the heads to another number of slots. What does not depend on the degree is tried at 2,
+    other cases at the widest degree.
     """
     degrees = [cp for cp in (1, 2, 3, 4) if cp <= ranks]
     widest = degrees[-1]
@@ -219,48 +219,49 @@ def plan_case(
     return plan_fixed(lengths, home, case.cp, options=options, targets=targets)
 
 
-def _plan_block(case: Case, home: Layout, of: PackedDocuments) -> Plan:
+def _plan_block(case: Case, home: Layout, packed: PackedDocuments) -> Plan:
     """Plan one micro-batch of a degree that does not divide the slots: the last group has those that remain.
 
     Documents go to the groups in turn.
     """
     blocks = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
     documents: list[list[int]] = [[] for _ in blocks]
-    for document in range(len(of.lengths)):
+    for document in range(len(packed.lengths)):
         documents[document % len(blocks)].append(document)
     groups = [
-        _make_group(case, block, block_documents, of) for block, block_documents in zip(blocks, documents, strict=True)
+        _make_group(case, block, block_documents, packed)
+        for block, block_documents in zip(blocks, documents, strict=True)
     ]
-    return _check_plan(case, home, of, MicroBatch(tuple(groups)))
+    return _check_plan(case, home, packed, MicroBatch(tuple(groups)))
 
 
-def _plan_several(case: Case, home: Layout, of: PackedDocuments) -> Plan:
+def _plan_several(case: Case, home: Layout, packed: PackedDocuments) -> Plan:
     """Plan micro-batches in which slots idle, have documents of their own, and share documents.
 
-    In the first only slot 0 has documents. In the second it shares two with the other slots of its group and has one of
-    its own, and the last slot has one too. In the third all slots share the rest; the fourth is empty.
+    In the first only slot 0 has documents. In the second the first `cp` slots share two documents, and slot 0 and the
+    last slot each have another alone. In the third all slots share the remaining documents; the fourth is empty.
     """
-    everyone, remaining = tuple(range(home.slots)), list(range(6, len(of.lengths)))
-    first = MicroBatch((_make_group(case, (0,), [0, 1], of),))
+    everyone, remaining = tuple(range(home.slots)), list(range(6, len(packed.lengths)))
+    first = MicroBatch((_make_group(case, (0,), [0, 1], packed),))
     shared_group, own_group, last_slot = (
-        _make_group(case, everyone[: case.cp], [2, 3], of),
-        _make_group(case, (0,), [4], of),
+        _make_group(case, everyone[: case.cp], [2, 3], packed),
+        _make_group(case, (0,), [4], packed),
         (home.slots - 1,),
     )
-    second = MicroBatch((shared_group, own_group, _make_group(case, last_slot, [5], of)))
-    third = MicroBatch((_make_group(case, everyone, remaining, of),))
-    return _check_plan(case, home, of, first, second, third, MicroBatch())
+    second = MicroBatch((shared_group, own_group, _make_group(case, last_slot, [5], packed)))
+    third = MicroBatch((_make_group(case, everyone, remaining, packed),))
+    return _check_plan(case, home, packed, first, second, third, MicroBatch())
 
 
-def _make_group(case: Case, slots: tuple[int, ...], documents: list[int], of: PackedDocuments) -> Group:
+def _make_group(case: Case, slots: tuple[int, ...], documents: list[int], packed: PackedDocuments) -> Group:
     """Make a group of these slots and documents with the case's communication type and partition."""
-    lengths = tuple(of.lengths[d] for d in documents)
+    lengths = tuple(packed.lengths[d] for d in documents)
     return Group(slots, tuple(documents), lengths, case.cp_comm_type, partition=case.partition)
 
 
-def _check_plan(case: Case, home: Layout, of: PackedDocuments, *batches: MicroBatch) -> Plan:
+def _check_plan(case: Case, home: Layout, packed: PackedDocuments, *batches: MicroBatch) -> Plan:
     """Make a plan of these micro-batches, and check it."""
-    return Plan(home.slots, of.lengths, batches, targets=of.targets, row_multiple=_row_multiple(case)).check()
+    return Plan(home.slots, packed.lengths, batches, targets=packed.targets, row_multiple=_row_multiple(case)).check()
 
 
 def _row_multiple(case: Case) -> int:

@@ -49,6 +49,7 @@ def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument])
     items = items_at_placeholders(ids, image_tokens(config).placeholder, of_images)
     if any(of_videos):
         items += items_at_placeholders(ids, video_tokens(config).placeholder, of_videos)
+    # as the items are: all images (0 of `_split_items`) before all frames of videos (1)
     images = [
         image for kind in (0, 1) for document in documents for image in _split_items(document, document.images)[kind]
     ]

@@ -84,8 +84,8 @@ class Stock:
     def _compute_answer(self, dtype: torch.dtype, with_routers: bool) -> Expected:
         """Compute the stock answer in a dtype, and the tolerance of cases that are compared with it.
 
-        In half precision that is what the stock model's own half pass errs, times ROUNDING, with every expert for each
-        row: choices of experts would differ.
+        In half precision the tolerance is ROUNDING times the error of the stock model's own pass in that precision,
+        against float32. There each row gets every expert, because rounding would change which experts are chosen.
         """
         if dtype == torch.float64:
             return self._float64_expectation(with_routers)
@@ -104,7 +104,7 @@ class Stock:
     def _every_expert_stock(self) -> "Stock":
         """Return the stock model whose rows get every expert.
 
-        It is this one if it has no experts to choose, or cannot run so.
+        That is `self` for a model without experts to choose from, and for one whose code fails with every expert.
         """
         config_of_every = choose_every_expert(self.config)
         if config_of_every is self.config:
@@ -119,8 +119,9 @@ class Stock:
     def _float32_bound(self, answer: Answer, with_routers: bool) -> float:
         """Return EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left.
 
-        That is the error of the stock model's own float32 pass against float64, times ROUNDING, unless it is so large
-        that something else must be wrong. With experts that limit is lower: a row may have got another expert.
+        That is ROUNDING times the error of the stock model's own float32 pass against float64. A larger product than
+        MOST_ROUNDING cannot be rounding alone, and EXACT stays; with experts the limit is MOST_BESIDE_ROUTERS, above
+        which a row may have got another expert. EXACT stays too where the model's code cannot run in float64.
         """
         exact_bound = EXACT[torch.float32]
         for whole in (True, False):  # scans and norms in float64 too, where the model's code can
@@ -277,7 +278,7 @@ def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[
             if pending and failure is not None:
                 number, case = pending.pop(0)
                 outcomes[number] = _failure_outcome(case, failure)
-            if ranks.launch is not None:  # not ours to start again
+            if ranks.launch is not None:  # torchrun's processes: nothing here can start them again
                 reason = "ranks had ended in the case before"
                 outcomes |= {number: Outcome(case, "crashed", message=reason) for number, case in pending}
                 break

@@ -79,7 +79,10 @@ class Task:
 
 
 def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
-    """Run every case in one world and record the outcomes, by number; the first error in a step ends it."""
+    """Run every case in one world; returns the world's facts and the outcomes by number, which are recorded at once.
+
+    The first error in a step is raised, and ends the world.
+    """
     outcomes: dict[int, Outcome] = {}
     register_class(task.config, task.architecture)
     torch.backends.cudnn.allow_tf32 = False  # of the convolutions of towers; the stock model's answers are in float32
@@ -106,7 +109,7 @@ def _record_outcome(task: Task, world: World, number: int, outcome: Outcome) -> 
     if task.record:
         with open(task.record, "a", encoding="utf-8") as file:  # noqa: PTH123
             fields = asdict(outcome)
-            del fields["case"]
+            del fields["case"]  # its number stands for it
             file.write(json.dumps({"number": number, **fields}) + "\n")
     if task.show:
         print(f"{outcome.case.name}: {outcome.status} ({outcome.seconds:.1f} s)", file=sys.stderr, flush=True)
@@ -183,7 +186,7 @@ class CaseRun:
         packed = PackedDocuments(self.documents.lengths, self.documents.targets) if case.encoder else TEXTS
         plan = plan_case(case, self.task.home, documents=packed, heads=heads, node_size=self.world.node_size)
         check_step(self.model, plan, self.documents, self.world, backward=not case.evaluation)
-        if case.router_losses:
+        if case.router_losses:  # raises for a model whose routers have no losses
             router_statistics(self.model, self.world, plan.tokens, ROUTER)
         return plan
 
@@ -226,6 +229,7 @@ class CaseRun:
         config = self.task.config.get_text_config()
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        # recorded calls are of one head; types are priced for all heads of the model
         call = replace(calls[0], heads=heads, kv_heads=kv_heads)
         group, machine = plan.micro_batches[0].groups[0], self.world.machine
         return machine.explain_type(group, call.sizes, node_size=self.world.node_size)

@@ -127,7 +127,9 @@ def compute_stock_answer(
     router: RouterCoefficients = NO_ROUTER,
     attention: str = "eager",
 ) -> Answer:
-    """Compute loss and gradients of the unchanged model on the CPU; weights rounded to `weights`, in `compute`.
+    """Compute loss and gradients of the unchanged model on the CPU.
+
+    Weights are rounded to the dtype `weights`, and arithmetic is in the dtype `compute` (None: the same).
 
     Documents run one by one, each from the same states of modules, and the loss is the mean over all targets. With
     coefficients, the losses of its routers are over all tokens and layers of the documents. Raises what the
@@ -207,7 +209,10 @@ def _router_logits(output: Any, config: PreTrainedConfig) -> tuple[Tensor, ...]:
 
 
 def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Compute balance and z of each layer's logits (T, E), in float64; balance as transformers has it in float32."""
+    """Compute the balance and z losses of all layers' logits (T, E), in float64.
+
+    Raises ModelError where the balance loss of transformers' own function for this model, in float32, is another one.
+    """
     config = model.config.get_text_config()
     rows = torch.cat([layer.double() for layer in layers])  # (layers T, E)
     top_k = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 0)

@@ -76,7 +76,8 @@ def choose_degrees(
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Choose a degree, type and levels in place of "auto", and say why; all ranks call it together.
 
-    `lengths` are those of the documents of each evaluation set, of the held-out documents under "".
+    `lengths` has the tokens of each document, by the name of its evaluation set ("": the held-out documents); `heads`
+    are the model's query heads, None if not known. The reasons have a line for each set whose degree was chosen.
     """
     entries, reasons = list[EvalConfig](), list[str]()
     for entry in config.evaluations:

@@ -71,6 +71,7 @@ def evaluate(
         raise PlanError(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
+    # the result names the widest degree, unless a choice has one degree for all documents
     widest = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
     result = replace(
         _make_result(inputs, totals, options),
@@ -155,7 +156,7 @@ def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> 
 def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
     """Return the choice priced for forward passes only, with the number of targets and the model's multiple of rows."""
     multiple, options = call_rules(model).row_multiple, choice.options
-    # The choice's own multiple stays where it is one of the model's too.
+    # rows must be a multiple of the model's number; that of the choice stays where it is one, too
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
     targets = sum(documents.targets)
     return replace(
@@ -265,7 +266,8 @@ class Portions:
     def _gathering_bytes(self) -> int:
         """Return the bytes of the parameters that FSDP2 gathers, if they may stay gathered for all micro-batches; or 0.
 
-        A pipeline keeps its stages gathered in any case, and free plans gather before their passes.
+        They need not stay for a single micro-batch. A pipeline keeps its stages gathered in any case, and a free plan
+        gathers all parameters before its passes.
         """
         world, plan = self.world, self.plan
         if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":

@@ -89,7 +89,7 @@ class _GatheredHooks:
         return self._state._cast_forward_inputs(args, kwargs)
 
     def end_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        """Run FSDP2's hook if `begin_forward` ran its other one; None leaves the output as it is."""
+        """Run FSDP2's hook behind a forward pass if `begin_forward` ran the one before it; None leaves the output."""
         return self.post_forward(module, args, out) if self._gathering else None
 
 
@@ -108,7 +108,8 @@ def _has_dtype(x: object, dtype: torch.dtype) -> bool:
 def gathered_bytes(model: nn.Module) -> int:
     """Count the bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
 
-    0 if there are none, and for a model that is not sharded here: what it does after a pass is not known.
+    0 if there are none, and where it is not known whether a module frees its parameters after a pass, as of a model
+    that others sharded.
     """
     if model not in _GATHERED_BYTES:
         modules = fsdp_modules(model)

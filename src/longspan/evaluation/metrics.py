@@ -157,14 +157,15 @@ class _Copier(pickle.Pickler):
         """Describe to pickle how a function is made again with the values of its closure."""
         if not isinstance(obj, FunctionType):
             return NotImplemented  # pickle's own way
-        around = [cell.cell_contents for cell in obj.__closure__ or ()]
+        closure_values = [cell.cell_contents for cell in obj.__closure__ or ()]
         settings = {name: getattr(obj, name) for name in ("__defaults__", "__kwdefaults__")}
-        return _make_function, (obj.__code__, obj.__module__, around), (vars(obj), settings)
+        # pickle's protocol: what makes the function, its arguments, and then what is set on it: __dict__, attributes
+        return _make_function, (obj.__code__, obj.__module__, closure_values), (vars(obj), settings)
 
 
-def _make_function(code: CodeType, module: str, around: Sequence[Any]) -> FunctionType:
+def _make_function(code: CodeType, module: str, closure_values: Sequence[Any]) -> FunctionType:
     """Make a function of a module from its code and the values of its closure."""
-    return FunctionType(code, vars(sys.modules[module]), None, None, tuple(map(CellType, around)))
+    return FunctionType(code, vars(sys.modules[module]), None, None, tuple(map(CellType, closure_values)))
 
 
 def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:

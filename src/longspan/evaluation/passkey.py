@@ -111,8 +111,8 @@ def _find_engine(tokenizer: Any) -> Tokenizer:
 def _encode_after_context(engine: Tokenizer, context: str, piece: str) -> tuple[Integers, Integers]:
     """Encode a piece of text as it reads behind a context, which may change its first token.
 
-    Returns the ids (n,), and where each token ends (n,), in characters from the end of the context. The space between
-    them is the first of these.
+    Returns the ids (n,), and where each token ends (n,), in characters from the end of the context; the first of these
+    characters is the space between context and piece.
     """
     text = f"{context} {piece}" if context else piece
     encoding = engine.encode(text, add_special_tokens=False)
@@ -294,6 +294,7 @@ def _make_document(pieces: Pieces, length: int, depth: float, key: int) -> Passk
 
 def _nearest_sentence_end(pieces: Pieces, position: float, filler: int) -> int:
     """Return the end of a sentence, or of all `filler` tokens, that is nearest to a position among these, in tokens."""
-    start = int(position) // len(pieces.filler) * len(pieces.filler)  # of the repetition of all sentences there
+    # filler repeats all sentences; this is where the repetition with the position begins
+    start = int(position) // len(pieces.filler) * len(pieces.filler)
     ends = [end for end in (start, *(start + end for end in pieces.sentence_ends), filler) if end <= filler]
     return min(ends, key=lambda end: abs(end - position))

@@ -91,11 +91,11 @@ class PasskeyGrid:
 class Evaluation:
     """The loss over the documents of an evaluation, the sum over `targets` predicted tokens divided by their number.
 
-    The same on every rank except `seconds`. `metrics` has token_accuracy, with `token_bytes` bits_per_byte, and the
-    caller's, each a sum and a count; `by_position` and `by_length` the loss by the position of the predicting token and
-    by the length of its document, in buckets cut at powers of two; `document_losses` sum and targets of every document,
-    `document_metrics` sum and count of every document for each metric of documents, `passkey`
-    which keys were retrieved, of documents that `passkey_documents` made.
+    Every value is the same on every rank, except `seconds`. `metrics` has token_accuracy, bits_per_byte (with
+    `token_bytes`) and the caller's metrics, each a sum and a count. `by_position` and `by_length` have the loss by the
+    position of the predicting token and by the length of its document, in buckets cut at powers of two.
+    `document_losses` has the sum and the targets of every document, `document_metrics` the sum and count of every
+    document for each metric of documents. `passkey` has the retrieved keys of documents by `passkey_documents`.
     `activation_bytes` is the most memory that the evaluation added on any GPU; None on CPUs.
     """
 

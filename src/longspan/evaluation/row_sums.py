@@ -132,7 +132,7 @@ class RowSums:
 
         `failed`: this rank has an error, which all then learn of.
         """
-        counts_here = world.coordinates.tp == 0  # tensor-parallel ranks of a slot hold the same
+        counts_here = world.coordinates.tp == 0  # all tensor-parallel ranks of a slot have the same sums
         numbers = [float(self._rows), float(self._hits), float(self._bytes)]
         metrics, document_metrics = self._metrics.cpu().numpy(), self._document_metrics
         parts = [self._losses, self._positions.ravel(), metrics.ravel(), document_metrics.ravel(), np.array(numbers)]
@@ -173,11 +173,11 @@ class Totals(NamedTuple):
 
         A bucket's `documents` counts those that have a target at a position from its start on.
         """
-        targets = np.asarray(lengths) - 1
-        reach = [int((targets > edge).sum()) for edge in self.edges.tolist()]
+        targets = np.asarray(lengths) - 1  # of each document; the last one's row is at position targets - 1
+        documents_reaching = [int((targets > edge).sum()) for edge in self.edges.tolist()]
         loss, rows = self.positions
         return _make_buckets(
-            self.edges, [Mean(*pair) for pair in zip(loss.tolist(), rows.tolist(), strict=True)], reach
+            self.edges, [Mean(*pair) for pair in zip(loss.tolist(), rows.tolist(), strict=True)], documents_reaching
         )
 
     def bucket_by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
@@ -199,7 +199,7 @@ def bucket_edges(longest: int) -> Integers:
 def _make_buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
     """Make the buckets that begin at these edges, without those that hold no document.
 
-    The last one ends before the edge that would come next, at twice its start.
+    Each ends before the next begins; the last one at twice its start, or at FIRST_EDGE if it is the only one.
     """
     starts = edges.tolist()
     lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]

@@ -140,7 +140,7 @@ def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
     y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
     low, high = float(y.min()), float(y.max())
     if high - low < FLAT * abs(high):
-        low = high
+        low = high  # drawn flat: the room below does not depend on rounding
     if chart.log:
         low, high = low / (2.2 if chart.notes else 1.15), high * 1.15
     else:
@@ -161,7 +161,7 @@ def _draw_axes(chart: Chart, frame: _Frame) -> str:
     for value in marks:
         y = float(frame.to_y(value))
         parts.append(tag("path", class_="grid", d=f"M{frame.left} {y:.1f}H{frame.right}"))
-        parts.append(label(_tick(value, chart.y_format, digits), frame.left - 7, y + 3.5, "end", "tick"))
+        parts.append(label(_tick_text(value, chart.y_format, digits), frame.left - 7, y + 3.5, "end", "tick"))
     for value, name in _x_tick_names(chart, frame):
         x = float(frame.to_x(value))
         parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {frame.bottom}v4"))
@@ -185,7 +185,7 @@ def _x_tick_names(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
     return [(value, number_text(value, _tick_digits(values))) for value in values]
 
 
-def _tick(value: float, y_format: Format, digits: int) -> str:
+def _tick_text(value: float, y_format: Format, digits: int) -> str:
     """Write the value of a tick on the y axis; `digits` are the significant ones of plain numbers."""
     if y_format == "percent":
         return f"{100 * value:g}%"

@@ -63,6 +63,7 @@ class EvalRow:
             raise ConfigError(f"an evaluation of metrics.jsonl is left out: {reason}")
         step, cp, tokens, documents = map(int, counts)
         values = {key.removeprefix("eval_"): number(row[key]) for key in row if key.startswith("eval_")}
+        # value == value: not NaN, which `number` gives for what is no number
         metrics = {name: value for name, value in values.items() if f"eval_{name}" not in _NO_METRIC and value == value}
         return cls(
             step=step,
@@ -84,10 +85,10 @@ class EvalRow:
         return self.planner if self._has_several_degrees else str(self.cp)
 
     @property
-    def place(self) -> tuple[int, str, bool, int]:
-        """What tells one evaluation from another: step, set and degree. Of rows that agree in them the last counts.
+    def record_key(self) -> tuple[int, str, bool, int]:
+        """What tells one evaluation from another: step, set, whether its plan may have several degrees, and its degree.
 
-        Plans of several degrees are told by that alone, for their largest degree varies.
+        Of rows with one key the last counts. In place of several degrees, of which the largest varies, 0 stands.
         """
         several = self._has_several_degrees
         return self.step, self.name, several, 0 if several else self.cp

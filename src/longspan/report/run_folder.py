@@ -91,7 +91,7 @@ class RunFolder:
         path = Path(path)
         rows, notes = _metric_rows(path)
         train = {int(row["step"]): row for row in rows if "loss" in row}  # a resumed run repeats steps: the last counts
-        evaluations = {row.place: row for row in _evaluation_rows(rows, notes)}
+        evaluations = {row.record_key: row for row in _evaluation_rows(rows, notes)}
         median = _median_step(train)
         plans, plan_notes = _read_plans(path / "plans", median)
         summary = read_json_object(path / "summary.json", notes)

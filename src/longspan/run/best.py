@@ -38,12 +38,12 @@ class BestCheckpoint:
         return self._bests[-1][0] if self._bests else 0
 
     def take_up(self, done: int, saved: Collection[int]) -> None:
-        """Go on from what an earlier session noted, as far as those checkpoints are there."""
+        """Take over the best steps of an earlier session: those up to `done` whose checkpoints are in `saved`."""
         stored = run_on_first_rank(self._world, self._read_figures, RunFolderError)
         self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
 
     def is_new(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
-        """Return whether evaluations after a step have a better figure than all before; then it is noted."""
+        """Return whether evaluations after a step have a better figure than all before, and note the step if so."""
         try:
             value = self._world.control.broadcast_object(self.figure.value_in(rows))
         except ConfigError as error:  # every rank has the same rows, and raises it

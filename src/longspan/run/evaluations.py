@@ -76,13 +76,13 @@ def image_samples(
     for tokens in world.control.gather_objects(predictions.tokens, "predicted tokens of samples"):
         tokens_at |= tokens
 
-    def rows() -> list[dict[str, Any]]:
-        """Return the rows, on the first rank."""
+    def make_rows() -> list[dict[str, Any]]:
+        """Make the rows, on the first rank."""
         tokenizer = load_tokenizer(folder)
         sample_rows = (_sample_row(samples, number, tokenizer, tokens_at) for number in range(len(samples)))
         return [{"step": step, "name": name, **row} for row in sample_rows]
 
-    return run_on_first_rank(world, rows, DataError)  # which alone opens the pictures
+    return run_on_first_rank(world, make_rows, DataError)  # which alone opens the pictures
 
 
 def _sample_row(
@@ -108,12 +108,12 @@ def _text_before_answer(documents: ImageDocuments, number: int, tokenizer: TextT
 
     `ids` are the tokens before the answer.
     """
-    pieces, at = list[str](), 0
+    pieces, piece_start = list[str](), 0
     for item in documents.items:
         if item.document == number and item.spans[0][0] < len(ids):
-            pieces.append(_decode_ids(tokenizer, ids[at : item.spans[0][0]]))
-            at = item.spans[-1][1]
-    return "<image>".join([*pieces, _decode_ids(tokenizer, ids[at:])])
+            pieces.append(_decode_ids(tokenizer, ids[piece_start : item.spans[0][0]]))
+            piece_start = item.spans[-1][1]
+    return "<image>".join([*pieces, _decode_ids(tokenizer, ids[piece_start:])])
 
 
 def _decode_ids(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:

@@ -125,13 +125,16 @@ class Saves:
         minutes = self._run.config.train.save_minutes
         return is_first_rank(self._run.world) and 0 < minutes <= (time.monotonic() - self._saved_at) / 60
 
-    def due(self, *, minutes_over: bool) -> bool:
+    def is_save_due(self, *, minutes_over: bool) -> bool:
         """Whether a checkpoint is due after this step; the ranks have agreed on `minutes_over`."""
         settings = self._run.config.train
         return minutes_over or is_due(self.done, settings.save_every) or self.done == settings.steps
 
     def prepare(self) -> None:
-        """Take the memory for copies, after the first step and unless a checkpoint is written now."""
+        """After a session's first step, take the memory into which saves copy weights.
+
+        Nothing is taken where the checkpoint of that step has just begun.
+        """
         if self.done == self._run.done + 1 and self.done > self._saved:
             self.saver.prepare(self._run.model, self._run.optimizer)
 
@@ -144,7 +147,7 @@ class Saves:
         self.saver.save(run.model, run.optimizer, step=self.done, state=state)
         self._saved, self._saved_at = self.done, time.monotonic()
 
-    def save_rest(self) -> None:
+    def save_if_unsaved(self) -> None:
         """Begin a checkpoint unless the last one has these weights."""
         if self.done > self._saved:
             self.save()
@@ -153,7 +156,7 @@ class Saves:
         """Keep the checkpoint of this step if its evaluations have the best figure so far, and write it if need be."""
         if self._best is None or not rows or not self._best.is_new(rows, self.done):
             return
-        self.save_rest()
+        self.save_if_unsaved()
         self.saver.best = self.done
 
     def remove_old(self) -> None:
@@ -187,8 +190,8 @@ class Saves:
         """Write what was trained since the last checkpoint before an error that all ranks raise leaves the context.
 
         Nothing new is written after an error of this rank alone, for the others do not join, nor where saving itself
-        failed or weights are not finite. Then this rank only waits for the save under way; alone, for a quarter at most
-        of the time that the others wait for it.
+        failed or weights are not finite: ranks then only wait for the save under way. A rank that fails alone waits a
+        quarter at most of `world.timeout`, for which the other ranks wait for it. After the loss of a rank none waits.
         """
         try:
             yield

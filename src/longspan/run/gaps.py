@@ -31,7 +31,7 @@ class _Cause:
         self.kernels = Counter[str]()
 
     def row(self, name: str, repeats: int) -> dict[str, Any]:
-        """Return a row of the table: gaps and their seconds, both a step of `repeats`, and the longest of all gaps."""
+        """Return a row of the table: the number and seconds of gaps, divided by `repeats` steps; the longest gap."""
         kernel = self.kernels.most_common(1)[0][0] if self.kernels else ""
         return {
             "host": name[:_NAME_LENGTH],
@@ -60,7 +60,7 @@ def gaps_by_cause(
     start_times, calls = np.array([start for start, _ in starts]), _Calls(host)
     causes: dict[str, _Cause] = {}
     for start, end in gaps[:MOST_GAPS]:
-        cause = causes.setdefault(calls.cause(start, end), _Cause())
+        cause = causes.setdefault(calls.find_cause(start, end), _Cause())
         cause.seconds.append(end - start)
         following = int(np.searchsorted(start_times, end))
         if following < len(starts):
@@ -103,7 +103,7 @@ class _Calls:
         self._starts = np.array([start for _, start, _ in calls])
         self._ends = np.array([end for _, _, end in calls])
 
-    def cause(self, start: float, end: float) -> str:
+    def find_cause(self, start: float, end: float) -> str:
         """Return the name of the shortest call that covers half of an interval at least.
 
         Where none does, Python ran; the call that began next, after the interval's middle, tells where.

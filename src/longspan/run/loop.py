@@ -72,7 +72,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         names = config.run.loggers if is_first_rank(world) else ()
         classes = run_on_every_rank(world, partial(logger_classes, names), ConfigError)
         run = set_up(config, world, display.log, starts)
-        display.expect(run.config.train.steps)
+        display.set_steps(run.config.train.steps)
         with open_records(run, facts_of(run), classes, display.log) as records:
             for open_world in open_worlds():  # each writes what torch recorded of a failed collective
                 open_world.watch.folder = run.dir / HANG
@@ -162,7 +162,7 @@ class _Loop:
                     slow_slots.name(agreed.slow, run.world, self.display.log)
                 if saves.done in (run.done + 1, settings.steps) or stopped:
                     save_plan(run, plan, f"step-{saves.done:06d}")
-                if stopped or agreed.save_on or saves.due(minutes_over=agreed.minutes_over):
+                if stopped or agreed.save_on or saves.is_save_due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                     stop.answer_save()  # also what other ranks received meanwhile
                 saves.prepare()
@@ -172,7 +172,7 @@ class _Loop:
                     stopped = self.evaluations.evaluate_due(saves.done)
                     saves.keep_if_best(self.evaluations.take_rows())
                     if stopped:
-                        saves.save_rest()
+                        saves.save_if_unsaved()
             saves.wait()
             if figures := saves.saver.take_figures():  # of a checkpoint that no step's row follows
                 self.display.log(str(figures))

@@ -216,7 +216,7 @@ def read_events(profile: Any, *, cuda: bool) -> list[Event]:
 def _is_work(event: Any) -> bool:
     """Return whether an event of a CPU is an operator that computes.
 
-    It has no inner ones, or its name tells a kind (attention, say) that those of its inner ones would not.
+    It has no inner operators, or its name tells a kind (attention, say) that names of inner operators may not tell.
     """
     return not event.cpu_children or (event.name.startswith("aten::") and kind_of(event.name) != "other layers")
 

@@ -59,7 +59,7 @@ class ProgressDisplay:
             self._thread.join()
         self.end_bar()
 
-    def expect(self, steps: int) -> None:
+    def set_steps(self, steps: int) -> None:
         """Set the number of steps, once the corpus is known."""
         self._steps = steps
 

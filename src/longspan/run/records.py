@@ -115,7 +115,8 @@ class GroupLog:
     def _cp_rows(self, group: Group, use: Use) -> Iterator[Row]:
         """Yield a row for each level of a group.
 
-        `over` says what carries its messages: a communicator of its own, or that of the plane, all slots' ranks.
+        `over` says what carries the level's messages: a communicator of its own, or that of the plane, which has all
+        slots' ranks.
         """
         for level, slots in self._levels_of_rank(group):
             ranks = tuple(self._world.plane[slot] for slot in slots)
@@ -125,7 +126,7 @@ class GroupLog:
     def _levels_of_rank(self, group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the communication type and slots of each level of a group that this rank is in.
 
-        Of a2a+p2p the slots are those of the line of the level that contains this rank.
+        A level of a2a+p2p has several sets of slots; the one with the slot of this rank is yielded.
         """
         comm_types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
         for comm_type in dict.fromkeys(comm_types):

@@ -180,8 +180,8 @@ def open_data(
 def _longest_planned_document(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
     """Return the tokens and the origin of the longest document that a planner receives: a document, or a pack.
 
-    A pack whose documents see each other is planned as one document; in others documents are, which may be cut to a
-    pack's size. Held-out documents are evaluated without packs, and so may be longer.
+    A pack whose documents see each other is planned as one document. In other packs each document is planned by itself,
+    cut to a pack's size where it is longer. Held-out documents are evaluated without packs, and so may be longer.
     """
     lengths, data = corpus.lengths, config.data
     if not data.pack_to:
@@ -244,10 +244,10 @@ class StepReader:
             plan_waves_ahead(model, plan, documents, depths=self._run.config.mtp.depths)
 
     def _select_documents(self, step: int) -> Any:
-        """Return the documents of a step; of those whose tokens are made when they are read, each is read by one rank.
+        """Return the documents of a step.
 
-        A document that several slots share would otherwise be encoded by every rank of each. Images stay with their
-        tokens.
+        Where the corpus stores no tokens, texts are encoded when they are read: one rank then reads a document for all
+        ranks that share it. Documents with images are read by every rank, as images stay with their tokens.
         """
         corpus = self._run.corpus
         documents = self._run.order.select(corpus, step)

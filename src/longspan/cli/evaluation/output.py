@@ -133,7 +133,7 @@ def _evaluation_table(result: SubjectResult) -> str:
 def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
     """Return the row of one evaluation, with these metrics; "-" for a metric that it lacks.
 
-    A perplexity of many digits, from a loss of 50 on, is told by its bound: e ** 50 is 5e21.
+    From a loss of 50 on, a bound stands for the perplexity, whose digits would fill the table: e ** 50 is 5e21.
     """
     evaluation = result.evaluation
     values = [evaluation.metrics[name].value if name in evaluation.metrics else None for name in metrics]

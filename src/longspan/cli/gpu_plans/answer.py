@@ -93,7 +93,7 @@ class Answer:
     def keys(self) -> Mapping[str, Any]:
         """Return the keys of `fit`: those that were given and chosen, without measures by hand where they prevent it.
 
-        They are {} if nothing fits.
+        {} if nothing fits.
         """
         if self.fit is None:
             return {}
@@ -152,9 +152,9 @@ def _column_json(column: Column) -> dict[str, Any] | None:
 def run_keys(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     """Return the keys that were given and those that were chosen, as `longspan train` takes them.
 
-    Given are those of a command or a file; chosen, those that are no defaults any more. Keys of degree, rows, planner
-    and memory are always among them; a dynamic plan's highest degree is all slots where it has no limit. GATHERS
-    is among them only if it is given, for otherwise train.memory decides when parameters are gathered.
+    Given keys are in a command or a file; chosen keys are those that differ from their defaults now. Keys of degree,
+    rows, planner and memory are always returned; a dynamic plan's highest degree is all slots where it has no limit.
+    GATHERS is among them only if it is given, for otherwise train.memory decides when parameters are gathered.
     """
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}

@@ -133,7 +133,8 @@ def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
 def _one_batch_rows(run: RunOnGpus, step: Documents) -> int:
     """Estimate the rows of the fullest slot if a step is one micro-batch.
 
-    They are those of the longest document or the mean over groups, whichever is more, and UNIT for uneven groups.
+    Returned are the rows of the longest document or the mean over groups, whichever is more, plus UNIT for uneven
+    groups.
     """
     degree = run.choice.degree if run.choice.has_one_degree else 1
     groups = run.home.slots // max(degree, 1)
@@ -242,7 +243,7 @@ def _try_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: 
 def one_measure(run: RunOnGpus, measure: str) -> FixedMemory:
     """Set one measure for all layers, kept on the device, with the run's other keys as they are.
 
-    What those leave to the choice (None) is off, so that a column of the table shows this measure alone.
+    Keys that are left to the choice (None) become off, so that a column of the table shows this measure alone.
     """
     fixed = run.fixed
     changes: dict[str, Any] = {"measure": measure, "layers": None, "offload": False if measure != "none" else None}

@@ -177,7 +177,7 @@ def _make_refusal(
 ) -> Answer:
     """Make the answer where nothing fits: what the way that needs least holds, and what would do.
 
-    That is the same GPUs without measures given by hand or, if these are not to blame, the fewest GPUs.
+    What would do is the same GPUs without measures given by hand or, if these are not to blame, the fewest that do.
     """
     way = leanest_way(run, steps, choices)
     try:

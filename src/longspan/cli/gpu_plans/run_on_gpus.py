@@ -155,7 +155,7 @@ class RunOnGpus:
         return MemoryNeeds.of(self.model, self.home, list(plans), self.settings, machine=self.gpus.machine)
 
     def leanest_plans(self, plans: Sequence[Plan], fixed: FixedMemory) -> Iterator[MemoryPlan]:
-        """Yield what these plans hold if every layer keeps as little as these keys let it; least on the device first.
+        """Yield plans of memory in which every layer keeps as little as the keys allow; the least on the device first.
 
         They are plans of memory whether they fit or not.
         """

@@ -196,7 +196,7 @@ def _simulation_json(simulation: Simulation) -> dict[str, Any]:
 def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -> str:
     """Write the degrees of an evaluation as text, what was left out, and which is fastest.
 
-    A document-step is one pass over one document; those that only fill up a micro-batch are wasted.
+    A document-step is one pass over one document; passes that only fill up a micro-batch are wasted.
     """
     names = ["cp", "type", "groups", "passes", "document-steps", "wasted", "filled", "planned"]
     names += ["micro-batches", "rows", "bubble"]

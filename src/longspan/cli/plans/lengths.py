@@ -77,7 +77,7 @@ def read_json_lengths(path: str) -> tuple[int, ...]:
 
 
 def _equal_lengths(text: str) -> tuple[int, ...]:
-    """Parse --same, as in 1024x8192: so many documents of one length."""
+    """Parse --same, as in 1024x8192: 1,024 documents of 8,192 tokens each."""
     count, _, length = text.lower().partition("x")
     if not count.isdecimal() or not length.isdecimal() or not int(count):
         raise ConfigError(f"--same {text!r} is not COUNTxLENGTH, such as 1024x8192")

@@ -106,8 +106,8 @@ def _limit_sets(request: EvalRequest, sets: Sets) -> Sets:
 def _check_same_texts(first: NamedDocuments, other: NamedDocuments) -> None:
     """Raise DataError unless document d is the same whole text in both sets, which two tokenizers read.
 
-    Texts that were too short for one tokenizer are missing there. Only if every file is one document do the files'
-    names show that the same were left out.
+    A set lacks the texts that were too short for its tokenizer. Only where every file is one document do the names of
+    files show that both sets lack the same texts.
     """
     corpora = [
         named_documents.documents.corpus

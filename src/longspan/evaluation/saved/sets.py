@@ -48,7 +48,7 @@ class NamedDocuments:
         return int(np.argmax(self.documents.lengths))
 
     def take_evenly(self, count: int) -> "NamedDocuments":
-        """Take so many of the documents (0: all), at even distances, so that they come from all files.
+        """Take a number of the documents (0: all), at even distances, so that all files are represented.
 
         Passkey documents, which were made in the number that was asked for, all stay.
         """

@@ -105,7 +105,7 @@ def fit_positions(
 def _advise_positions(checked: CheckedWeights, longest: int) -> str:
     """Advise the change that gives the model positions for so many tokens.
 
-    It is a first scaling, a larger factor for a model that its run has scaled, or one in a folder's config.json.
+    The change is a first scaling, a larger factor where the run has scaled the model, or one in a folder's config.json.
     """
     parameters: Any = getattr(checked.configuration, "rope_parameters", None) or {}
     rope_type, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0

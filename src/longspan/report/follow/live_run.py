@@ -67,7 +67,7 @@ class LiveRun:
     def steps(self) -> int:
         """How many steps the run is to take; 0 where that is not known.
 
-        It is the first of run.json, summary.json and config.toml that has a number which a browser can hold.
+        The first of run.json, summary.json and config.toml counts that has a number which a browser can hold.
         """
         values = [self.run.facts.steps if self.run.facts else 0, self.run.summary.get("steps"), self._steps_key()]
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 53), 0)
@@ -154,7 +154,7 @@ class LiveRecords:
         self._damaged = 0
 
     def _add_step(self, row: Mapping[str, Any]) -> None:
-        """Add a step; one that is there again replaces those from it on."""
+        """Add a step; a step that is repeated, by a resumed run, replaces the earlier record from that step on."""
         step = int(row["step"])
         while self._step and self._step[-1] >= step:
             for column in (self._step, *self._columns.values()):
@@ -172,7 +172,7 @@ class LiveRecords:
         """
         try:
             if (evaluation := EvalRow.from_row(row)) is not None:
-                self._evaluations[evaluation.place] = evaluation
+                self._evaluations[evaluation.record_key] = evaluation
         except ConfigError as error:
             self._notes["evaluation"] = str(error)
 

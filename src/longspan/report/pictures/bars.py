@@ -88,8 +88,8 @@ class PlanBars:
     def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
         """Select at most `limit` bars that are large enough to see at these scales (pixels a unit, pixels a slot).
 
-        That is 1.2 pixels wide and 3 high. The largest are drawn; returned with them are the others, summed up over so
-        many slots that a summary is 3 pixels high too.
+        Large enough is 1.2 pixels wide and 3 high. The largest of these bars are drawn as they are. All other bars are
+        returned as summaries, each over as many slots as make 3 pixels of height.
         """
         areas = [(b.stop - b.start) * x_scale * b.slots * y_scale for b in self.bars]
         large_enough = [

@@ -59,7 +59,7 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
 def _optional_keys(config: RunConfig, section: str, *, training: bool) -> Collection[str]:
     """Return keys of a section whose bounds are not checked, for no value is given.
 
-    That is the learning rate where nothing is trained, and warm-up steps that follow from epochs of a corpus.
+    They are the learning rate where nothing is trained, and warm-up steps that follow from epochs of a corpus.
     """
     if section != "train":
         return ()

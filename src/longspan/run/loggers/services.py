@@ -28,8 +28,8 @@ class WandbLogger:
     def __init__(self, start: RunStart) -> None:
         """Open the run of Weights & Biases, or the one that an earlier start of this run wrote to.
 
-        A file in the run's folder keeps its id and how far it is: a step, the evaluations of that step, and how many
-        rows were sent. So a resumed run sends again nothing that was sent.
+        A file in the run's folder keeps the id of the service's run and what was sent: the last step, the evaluations
+        of that step, and the number of rows. So a resumed run sends no row twice.
         """
         import wandb
 
@@ -71,7 +71,7 @@ class WandbLogger:
     def _was_sent(self, row: Mapping[str, Any], step: int) -> bool:
         """Return whether an earlier session sent this row, of a step that is repeated.
 
-        Of the last step that was sent, evaluations may be missing: each is looked for by itself.
+        The session may have ended between the evaluations of its last step: of that step each row is looked for.
         """
         if not self._done < step <= self._sent:
             return False

@@ -107,7 +107,7 @@ def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: Log
 def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
     """Return a line about a learning rate that differs from the checkpoint's schedule at the next step.
 
-    It is "" where the two agree.
+    The line is "" where both rates are the same.
     """
     done, kinds = int(state["step"]), fields(TrainConfig)
     trained = state.get("config", {}).get("train", {})

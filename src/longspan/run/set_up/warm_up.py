@@ -196,7 +196,7 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
     """Return the warm-up of some plans, with `in_flight` copies of the largest micro-batch.
 
-    A pipeline holds as many at once.
+    A pipeline holds `in_flight` micro-batches at once, so the peak of memory is reached too.
     """
     groups = smallest_group_of_each_kind(plans)
     largest, batches = largest_micro_batch(plans), list[MicroBatch]()
@@ -223,7 +223,7 @@ def _list_mixed_batches(plan: Plan) -> list[MicroBatch]:
 def _forward_plan(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int, *, most: int) -> Plan:
     """Return the kinds of groups that only evaluation has, and its largest micro-batch.
 
-    That is cut short where it has no more rows than training had at `most`: evaluation keeps less of a row.
+    The micro-batch is cut short where it has at most `most` rows, the most of training: evaluation keeps less of a row.
     """
     groups = smallest_group_of_each_kind([evaluation], leave_out=warm)
     largest = number_plan([largest_micro_batch([evaluation])], evaluation)
