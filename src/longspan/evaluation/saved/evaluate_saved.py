@@ -138,7 +138,7 @@ def _fit_subject(
         is_cap_fixed = "context.eval_max_tokens_per_slot" in request.flag_keys
         room = 0 if is_cap_fixed else set_longest  # a cap that a flag gives is not raised
         for at_degree in _list_choices(choice, request.degrees, room):
-            at_degree.check(set_longest, world.home, f"the longest document ({set_longest} tokens)")
+            at_degree.check_longest_document(set_longest, world.home, f"the longest document ({set_longest} tokens)")
         entries.append(entry)
         changes |= dict.fromkeys(set_changes)
     return _Fit(checked, sets, config, configuration, tuple(entries), tuple(changes))
