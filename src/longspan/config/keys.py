@@ -120,7 +120,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _find_section(section: Any, key: str) -> tuple[str, str]:
-    """Find where a key is: the field of this section that is the section with the key ("": this one), and its name."""
+    """Return the field of this section whose section has the key ("": it is the section's own), and the key there."""
     names = [field.name for field in fields(section)]
     if key not in names:
         for name in names:

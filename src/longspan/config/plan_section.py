@@ -244,7 +244,7 @@ def _default_planner(degree: int | str, parent: PlanSection) -> str:
     """Return the planner of a section whose planner is not given: the parent's if the section has no degree either.
 
     With a degree, documents are packed at that one degree (fixed), unless the parent pads. Evaluation as a whole packs
-    under a degree "auto" also then.
+    at a degree "auto" also where training pads.
     """
     if degree in (NOT_GIVEN, 0):
         return parent.planner

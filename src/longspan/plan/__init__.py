@@ -31,7 +31,6 @@ from longspan.plan.timeline import Timeline, predicted_seconds, slot_rows, timel
 
 if TYPE_CHECKING:  # of memory: imported on first use
     from longspan.plan.memory.bytes import Bytes as Bytes
-    from longspan.plan.memory.choose import FixedMemory as FixedMemory
     from longspan.plan.memory.choose import choose_memory as choose_memory
     from longspan.plan.memory.choose import longest_document as longest_document
     from longspan.plan.memory.memory_plan import MemoryNeeds as MemoryNeeds
@@ -39,6 +38,7 @@ if TYPE_CHECKING:  # of memory: imported on first use
     from longspan.plan.memory.parameters import reason_uncounted as reason_uncounted
     from longspan.plan.memory.seconds import added_seconds as added_seconds
     from longspan.plan.memory.settings import MEASURES as MEASURES
+    from longspan.plan.memory.settings import FixedMemory as FixedMemory
     from longspan.plan.memory.settings import MemoryBudget as MemoryBudget
     from longspan.plan.memory.settings import MemorySettings as MemorySettings
 

@@ -214,9 +214,9 @@ def bytes_by_level(
 ) -> dict[Level, float]:
     """Return what all members send under a type, by whether it stays in a host: of all layers of a cost.
 
-    `sizes` are the members that exchange heads and those of a ring, `nodes` the hosts of the members. A gather goes
-    around a ring of all members, as NCCL's do over a communicator; without one each member sends its rows to every
-    other. Its gradients are exchanged. The bytes of each part cross hosts by the share of its steps or pairs that do.
+    `sizes` are the members that exchange heads and those of a ring, `nodes` the hosts of the members. A gather counts
+    as a ring of all members, as NCCL runs it where the group has a communicator; its gradients are exchanged. Of each
+    part as large a share of the bytes crosses hosts as of its steps or pairs.
     """
     inner, degree = sizes[0], len(nodes)
     turns, gradients, exchanged = _message_bytes(cost, sizes, tokens)

@@ -79,12 +79,12 @@ class DegreeTable:
         return seconds
 
     def choose_degrees(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
-        """Choose the best degree for each class in each micro-batch; returns it, and the slot seconds that it wastes.
+        """Choose the best degree for each class in each micro-batch; returns degrees and the slot seconds they waste.
 
-        Both are (classes, micro-batches); inf where no degree fits. A document on c slots for a micro-batch of T
-        seconds wastes c · (T − fillable) slot seconds less its work. It leaves T − `seconds` free on each slot, less a
-        share of the wait for messages; fillers take of these what their rows under the cap allow, and `GAP_LOST` of
-        that counts as lost. Slots that short documents could not keep busy for T seconds, because the cap is full
+        Both are (classes, micro-batches); seconds are inf where no degree fits. A document on c slots for a micro-batch
+        of T seconds wastes c · (T − fillable) slot seconds less its work. It leaves T − `seconds` free on each slot,
+        less a share of the wait for messages; fillers take of these what their rows under the cap allow, and `GAP_LOST`
+        of that counts as lost. Slots that short documents could not keep busy for T seconds, because the cap is full
         before, cost less, by `reach` of what they would lose.
         """
         problem, cost = self.problem, self.problem.request.cost

@@ -94,10 +94,8 @@ def search_draft(problem: Problem, effort: Effort) -> Draft:
 
 
 def _search_sample(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
-    """Search on a sample; returns settings for the whole problem: the sample's best, and initial ones that did well.
-
-    Initial settings of the problem and of its sample correspond by number.
-    """
+    """Search on a sample; returns settings for the whole problem: the sample's best, and initial ones that did well."""
+    # Initial settings of the problem and of its sample correspond by number.
     sample, settings_of_problem = Search(problem.make_sample()), list(initial_settings(problem, degrees))
     for settings in initial_settings(sample.problem, sample.degrees):
         sample.try_settings(settings)
@@ -197,8 +195,8 @@ def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Ra
 def make_draft(problem: Problem, degrees: DegreeTable, durations: Floats, anchoring: Anchoring) -> Draft:
     """Place all items in micro-batches of about these durations, and in further ones where they do not fit.
 
-    An item becomes an anchor if it has `anchoring.share` of the work of the widest block in a micro-batch of middle
-    duration, or fits no block at all. Items that the table of degrees does not have never do.
+    An anchor has at least `anchoring.share` of the work of the widest block in a micro-batch of middle duration, or
+    fits no block at all. Items that the table of degrees lacks are never anchors.
     """
     drafting = _Drafting(problem, degrees, durations)
     least = anchoring.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0

@@ -7,7 +7,7 @@ wins; a choice that costs more, whatever its number of layers, than one that fit
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from longspan.errors import PlanError
@@ -16,7 +16,7 @@ from longspan.plan.cost.machine import Machine
 from longspan.plan.memory.bytes import gib_text
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.seconds import MemoryPrices
-from longspan.plan.memory.settings import MEASURES, Measure, MemoryBudget, MemorySettings
+from longspan.plan.memory.settings import FixedMemory, Measure, MemoryBudget, MemorySettings
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 
@@ -24,48 +24,6 @@ TILE_ROWS = 16384  # rows of a tile where the plan runs MLPs in tiles: products 
 SEGMENT_LAYERS = 4  # layers of a segment that the plan chooses, where nothing else fits
 _UNTILED = ("llama4",)  # families whose experts do not have transformers' common interface
 _ROWS = 1024  # rows of a slot by which the longest document grows while it is sought
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedMemory:
-    """Keys of memory that are given by hand, and are not chosen; None leaves a key to the choice.
-
-    >>> FixedMemory(measure="selective", offload=False).measures
-    ('selective',)
-
-    `measure` ("none", "selective" or "full") is what layers keep that recompute: the first `layers` of each stage (0:
-    all), while the others keep everything. `offload` moves what is kept to the host, or does not.
-    """
-
-    measure: str | None = None
-    layers: int | None = None
-    offload: bool | None = None
-    gathered_once: bool | None = None
-    offload_states: bool | None = None
-    mlp_tile_rows: int | None = None
-    segment_layers: int | None = None
-
-    @property
-    def measures(self) -> tuple[Measure, ...]:
-        """Return the measures that layers may have, in the order of MEASURES.
-
-        A measure names what layers recompute, with "+host" if what they keep waits on the host. "none" has no "+host"
-        form: with `offload` true it is a choice only if `measure` is not fixed, for layers that need move nothing.
-        "exchanged" is "selective" that also keeps what types that exchange heads have exchanged; it has no "+host" form
-        either. Raises PlanError where the keys leave none.
-        """
-        measures: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
-        if self.offload is not None:
-            measures = [
-                word for word in measures if ("+" in word) == self.offload or (word == "none" and self.measure is None)
-            ]
-        if self.measure == "selective" and not self.offload:
-            measures.append("exchanged")
-        if not measures:
-            raise PlanError(
-                f"no measure keeps {self.measure!r} with offload {self.offload}; use one of {', '.join(MEASURES)}"
-            )
-        return tuple(sorted(measures, key=MEASURES.index))
 
 
 def choose_memory(

@@ -85,7 +85,7 @@ class EncoderBytes:
 
     @property
     def block_work(self) -> float:
-        """Return bytes of the backward pass of one block; an MLP's width is half of the numbers of its two products."""
+        """Return the bytes of one block's backward pass; an MLP is half as wide as its two products have numbers."""
         if self._shape is None:
             return 0.0
         turned = 2 * self._shape.width * _ROTARY

@@ -99,6 +99,48 @@ class MemorySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FixedMemory:
+    """Keys of memory that are given by hand, and are not chosen; None leaves a key to the choice.
+
+    >>> FixedMemory(measure="selective", offload=False).measures
+    ('selective',)
+
+    `measure` ("none", "selective" or "full") is what layers keep that recompute: the first `layers` of each stage (0:
+    all), while the others keep everything. `offload` moves what is kept to the host, or does not.
+    """
+
+    measure: str | None = None
+    layers: int | None = None
+    offload: bool | None = None
+    gathered_once: bool | None = None
+    offload_states: bool | None = None
+    mlp_tile_rows: int | None = None
+    segment_layers: int | None = None
+
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        """Return the measures that layers may have, in the order of MEASURES.
+
+        A measure names what layers recompute, with "+host" if what they keep waits on the host. "none" has no "+host"
+        form: with `offload` true it is a choice only if `measure` is not fixed, for layers that need move nothing.
+        "exchanged" is "selective" that also keeps what types that exchange heads have exchanged; it has no "+host" form
+        either. Raises PlanError where the keys leave none.
+        """
+        measures: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
+        if self.offload is not None:
+            measures = [
+                word for word in measures if ("+" in word) == self.offload or (word == "none" and self.measure is None)
+            ]
+        if self.measure == "selective" and not self.offload:
+            measures.append("exchanged")
+        if not measures:
+            raise PlanError(
+                f"no measure keeps {self.measure!r} with offload {self.offload}; use one of {', '.join(MEASURES)}"
+            )
+        return tuple(sorted(measures, key=MEASURES.index))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
     """The bytes that a rank may fill, of its GPU (the context included) and of its host.
 

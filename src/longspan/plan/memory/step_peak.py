@@ -123,8 +123,8 @@ class StepPeak:
     @property
     def update_state_bytes(self) -> int:
         """Bytes of states on the device during an update: all, or of states on the host the two buckets in transit."""
-        every = self._optimizer_state_bytes()
-        return min(every, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else every
+        all_states = self._optimizer_state_bytes()
+        return min(all_states, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else all_states
 
     def _communicator_bytes(self) -> int:
         """Return the bytes of CUDA's context and NCCL's communicators: two over all slots, one for each other axis, and

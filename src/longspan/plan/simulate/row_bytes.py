@@ -73,7 +73,7 @@ class RowBytes:
         with_embedding = has_shared_blocks(read)
         settings = MemorySettings(compute_bytes=bytes_per_value)
         tapes, load = LayerTapes(read, settings), SlotLoad(1, int(exchanged), float(exchanged))  # of one row
-        kinds = layer_kinds(read) + depth_kinds(read)[-1:] * depths
+        kinds = layer_kinds(read) + depth_kinds(read) * depths
         return cls(
             activations=sum(
                 row if checkpointing == "full" else bytes_kept(tapes.make_tape(kind, load), checkpointing)

@@ -27,8 +27,8 @@ def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None)
     ['p2p', 'all_gather', 'a2a', 'a2a+p2p']
 
     A type of `options` other than "auto" is the only one. Under "auto" these are p2p, all_gather and, where the query
-    heads are known and allow it, a2a and a2a+p2p with every first level inside a node; contiguous rows are even only
-    under a2a, and take the others where the heads do not allow it.
+    heads are known and allow it, a2a and a2a+p2p with every first level inside a node. Contiguous rows, which are even
+    only under a2a, take other types only where the heads do not allow a2a.
     """
     if options.cp_comm_type != "auto":
         return [options if cp is None else fit_to_degree(options, cp)]
