@@ -180,7 +180,7 @@ def test_digest_sees_every_integer_and_string() -> None:
 def test_a_digest_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(GOOD)
     digest = plan.digest()
-    monkeypatch.setattr(Plan, "_digested_fields", lambda plan: {})
+    monkeypatch.setattr(Plan, "_fields_for_digest", lambda plan: {})
     assert plan.digest() == digest != replace(GOOD).digest()
 
 

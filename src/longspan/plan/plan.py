@@ -86,15 +86,15 @@ class Plan:
     @cached_property
     def _digest(self) -> str:
         """The digest, computed once: a plan never changes."""
-        return hashlib.sha256(json.dumps(self._digested_fields(), separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self._fields_for_digest(), separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self, indent: int | None = None) -> str:
         """Return the plan as JSON; `Plan.from_json` gives an equal plan back."""
         seconds = {"predicted_seconds": self.predicted_seconds, "lower_bound_seconds": self.lower_bound_seconds}
         further_fields = {"tokens": self.tokens} | seconds | {"cost": self.cost.to_json()}
-        return json.dumps(self._digested_fields() | further_fields, indent=indent)
+        return json.dumps(self._fields_for_digest() | further_fields, indent=indent)
 
-    def _digested_fields(self) -> dict[str, Any]:
+    def _fields_for_digest(self) -> dict[str, Any]:
         """Return all fields but seconds and cost, as values for JSON: integers and strings, which the digest is of."""
         names = ("slots", "lengths", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
         batches = [[group.to_dict() for group in batch.groups] for batch in self.micro_batches]
