@@ -40,11 +40,9 @@ def ratios(lines: Iterable[str]) -> dict[str, float]:
 
 
 def test_training_steps_are_within_five_percent_but_two(rows: list[Any]) -> None:
-    steps = [p for p in rows if p.use and p.row.is_fitted_to]
-    idle = [p for p in steps if (p.row.record, p.row.rows) == ("steps-compiled-2xH200", "32,768")]  # 5 % of it at least
-    far = [p for p in steps if not p.within(0.05) and p not in idle]
-    assert len(steps) >= 38 and len(far) <= 2 and all(p.within(0.1) for p in far), far
-    assert len(idle) == 1 and idle[0].within(0.15), idle
+    steps = [p for p in rows if p.use and p.row.is_training_step]
+    far = [p for p in steps if not p.within(0.05)]
+    assert len(steps) >= 44 and len(far) <= 2 and all(p.within(0.1) for p in far), far
 
 
 def test_a_price_that_changes_is_noticed(rows: list[Any]) -> None:
