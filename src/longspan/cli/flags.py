@@ -1,4 +1,5 @@
-"""Words of the command line to a dataclass of flags, for every verb: names are checked here, values by tyro.
+"""Words of the command line to a dataclass of flags, for every verb: names, and values of choices, numbers and
+booleans, are checked here, other values by tyro.
 
 The flags of `train` and `eval` are every key of the configuration as `--section.key value`, from the same dataclasses;
 help texts are the docstrings of their fields.
@@ -199,7 +200,11 @@ def _use_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
 
 
 def _check_value(flag: str, value: str | None, kind: Any) -> None:
-    """Raise ConfigError where the word behind a flag is missing (None), or is no value of the flag's type."""
+    """Raise ConfigError where the word behind a flag is missing (None), or is no value of its choice, number or
+    boolean.
+
+    Values of other types are left to tyro.
+    """
     if kind is None:  # --help
         return
     if get_origin(kind) is Literal and read_choice_word(value, kind) not in get_args(kind):

@@ -20,7 +20,7 @@ from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.optim.offload_states import OffloadedStates, offload_states
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import OptimizerChoice
-from longspan.train.optim.state_parts import StateSizes, cut_buckets
+from longspan.train.optim.state_parts import StateSizes, check_separate_updates, cut_buckets
 from longspan.train.optim.stochastic_rounding import rounding_optimizer
 
 BUCKET = 16 << 10
@@ -210,6 +210,19 @@ class Nested(_PerParameter):
     def update(self, parameter: Any, lr: float) -> None:
         super().update(parameter, lr)
         self.state[parameter] = {"sums": [self.state[parameter]["sum"]]}
+
+
+class ByDtype(_PerParameter):
+    """Has vectors in float64 and matrices in float32, and refuses others."""
+
+    def update(self, parameter: Any, lr: float) -> None:
+        assert (parameter.dtype == torch.float64) == (parameter.ndim == 1), (parameter.dtype, parameter.shape)
+        super().update(parameter, lr)
+
+
+def test_the_trial_of_separate_updates_has_the_types_of_the_parameters() -> None:
+    vector, matrix = nn.Parameter(torch.ones(3, dtype=torch.float64)), nn.Parameter(torch.ones(2, 3))
+    check_separate_updates(ByDtype([vector, matrix], lr=0.1))
 
 
 REFUSED = {

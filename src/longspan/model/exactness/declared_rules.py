@@ -57,15 +57,15 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
     several = reads_other_modalities(model)
     head = re.search(r"For(?!CausalLM)[A-Z]\w+$", name)
     if head and not (several and head.group() == "ForConditionalGeneration"):
-        yield f"its head ({head.group()}) is not a language model's; use {_text_class(model)}"
+        yield f"its head ({head.group()}) is not a language model's; use {_text_class_name(model)}"
     if several and (model.get_output_embeddings() is None or text_model(model) in (model, base_model(model))):
-        yield f"its text model, inside a model of several modalities, is not found; use {_text_class(model)}"
+        yield f"its text model, inside a model of several modalities, is not found; use {_text_class_name(model)}"
     if getattr(config, "add_cross_attention", False):
         yield "add_cross_attention is set, cross attention is not supported"
 
 
-def _text_class(model: PreTrainedModel) -> str:
-    """Return the class of only the language model, from transformers' list."""
+def _text_class_name(model: PreTrainedModel) -> str:
+    """Name the class of the language model alone, from transformers' list, or words for it if it has none."""
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     config = type(model.config.get_text_config())
     return classes[config].__name__ if config in classes else "the causal language model"

@@ -10,7 +10,7 @@ takes is shown term by term:
   rows is charged L / cap of the seconds of one slot, all together R / cap ≤ d times.
 - *Bytes that nothing hides*: a slot sends b · R / d bytes in a message, at most b · cap. On a wire, seconds over bytes
   of a message are nowhere less than at the ends of its pieces, so that L rows are charged L / cap of a message of
-  b · cap bytes at the cheapest rate of any shorter message (`_full_seconds`).
+  b · cap bytes at the cheapest rate of any shorter message (`_least_seconds`).
 - *Bytes that kernels hide*, W seconds behind C seconds: max(C, W) is at least any mixture (1 − s) · C + s · W, whose
   terms add up over documents. Shares s are those of `MIXTURES`.
 - *More slots* never make a charge smaller: a ring of more members has more steps, and an exchange is charged the least
@@ -155,7 +155,7 @@ class MessageBound:
         across, copies = self.network.across, self._copies(exchanging)
         seconds = np.zeros(len(exchanging))
         for size in [*[self._block] * (2 if self._has_backward else 1), *[self._gradients] * self._has_backward]:
-            wires = (self._full_seconds(wire, size * copies * self.cap) for wire in (across.point, across.point_alone))
+            wires = (self._least_seconds(wire, size * copies * self.cap) for wire in (across.point, across.point_alone))
             seconds += np.minimum(*wires)
         return self.network.layers * seconds / self.cap
 
@@ -186,9 +186,9 @@ class MessageBound:
         network, rows = self.network, self.cap / slices
         received = self._block * (degree - 1) * rows
         together = max(1, min(self.node_size, degree // 2)) if crosses else degree  # at most, on the host with fewest
-        gather = float(self._full_seconds(network.inside.gather, received))
+        gather = float(self._least_seconds(network.inside.gather, received))
         if crosses:
-            gather = max(gather, float(self._full_seconds(network.across.gather, received / self.node_size)))
+            gather = max(gather, float(self._least_seconds(network.across.gather, received / self.node_size)))
         back = 0.0
         if self._has_backward:
             near: Ints = np.arange(1 if crosses else together, together + 1)
@@ -248,13 +248,13 @@ class MessageBound:
         """
         network = self.network
         inside, across = (
-            self._full_seconds(network.inside.exchange, near),
-            self._full_seconds(network.across.exchange, far),
+            self._least_seconds(network.inside.exchange, near),
+            self._least_seconds(network.across.exchange, far),
         )
         return float(np.maximum(inside, across).min())
 
     @staticmethod
-    def _full_seconds(wire: Wire, size: ArrayLike) -> Floats:
+    def _least_seconds(wire: Wire, size: ArrayLike) -> Floats:
         """Return the seconds of `size` bytes at the cheapest rate of any message of at most `size` bytes.
 
         Seconds rise evenly between the samples of a wire, so seconds over bytes are least at a sample or at `size`.

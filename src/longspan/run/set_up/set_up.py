@@ -222,6 +222,8 @@ def _open_run_documents(
     )
     data = open_data(config, named_configuration, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
+    # config.toml keeps what is resolved so far, but node_size as it was given: a run that goes on resolves that anew,
+    # and the steps of its epochs.
     as_written = replace(config, context=replace(config.context, node_size=node_size))
     config = set_epoch_steps(config, data.order, log)
     for line in source_lines(config, data.order):

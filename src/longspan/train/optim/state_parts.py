@@ -243,8 +243,8 @@ def check_separate_updates(optimizer: Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         shapes = {tuple(min(size, 4) for size in local_tensor(p.detach()).shape): p for p in group["params"]}
-        like = [p for p in shapes.values() for _ in range(2)]
-        if difference := _update_difference(optimizer, group, [*shapes, *shapes], like):
+        like = [*shapes.values()]
+        if difference := _update_difference(optimizer, group, [*shapes, *shapes], [*like, *like]):
             raise ConfigError(
                 f"{type(optimizer).__name__} cannot update a few parameters at a time, as states on the host need: "
                 f"{difference}; use adamw, sgd, or keep its states on the device (train.offload_states = false)"
