@@ -159,9 +159,9 @@ RUNS = (
     GpuRun("two-nodes", 280, "sh bench/two_nodes.sh longspan bench calibrate --out {out}"),
     GpuRun(
         "two-nodes-step",
-        150,
+        110,
         "sh bench/two_nodes.sh longspan bench step --run.machine {folder}/two-nodes.json --planners fixed,dynamic "
-        "--distribution lognorm --seed 7 --out {out}",
+        "--distribution lognorm --seed 7 --layers 8 --warmup 1 --repeats 2 --out {out}",
     ),
 )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan import Group, Layout, plan_dynamic, plan_fixed, plan_padded
+from longspan.model.presets import preset_config
 from longspan.plan import AttentionCall, CostSettings, EncoderLoad, EncoderShape, Machine, PlanOptions
 from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.shape.model_shape import ModelShape
@@ -123,6 +124,10 @@ def _config(record: dict[str, Any]) -> tuple[str, Any, int]:
     shape, name = record["shape"], record["shape_name"]
     if name.startswith("examples/"):
         return name.rsplit("/", 1)[-1], HERE.parent / name, 16
+    if name in ("qwen3-4b", "qwen3-30b-a3b"):
+        config = preset_config(name, vocab_size=151936)
+        config.num_hidden_layers = shape["layers"]
+        return f"{name}, {shape['layers']} layers", config, config.num_attention_heads
     config = QWEN3_8B | {"num_hidden_layers": shape["layers"], "hidden_size": shape["hidden"]}
     if shape.get("experts"):
         config |= {"num_key_value_heads": shape["key_value_heads"], "intermediate_size": shape["ffn"]}
@@ -136,15 +141,17 @@ STEPS += ("step-H200-norms", "step-train-4xH200", "hybrid-step-H200", "hybrid-st
 STEPS += ("hybrid-step-packed-2xH200",)
 LATER_STEPS = ("step-32k-2xH200", "step-32k-a2a-2xH200", "step-32k-room-2xH200", "step-64k-2xH200")
 LATER_STEPS += ("longest-none-2xH200", "step-packed-2xH200")  # made after all figures of the machine were fitted
+LATER_STEPS += ("longest-none-H200", "step-256k-2xH200", "mixture-2xH200", "memory-choice-2xH200")
 
 
 def _steps() -> Iterator[Measured]:
     """Of `longspan bench step`."""
     for name in STEPS + LATER_STEPS:
-        record = _read(name)
-        for row in record["rows"]:
-            if "predicted_seconds" in row:
-                yield _bench_step(name, record, row["name"], row["seconds"])
+        read = _read(name)
+        for record in read.get("runs", [read]):
+            for row in record["rows"]:
+                if "predicted_seconds" in row:
+                    yield _bench_step(name, record, row["name"], row["seconds"])
     record = _read("step-4xH200-64k")
     runs = [run for run in _read("two-commits-4xH200")["runs"] if run["bench"] == "step" and run["which"] == "now"]
     for rows in zip(*(run["rows"] for run in runs), strict=True):
@@ -167,7 +174,7 @@ def _bench_step(name: str, record: dict[str, Any], row: str, seconds: float) -> 
         ["compiled"] * (settings.compiled == "layers")
         + ["FSDP2"] * (slots > 1)
         + ["hybrid, experts"] * ("hybrid" in name)
-        + ["experts"] * ("moe" in name)
+        + ["experts"] * ("moe" in name or "mixture" in name)
     )
     words += [row] * (name == "step-H200-norms")
     return Measured(
@@ -200,13 +207,13 @@ def _bench_step(name: str, record: dict[str, Any], row: str, seconds: float) -> 
 def _kept_in_layers(record: dict[str, Any]) -> tuple[str, int, CostSettings]:
     """What layers recompute, how many of them (0: all), and the settings that price it.
 
-    A record with a plan of memory is of compiled layers, which all recompute nothing or "selective", on device or host.
+    A record with a plan of memory is of compiled layers, of which some recompute nothing, and the others all the same.
     """
     recompute, layers = record["recompute"], record["recompute_layers"]
     if not record.get("memory"):
         return recompute, layers, CostSettings(recomputation=_kind(recompute), recomputed_layers=layers)
-    layers = sum(word != "none" for word in record["memory"]["measures"])
-    recompute: Recomputation = "selective" if layers else "none"
+    words = [word.removesuffix("+host") for word in record["memory"]["measures"] if word != "none"]
+    layers, recompute = len(words), words[0] if words else "none"
     settings = CostSettings(
         recomputation=recompute,
         recomputed_layers=layers,

@@ -257,7 +257,7 @@ def test_words_of_the_option() -> None:
         "layers",
     ]
     assert read_compiled_parts("auto", model, gpu) == "none"
-    model.config.hidden_size = 1024
+    model.config.hidden_size = 2048
     assert [read_compiled_parts("auto", model, gpu, tp) for tp in (1, 2)] == ["layers", "none"]
     with pytest.raises(ModelError, match="compiled is 'all'; use 'auto', 'layers', 'modules', 'none', True or False"):
         read_compiled_parts("all", model, cpu)

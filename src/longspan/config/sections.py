@@ -119,7 +119,7 @@ class TrainConfig:
     (docs/precision.md)."""
     compiled: Literal["auto", "layers", "modules", "none"] = "auto"
     """Compile with torch.compile: layers (each in two halves around attention), modules (true: norms and MLPs), none
-    (false), or auto: layers on GPUs at tp 1, of models whose hidden states have 1024 features or more."""
+    (false), or auto: layers on GPUs at tp 1, of models whose hidden states have 2048 features or more."""
     router_balance_loss: Annotated[float, AtLeast(-1)] = -1.0
     """Weight of the load-balancing loss of experts' routers; -1: that of the model's configuration, 0: none."""
     router_z_loss: NonNegativeFloat = 0.0

@@ -49,7 +49,7 @@ _FUNCTIONS = (FunctionType, MethodType)
 def read_compiled_parts(word: bool | str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
     """Return what `compiled` stands for: True is "modules", False "none", "auto" a choice for this model and device.
 
-    "auto" is "layers" for wide models on GPUs without tensor parallelism, else "none". Raises ModelError for another
+    "auto" is "layers" on GPUs for models of COMPILED_WIDTH features or more without tensor parallelism, else "none".
     word.
 
     >>> read_compiled_parts("auto", model, torch.device("cpu"))

@@ -105,7 +105,7 @@ def prepare(
     of weights, head, norms, routers and adapters stay in bfloat16 (docs/precision.md).
     `compiled` is "layers" (each decoder layer as two halves around attention, by torch.compile), "modules" or True (its
     norms and MLPs), "auto" (layers on GPUs without tensor parallelism, of models whose hidden states have
-    1024 features or more), or "none".
+    2048 features or more), or "none".
     `probe=False` skips the trial forward pass on the meta device that shows whether every layer reaches `attend`; the
     model's first pass then shows it, and raises ModelError.
 
