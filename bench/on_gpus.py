@@ -161,7 +161,8 @@ RUNS = (
         "two-nodes-step",
         110,
         "sh bench/two_nodes.sh longspan bench step --run.machine {folder}/two-nodes.json --planners fixed,dynamic "
-        "--distribution lognorm --seed 7 --layers 8 --warmup 1 --repeats 2 --out {out}",
+        "--distribution lognorm --seed 7 --tokens 262144 --longest_document 16384 --context.mode free --layers 8 "
+        "--warmup 1 --repeats 1 --out {out}",
     ),
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from longspan.bench.calibrate import command
 from longspan.bench.calibrate.boundary import (
@@ -123,8 +124,12 @@ def _calibrate_two_hosts(rank: int, settings: CalibrationSettings) -> Measured:
             time.sleep(LATENCY)
         return exchange(channel, sends, receives, *others, **named)
 
+    def sum_gradients(*_: Any) -> None:
+        raise AssertionError("a step that is measured sums gradients between the hosts")
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "exchange", exchange_late)
+        patch.setattr(_fsdp_param_group, "foreach_reduce", sum_gradients)
         return calibrate_ranks(rank, settings)
 
 

@@ -179,21 +179,23 @@ def keep_parameters_whole(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def drop_gradients_after_error(model: nn.Module) -> Iterator[None]:
-    """Let FSDP2 forget, after an error inside, gradients that backward passes left unsummed, and free what it gathered.
-
-    FSDP2 would add such gradients to those of the next backward pass: zero_grad() does not clear them.
-    """
+    """Drop, after an error inside, gradients that backward passes left unsummed, and free what FSDP2 gathered."""
     try:
         yield
     except BaseException:
-        modules = fsdp_modules(model)
-        for group in reduction_groups(modules):
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-                    whole.grad = None
-        free_groups(modules)
+        drop_unsummed_gradients(model)
         raise
+
+
+def drop_unsummed_gradients(model: nn.Module) -> None:
+    """Drop gradients that backward passes left unsummed, which zero_grad() does not, and free what FSDP2 gathered."""
+    modules = fsdp_modules(model)
+    for group in reduction_groups(modules):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                whole.grad = None
+    free_groups(modules)
 
 
 def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:

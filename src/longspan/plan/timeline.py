@@ -184,8 +184,8 @@ def timeline(
     busy = _sum_by_slot(table, seconds, count, slots)
     rows = _sum_by_slot(table, table.rows, count, slots).astype(np.int64)
     if mode == "lockstep":
+        start, end, total = _lockstep_times(busy, cost)
         busy += cost.micro_batch_seconds
-        start, end, total = _lockstep_times(busy)
     else:
         active = np.zeros((count, slots), dtype=np.bool_)
         active[table.micro_batch[table.group], table.slot] = True
@@ -195,12 +195,12 @@ def timeline(
     return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total + cost.update_seconds)
 
 
-def _lockstep_times(busy: Floats) -> tuple[Floats, Floats, float]:
+def _lockstep_times(busy: Floats, cost: Cost) -> tuple[Floats, Floats, float]:
     """Return when each slot starts and ends each micro-batch, and the last end, where all wait for the slowest.
 
-    The last end is summed exactly, so that every host gets the same.
+    `busy` is without launches. The last end is summed exactly, so that every host gets the same.
     """
-    slowest = busy.max(axis=1)
+    slowest = np.maximum(busy.max(axis=1), cost.sharding_seconds) + cost.micro_batch_seconds
     end = np.cumsum(slowest)
     shape = np.ones_like(busy)
     return (end - slowest)[:, None] * shape, end[:, None] * shape, math.fsum(slowest)

@@ -10,9 +10,10 @@ import pytest
 import longspan.plan
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, Machine, plan_dynamic, plan_fixed
+from longspan.plan import Cost, CostSettings, Machine, plan_dynamic, plan_fixed
 from longspan.plan.cost.cost_changes import scale_times
-from longspan.plan.cost.links import Wire
+from longspan.plan.cost.links import Link, Wire
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 CASES = [  # tokens, squares, degree, inside a node, seconds
@@ -40,7 +41,8 @@ def test_every_constant_counts() -> None:
     # the wire inside a node, the wire across, and attention are the longer in turn
     groups = (np.full(3, 9e4), np.array([1e6, 1e6, 1e12]), np.full(3, 4), np.array([True, False, True]))
     values = Cost().constants()
-    for name in ("micro_batch_seconds", "closing_seconds", "launch_seconds", "update_seconds"):  # of no group
+    of_no_group = ("micro_batch_seconds", "sharding_seconds", "closing_seconds", "launch_seconds", "update_seconds")
+    for name in of_no_group:
         del values[name]
     values["merge_seconds"] = 1e-6
     base = Cost.from_json(values)
@@ -86,6 +88,27 @@ def test_a_closing_has_the_measured_speeds_of_sharded_parameters() -> None:
     assert closing(replace(plain, inside=inside), 4) == pytest.approx(measured)
     assert closing(replace(plain, inside=inside, across=across), 2) == pytest.approx(measured)
     assert closing(replace(plain, inside=inside), 2) == pytest.approx(closing(plain, 2)) == pytest.approx(0.75 * 6 / 40)
+    assert closing(replace(plain, across=across), 1) == pytest.approx(measured)  # one slot a host
+
+
+def test_sharded_parameters_bound_a_micro_batch_from_below() -> None:
+    """FSDP2's messages hide behind as much work, and between slow hosts there is less."""
+    home, lengths = Layout(ranks=4), (900, 700, 300, 200)
+    slow, plain = Cost(sharding_seconds=60.0), Cost()
+    for planner in (partial(plan_fixed, cp=2), plan_dynamic):
+        plan = planner(lengths, home, max_tokens_per_slot=512, cost=slow)
+        count = len(plan.micro_batches)
+        assert plan.predicted_seconds == pytest.approx(count * (60.0 + slow.micro_batch_seconds))
+        costs = (replace(plain, sharding_seconds=1e-9), plain)
+        hidden, usual = (planner(lengths, home, max_tokens_per_slot=512, cost=c) for c in costs)
+        assert hidden.predicted_seconds == usual.predicted_seconds
+    settings = CostSettings(shards=4)
+    near, far = (Machine(node_size=n, across=Link.of(0.0, 3e9)).cost(QWEN3_8B, settings) for n in (4, 1))
+    copies = 3 * 1.75e-12 * ModelShape.of(QWEN3_8B).stored_weights
+    shown = near.micro_batch_seconds - Machine().micro_batch_seconds - copies
+    assert near.sharding_seconds == pytest.approx(shown * 0.7 / 0.3)
+    assert far.sharding_seconds == pytest.approx(near.sharding_seconds * 314 / 3)
+    assert far.forward_only().sharding_seconds == pytest.approx(far.sharding_seconds / 4)
 
 
 def test_a_free_step_over_sharded_parameters_pays_for_its_closing() -> None:

@@ -1,10 +1,11 @@
-"""Messages of every kind on each level of the network, as they are sent in a run; timed on all hosts at once.
+"""Messages of every kind on each level of the network, as they are sent in a run, and the hosts that they tell apart.
 
-Hosts are those of the launcher, `node_size` neighbouring slots each. Sizes are what `links.Link` counts: the bytes that
-a slot sends or receives itself.
+All hosts are timed at once. They are those of the launcher, `node_size` neighbouring slots each. Sizes are what
+`links.Link` counts: the bytes that a slot sends or receives itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longspan.bench.calibrate.boundary import launcher_hosts
+from longspan.bench.calibrate.boundary import (
+    Boundary,
+    check_boundary,
+    contradicts_launcher,
+    launcher_hosts,
+    measure_steady_boundary,
+)
 from longspan.bench.calibrate.fit import Sample
-from longspan.bench.calibrate.trial import Trial
+from longspan.bench.calibrate.trial import Clock, Trial
 from longspan.comm import World
 from longspan.comm.groups.channel import Channel
 from longspan.layout import Layout
@@ -24,6 +31,7 @@ from longspan.plan.cost.links import Level
 
 GPU_SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
+SHORT, LONG = 4, 1 << 20  # bytes of the messages by which hosts are told apart
 TURNS = {1 << 18: 16, 1 << 22: 4}  # how often messages of at most so many bytes are sent in a row; longer ones once
 
 # torch 2.13 renamed these two.
@@ -39,6 +47,23 @@ def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
     """
     between = [round((a * b) ** 0.5) // 64 * 64 for a, b in pairwise(sizes[1:])]
     return sorted([*((size, True) for size in sizes), *((size, False) for size in between)])
+
+
+def find_hosts(world: World, clock: Clock) -> str:
+    """Find the hosts, and write a line about them. Raises CommError where messages show others than the launcher.
+
+    Hosts are told apart by the latency of short messages or, if that is about the same everywhere or contradicts the
+    launcher, by longer ones.
+    """
+    slots, node_size = world.home.slots, world.node_size
+    boundary = Boundary(())
+    for size in (SHORT, LONG):
+        measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
+        measured = measure_steady_boundary(slots, node_size, measure)
+        boundary = measured if measured.hosts else boundary
+        if boundary.hosts and not contradicts_launcher(boundary, slots, node_size):
+            break
+    return check_boundary(boundary, slots, node_size)
 
 
 class LinkTrials:

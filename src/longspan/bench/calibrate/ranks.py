@@ -5,7 +5,6 @@ Steps are those of a model whose parameters are not sharded, so that they contai
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from longspan.attention import attend
-from longspan.bench.calibrate.boundary import Boundary, check_boundary, contradicts_launcher, measure_steady_boundary
 from longspan.bench.calibrate.fit import Sample
-from longspan.bench.calibrate.link_trials import CPU_SIZES, GPU_SIZES, LinkTrials, exchange_call
+from longspan.bench.calibrate.link_trials import CPU_SIZES, GPU_SIZES, LinkTrials, find_hosts
 from longspan.bench.calibrate.trial import Clock, Trial
 from longspan.bench.layers import change_layer_count
 from longspan.comm import World, bind
@@ -24,6 +22,7 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import preset_config
+from longspan.model.sharding import drop_unsummed_gradients, keep_parameters_whole
 from longspan.plan import AttentionCall, Plan, plan_fixed
 from longspan.plan.cost.links import Level
 from longspan.plan.shape.model_shape import ModelShape
@@ -35,7 +34,6 @@ MOST_SECONDS = 200.0  # after which no round begins
 PRODUCT_WIDTHS = {"cuda": (2048, 4096), "cpu": (256, 512)}
 PRODUCT_ROWS: dict[str, tuple[int, ...]] = {"cuda": (1024, 4096, 16384), "cpu": (64, 256)}
 PASS_NUMBERS = {"cuda": (1 << 22, 1 << 24, 1 << 26, 1 << 28), "cpu": (1 << 14, 1 << 17, 1 << 19, 1 << 21)}
-SHORT, LONG = 4, 1 << 20  # bytes of the messages by which hosts are told apart
 OF_BOTH = 3.5  # products of a forward and a backward pass, over the two of forward
 
 
@@ -73,27 +71,10 @@ def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
     backend = None if settings.backend == "nccl" else "gloo"
     with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
         clock = Clock(world, most_seconds=MOST_SECONDS)
-        hosts = _find_hosts(world, clock)
+        hosts = find_hosts(world, clock)
         clock.print_line(hosts)
         samples = _Bench(settings, world, clock).measure_samples()
         return Measured(samples, hosts, device_name(world.device), world.node_size, clock.seconds)
-
-
-def _find_hosts(world: World, clock: Clock) -> str:
-    """Find the hosts, and write a line about them. Raises CommError where messages show others than the launcher.
-
-    Hosts are told apart by the latency of short messages or, if that is about the same everywhere or contradicts the
-    launcher, by longer ones.
-    """
-    slots, node_size = world.home.slots, world.node_size
-    boundary = Boundary(())
-    for size in (SHORT, LONG):
-        measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
-        measured = measure_steady_boundary(slots, node_size, measure)
-        boundary = measured if measured.hosts else boundary
-        if boundary.hosts and not contradicts_launcher(boundary, slots, node_size):
-            break
-    return check_boundary(boundary, slots, node_size)
 
 
 @dataclass(frozen=True)
@@ -233,13 +214,22 @@ class _Bench:
         return plan
 
     def _step_call(self, plan: Plan, *, backward: bool = True) -> Callable[[], object]:
-        """Return a call that runs a step of this plan over random tokens."""
+        """Return a call that runs a step of this plan over random tokens, without the sum of gradients over ranks.
+
+        That sum is a message, which has its own trials: between hosts it would take most of the step.
+        """
         self.replicas.prepare(plan)
         random = np.random.default_rng(0)
         documents = [random.integers(0, self.vocabulary, length) for length in plan.lengths]
         model = self.model
         assert model is not None, "steps are measured first"
-        return lambda: run_step(model, plan, documents, self.replicas, backward=backward)
+
+        def run() -> None:
+            with keep_parameters_whole(model):
+                run_step(model, plan, documents, self.replicas, backward=backward)
+            drop_unsummed_gradients(model)
+
+        return run
 
     def _product_trial(self, rows: int, width: int) -> Trial:
         """Return the trial of a product with a square matrix of weights."""

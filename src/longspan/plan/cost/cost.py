@@ -40,13 +40,14 @@ class Cost:
     `attention_seconds` per row squared of one document, in causal attention. `ring_bytes` are what each row's keys,
     values and gradients put on the wire for a full turn, at `inside_bytes_per_second` if all slots of a group share a
     node and at `across_bytes_per_second` otherwise; `ring_step_seconds` is the latency of each of the degree − 1 steps,
-    and `micro_batch_seconds` that of the launches of each micro-batch. `closing_seconds` are added to a step in free
-    mode: where parameters are sharded over slots, they are gathered before it and gradients are summed after it
+    and `micro_batch_seconds` that of the launches of each micro-batch. `sharding_seconds` are those of FSDP2's messages
+    in a micro-batch that hide behind its work: in lockstep it takes no less. `closing_seconds` are added to a step in
+    free mode: where parameters are sharded over slots, they are gathered before it and gradients are summed after it
     (`with_closing`). `launch_seconds` is the least that a micro-batch takes in the whole model however few its rows,
     because the host needs so long to launch it; `simulate` runs no micro-batch faster through pipeline stages.
-    `update_seconds` are added to every step once, whatever its rows: the optimizer, and what the ends of a step take.
-    `source` names the model and machine of the constants, for tables and reports; "" means no machine: seconds only
-    show how the parts of plans compare.
+    `update_seconds` are added to every step once, whatever its rows: the optimizer, and a step's ends. `source` names
+    the model and machine of the constants, for tables and reports; "" means no machine: seconds only show how the parts
+    of plans compare.
 
     `passes` "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were
     measured. `cp_comm_type` is the type under which groups are priced; "auto" is the fastest for each group, of those
@@ -66,6 +67,7 @@ class Cost:
     across_bytes_per_second: float = 40e9
     ring_step_seconds: float = 36 * 2 * 10e-6
     micro_batch_seconds: float = 10e-3
+    sharding_seconds: float = 0.0
     merge_seconds: float = 0.0
     closing_seconds: float = 0.0
     launch_seconds: float = 0.0
@@ -115,9 +117,9 @@ class Cost:
         shares = {name: value * changes.get(name, 1.0) for name, value in self.constants().items()}
         constants = self.forward.constants() if self.forward else shares
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
-        states = self.states and self.states.forward_only()
-        if self.states and self.forward and self.forward.states:  # measured, or those without recomputation
-            states = self.forward.states.for_partition(self.states.partition)
+        states, measured = self.states and self.states.forward_only(), self.forward and self.forward.states
+        if self.states and measured:  # or those without recomputation
+            states = measured.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1, *, heads: int | None = None) -> "Cost":
@@ -190,10 +192,10 @@ class Cost:
             rows = rows._replace(busiest=self.states.busiest_ratio(tokens, squares, ring_members))
         attention = price_attention(self, rows)
         seconds = self.linear_seconds * tokens / degree + (attention.computed + attention.exposed)
-        if self.states is None:
-            return seconds
-        speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
-        return seconds + self.states.seconds((tokens, squares, _float_array(documents)), degree, speed)
+        if self.states:
+            speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
+            seconds += self.states.seconds((tokens, squares, _float_array(documents)), degree, speed)
+        return seconds
 
     def _least_seconds(self, rows: Rows, inside: ArrayLike, documents: ArrayLike) -> Floats:
         """Return the seconds of groups under the fastest type of each."""
@@ -285,8 +287,8 @@ class Cost:
         bytes/s. `depths` of multi-token prediction are those of `add_mtp`. Raises PlanError naming attributes that are
         missing, or that show layers which cannot be priced so.
         """
-        for name, value in {"inside_gbps": inside_gbps, "across_gbps": across_gbps}.items():
-            check_rate(name, value)
+        check_rate("inside_gbps", inside_gbps)
+        check_rate("across_gbps", across_gbps)
         return cls(
             **price_model(ModelShape.of(config, depths=depths), tflops, **rates),
             inside_bytes_per_second=inside_gbps * 1e9,
@@ -298,8 +300,7 @@ class Cost:
     def to_json(self) -> dict[str, Any]:
         """Return the constants, the source, and all else that is not at its default, for `Cost.from_json`."""
         usual = {f.name: f.default for f in dataclasses.fields(self)}
-        choices = {name: getattr(self, name) for name in _CHOICES}
-        unusual = {name: value for name, value in choices.items() if value != usual[name]}
+        unusual = {name: value for name in _CHOICES if (value := getattr(self, name)) != usual[name]}
         forward = {"forward": self.forward.to_json()} if self.forward else {}
         states = {"states": dataclasses.asdict(self.states)} if self.states else {}
         network = {"network": self.network.to_json()} if self.network else {}
@@ -308,9 +309,8 @@ class Cost:
     @classmethod
     def from_json(cls, values: Any) -> "Cost":
         """Read a cost from a JSON object; constants left out keep their default. Raises PlanError for unknown ones."""
-        names = [field.name for field in dataclasses.fields(cls)]
         constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
-        if not all(name in names for name in constants):
+        if not set(constants) <= set(names := [field.name for field in dataclasses.fields(cls)]):
             raise PlanError(f"a cost is an object with numbers for some of {', '.join(names)}; got {values!r}")
         fields: dict[str, Any] = {"source": "a file that does not name its machine"} | constants
         parts: dict[str, Any] = {"forward": cls.from_json, "states": StateCost.from_json, "network": Network.from_json}

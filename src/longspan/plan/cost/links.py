@@ -217,10 +217,12 @@ class Network:
     def sharding_speed(self, kind: str, *, inside: bool) -> float | None:
         """Return the bytes/s of sharded parameters of a kind that a slot receives; None if not measured.
 
-        Where not all slots are inside a host, the slower of both levels counts.
+        Where not all slots are inside a host, the slower of both levels counts, or only the one across: hosts of one
+        slot have no other.
         """
-        wires = [getattr(link, kind) for link in ([self.inside] if inside else [self.inside, self.across])]
-        return None if None in wires else min(wire.bytes_per_second for wire in wires)
+        wire: Wire | None = getattr(self.inside if inside else self.across, kind)
+        near: Wire | None = getattr(self.inside, kind)
+        return None if wire is None else min(w.bytes_per_second for w in (wire, near) if w)
 
     def shared_by(self, tp: int) -> "Network":
         """Return the network as a tensor-parallel rank uses it, whose heads are a share of all."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
-from longspan.plan.cost.cost import Cost, Passes
+from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.cost_changes import (
     CostSettings,
     recomputation_share,
@@ -112,9 +112,8 @@ class Machine(MachineFigures):
         unused_head = (2 if settings.frozen else 3) * row.unused_head  # forward, gradients of rows, and of weights
         saved = row.saved * (4 + 2 * share * shape.recomputed_weights / max(1, shape.weights))
         cost = dataclasses.replace(
-            cost,
+            self._add_sharding(cost, shape, settings),
             linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - unused_head - saved,
-            micro_batch_seconds=cost.micro_batch_seconds + self._sharding_seconds(shape, settings),
             update_seconds=self._update_seconds(shape, settings),
         ).shared_by(settings.tp)
         return cost.forward_only() if settings.forward else cost
@@ -141,9 +140,8 @@ class Machine(MachineFigures):
         row_seconds -= 3 * 2 * row.saved
         forward = dataclasses.replace(cost, linear_seconds=row_seconds).forward_only()
         return dataclasses.replace(
-            forward,
+            self._add_sharding(forward, shape, settings),
             launch_seconds=shape.decoder_layers * self.layer_launch_seconds,
-            micro_batch_seconds=forward.micro_batch_seconds + self._sharding_seconds(shape, settings, "forward"),
             update_seconds=self.update_seconds,
         )
 
@@ -152,23 +150,23 @@ class Machine(MachineFigures):
         of_layers = shape.weights - shape.hidden * shape.logits
         return of_layers * (1 / self.product_flops_per_second - 1 / self.float8_flops_per_second)
 
-    def _sharding_seconds(
-        self, shape: ModelShape, settings: CostSettings, passes: Passes = "forward and backward"
-    ) -> float:
-        """Return the seconds that FSDP2 adds to a micro-batch: copies, and the share of its messages that shows.
+    def _add_sharding(self, cost: Cost, shape: ModelShape, settings: CostSettings) -> Cost:
+        """Return a cost with FSDP2's copies and messages in each micro-batch: a share of these always shows.
 
         Each of w slots receives (w − 1) / w of the weights in each gather (once forward and once backward, unless they
         stay gathered), and of their gradients in the sum, which travels in float32 at least.
         """
         if not settings.shards:
-            return 0.0
+            return cost
         weights, width = shape.stored_weights / (settings.weight_ranks or settings.tp), settings.shards
-        gathers = 1 if passes == "forward" or settings.gathered_once else 2
-        sums = 0 if passes == "forward" or settings.frozen else 1
+        forward = cost.passes == "forward"
+        gathers, sums = 2 - (forward or settings.gathered_once), 1 - (forward or settings.frozen)
         sent = weights * (width - 1) / width
         wire = sent * gathers * settings.bytes_per_number / self._sharding_speed("sharded_gather", width)
         wire += sent * sums * max(4, settings.bytes_per_number) / self._sharding_speed("sharded_reduce", width)
-        return self.weight_copy_seconds * weights * (gathers + sums) + self.sharding_share * wire
+        shown = self.weight_copy_seconds * weights * (gathers + sums) + self.sharding_share * wire
+        hidden = (1 - self.sharding_share) * wire
+        return dataclasses.replace(cost, micro_batch_seconds=cost.micro_batch_seconds + shown, sharding_seconds=hidden)
 
     def _sharding_speed(self, kind: str, width: int) -> float:
         """Return the bytes/s that each of `width` slots receives from FSDP2, measured or as known of a machine."""
@@ -191,7 +189,7 @@ class Machine(MachineFigures):
         weights = shape.stored_weights / (settings.weight_ranks or settings.tp) / max(1, settings.shards)
         copies = settings.dp_replicate
         link = self.inside if copies * settings.shards <= self.node_size else self.across
-        summed = weights * 4 * 2 * (copies - 1) / copies / link.point.bytes_per_second
+        summed = weights * 4 * 2 * (copies - 1) / copies / link.gather.bytes_per_second
         return self.update_seconds + self.weight_update_seconds * weights + summed
 
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:

@@ -31,8 +31,9 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 
 # What forward takes of forward and backward together: 2 of 6 FLOPs for each weight; 2 of 7 products of attention; keys
 # and values go round once, of three turns (backward sends them again, and their gradients home), in one of two passes;
-# queries, keys, values and outputs are exchanged in either pass alike; and, as one kernel has two in backward, a third
-# of the launches and of the closing. A cost with measured forward passes does not use these.
+# queries, keys, values and outputs are exchanged in either pass alike; weights are gathered in either pass, and their
+# gradients summed in float32; and, as one kernel has two in backward, a third of the launches and of the closing. A
+# cost with measured forward passes does not use these.
 FORWARD_SHARES = {
     "linear_seconds": 1 / 3,
     "attention_seconds": FORWARD_OF_ATTENTION,
@@ -41,6 +42,7 @@ FORWARD_SHARES = {
     "ring_step_seconds": 1 / 2,
     "merge_seconds": FORWARD_OF_ATTENTION,
     "micro_batch_seconds": 1 / 3,
+    "sharding_seconds": 1 / 4,
     "closing_seconds": 1 / 3,
     "update_seconds": 0.0,
 }

@@ -129,7 +129,9 @@ def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
     """
     multiple = problem.request.micro_batch_multiple
     count = -(-sum(duration > 0.0 for duration in durations) // multiple) * multiple
-    return math.fsum(durations) + count * problem.request.cost.micro_batch_seconds
+    cost = problem.request.cost
+    longest = [max(duration, cost.sharding_seconds * (duration > 0.0)) for duration in durations]
+    return math.fsum(longest) + count * cost.micro_batch_seconds
 
 
 @dataclass(frozen=True, eq=False)

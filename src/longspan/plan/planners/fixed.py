@@ -131,7 +131,7 @@ class Packer:
         """
         matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
         if self.request.mode == "lockstep":
-            return math.fsum(matrix.max(axis=1) + launch)
+            return math.fsum(np.maximum(matrix.max(axis=1), self.request.cost.sharding_seconds) + launch)
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
 
     def micro_batches(self, assignment: Ints) -> list[MicroBatch]:

@@ -18,6 +18,7 @@ OF_COST = {
     "time of attention": "attention_seconds",
     "time of a ring's merging": "merge_seconds",
     "time of a micro-batch's launches": "micro_batch_seconds",
+    "time of gathers and sums of sharded parameters": "sharding_seconds",
     "time of closing a free step": "closing_seconds",
 }
 
