@@ -104,7 +104,8 @@ class Stock:
     def _every_expert_stock(self) -> "Stock":
         """Return the stock model whose rows get every expert.
 
-        That is `self` for a model without experts to choose from, and for one whose code fails with every expert.
+        That is `self` for a model without experts to choose from, and for one whose code fails with every expert,
+        which a trial shows.
         """
         config_of_every = choose_every_expert(self.config)
         if config_of_every is self.config:

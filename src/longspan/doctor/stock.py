@@ -193,16 +193,16 @@ def _restore_states(states: list[_State]) -> None:
 
 
 def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_routers: bool) -> Any:
-    """Run a model on one document, with the kinds of tokens that a wrapper of several modalities wants."""
+    """Run a model on one document; a wrapper of several modalities also gets the kinds of tokens that it takes."""
     if isinstance(document, TrialDocument):
         return model(**make_stock_arguments(model, document))
     ids = torch.from_numpy(document)[None]
     wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
     arguments = inspect.signature(model.forward).parameters if wrapper else ()
-    kinds: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in arguments}
+    options: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in arguments}
     if with_routers:
-        kinds["output_router_logits"] = True
-    return model(input_ids=ids, use_cache=False, **kinds)
+        options["output_router_logits"] = True
+    return model(input_ids=ids, use_cache=False, **options)
 
 
 def _router_logits(output: Any, config: PreTrainedConfig) -> tuple[Tensor, ...]:

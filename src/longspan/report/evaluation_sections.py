@@ -57,7 +57,7 @@ _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
 
 def evaluation_sections(run: RunFolder) -> Iterator[str]:
-    """Yield the sections in order; none of a run without evaluations."""
+    """Yield the sections in order: degrees, sets, loss by position and by length; none without evaluations."""
     degrees = run.final or last_evaluations(run.held_out)
     if degrees:
         yield degrees_table(degrees)
@@ -147,7 +147,10 @@ def _latest_bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
 
 
 def degrees_table(rows: Sequence[EvalRow]) -> str:
-    """Return the same weights on the same documents at several degrees, as a table."""
+    """Return the section with a table of evaluations of the same weights on the same documents, one row a degree.
+
+    Added memory has a column if any evaluation recorded it, as on GPUs.
+    """
     base, memory = rows[0], any(row.activation_bytes for row in rows)
     names = ("cp", "loss", "perplexity", "tokens", *(["added memory of a GPU"] * memory), "relative difference", "")
     head = tag("thead", tag("tr", *(tag("th", name, class_=_column_class(name)) for name in names)))

@@ -47,10 +47,10 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
 
     >>> Path("plan.svg").write_text(plan_document(plan))
     """
-    # the picture's height is the last number of its viewBox
     picture, facts = gantt_svg(plan, cost), [f"{name} {value}" for name, value in _plan_facts(plan, None)]
+    # the picture's height is the last number of its viewBox
     height = float(picture.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
-    lines = " · ".join(facts[:5]), " · ".join(facts[5:])
+    lines = " · ".join(facts[:5]), " · ".join(facts[5:])  # as one line they would be wider than the picture
     entries = (
         tag("g", _set_size(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
         for (drawing, words), (x, y) in zip(_legend_drawings(), _legend_places(HEAD + height), strict=True)

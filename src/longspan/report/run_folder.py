@@ -168,14 +168,15 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
-    """Yield the evaluations among rows of a record. A row that cannot be read is noted once."""
+    """Yield the evaluations among rows of a record. Rows that cannot be read are noted, equal notes once."""
     for row in rows if isinstance(rows, list) else []:
         try:
             evaluation = EvalRow.from_row(row) if isinstance(row, dict) else None
         except ConfigError as error:
             notes[:] = dict.fromkeys([*notes, str(error)])
         else:
-            yield from [evaluation] if evaluation else []
+            if evaluation is not None:
+                yield evaluation
 
 
 def read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:

@@ -120,9 +120,9 @@ def _compare_depths_uneven_masks(world: World) -> float:
 
 
 def _compare_norm_formulas(world: World) -> float:
-    """Compare the formulas that norms of two families run by with the norms' own code; infinite if none was fused.
+    """Return the worst error of fused norms' formulas, in two families, against the norms' own code.
 
-    Weights of the norms are random, so that an offset of 1 shows.
+    Weights of the norms are random, so that an offset of 1 shows. Infinite if a family has no fused norm.
     """
     worst_error = 0.0
     for name in ("GemmaConfig", "Qwen3Config"):

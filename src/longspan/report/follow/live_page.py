@@ -74,7 +74,7 @@ def _status_text(live: LiveRun) -> str:
 
 
 def _progress_words(live: LiveRun) -> Iterator[str]:
-    """Yield how far the run is, how long its steps will take, and whether it seems to have stalled."""
+    """Yield how far the run is, how long the steps that are left will take, and whether it seems to have stalled."""
     if live.state != "running":
         yield live.last_line()
         if live.state == "waiting":
@@ -85,12 +85,12 @@ def _progress_words(live: LiveRun) -> Iterator[str]:
     total = f" of {live.steps:,}" if live.steps else ""
     yield f"step {live.step:,}{total}" if live.step else f"sets up, before step 1{total}"
     seconds = finite(live.run.train["seconds"])
-    usual = float(np.median(seconds[-RECENT:])) if len(seconds) else 0.0
-    if usual > 0:
+    usual_seconds = float(np.median(seconds[-RECENT:])) if len(seconds) else 0.0
+    if usual_seconds > 0:
         if live.steps > live.step:
-            yield f"about {seconds_text(usual * (live.steps - live.step))} of steps left"
-        if live.idle > max(30.0, STALLED * usual):
-            yield f"no step for {seconds_text(live.idle)}, where one takes {seconds_text(usual)}"
+            yield f"about {seconds_text(usual_seconds * (live.steps - live.step))} of steps left"
+        if live.idle > max(30.0, STALLED * usual_seconds):
+            yield f"no step for {seconds_text(live.idle)}, where one takes {seconds_text(usual_seconds)}"
 
 
 def _figure_cards(live: LiveRun) -> str:
@@ -138,7 +138,7 @@ def _speed_section(live: LiveRun) -> str:
     if not len(live.run.step):
         return ""
     charts = _column_chart(live, "Speed", "tokens_per_second", 0), _column_chart(live, "Time of a step", "seconds", 3)
-    figures = (chart_figure(chart, css_class="pair") for chart in charts if chart.series)
+    figures = (chart_figure(chart, css_class="pair") for chart in charts)
     return section("Steps", tag("div", *figures, class_="grid-2"))
 
 

@@ -185,7 +185,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _changes(live: LiveRun, tags: dict[str, str], *, over: bool) -> dict[str, Any]:
-    """Return the parts that a page has to change; `tags` has, by name, the hash of each part that the page shows."""
+    """Return the title, whether the run is over, and by name the hash and markup of each part that changed.
+
+    `tags` has, by name, the hash of each part that the page shows.
+    """
     changed = dict[str, tuple[str, str]]()
     for name, markup in live_parts(live).items():
         tag = blake2b(markup.encode("utf-8", "replace"), digest_size=8).hexdigest()

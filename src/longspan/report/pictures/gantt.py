@@ -156,15 +156,15 @@ class _Canvas:
         return "".join(parts)
 
     def _value_axis(self) -> str:
-        """Return ticks of seconds or rows, and what they count."""
+        """Return the ticks of the x axis, in seconds or rows, and its title."""
         parts = []
         seconds = self.picture.unit == "seconds"
         for start, value in self._tick_values():
             x = self.x(start + value)
             parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {self.bottom:.1f}v4"))
             parts.append(label(self._tick(value), x, self.bottom + 16, "middle", "tick"))
-        timed = "predicted seconds" if self.timed else "share of the step, as predicted"
-        words = timed if seconds else "rows of a slot, to the cap of each micro-batch"
+        time_title = "predicted seconds" if self.timed else "share of the step, as predicted"
+        words = time_title if seconds else "rows of a slot, to the cap of each micro-batch"
         return "".join(parts) + label(words, self.right, self.bottom + 32, "end")
 
     def _tick(self, value: float) -> str:
