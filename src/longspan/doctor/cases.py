@@ -24,9 +24,9 @@ class Case:
 
     `plan`: "one" micro-batch whose groups have `cp` slots (the last has what remains); "several", with groups of
     different degrees, a slot in two groups, idle slots and a dummy; "dynamic", as `plan_dynamic` makes it.
-    `partition`: how rows of a group are dealt out.
-    `sizes` are those of a2a+p2p. `router_losses` adds the balance and z losses of routers. With an `encoder` documents
-    have images, and the tower and projector a home of their own on all ranks, whose tp it is; 0: only text.
+    `partition`: how rows of a group are dealt out. `sizes` are those of the two levels of a2a+p2p. `router_losses` adds
+    the balance and z losses of routers. `encoder` is the tp of a home of all ranks for tower and projector, and
+    documents then have images; 0: only text.
     """
 
     dtype: DTypeName = "float64"
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the case as tables and messages write it; what is as usual is left out."""
+        """Return the case as tables and messages write it, without what is as in most cases."""
         degrees = [f"{key} {getattr(self, key)}" for key in ("tp", "pp", "ep") if getattr(self, key) > 1]
         cp = {"one": f"cp {self.cp}", "several": f"several micro-batches, cp 1 to {self.cp}", "dynamic": "dynamic plan"}
         kind = self.cp_comm_type + (f" {self.sizes}" if self.sizes else "")
@@ -64,13 +64,16 @@ class Case:
 
     @property
     def is_basic(self) -> bool:
-        """Whether a model that is refused in this case is refused as such: none of its sizes is in the way."""
+        """Whether a refusal in this case is of the model as such.
+
+        So it is where nothing of the case but cp can be the reason: no other degree, a2a's heads, or losses of routers.
+        """
         plain = max(self.tp, self.pp, self.ep, self.encoder) <= 1 and not self.router_losses
         return plain and self.cp_comm_type in ("p2p", "all_gather")
 
     @property
     def answer(self) -> tuple[str, bool, bool]:
-        """Which answer of the stock model it is compared with: of its dtype, with losses of routers, with images."""
+        """Which answer of the stock model the case is compared with: dtype, with losses of routers, with images."""
         return self.dtype, self.router_losses, self.encoder > 0
 
     def home(self, ranks: int) -> Layout:
@@ -88,7 +91,7 @@ class Case:
 
 
 def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """List the cases of a set, over so many ranks: the exact type first, then the others.
+    """List the cases of a set over this number of ranks, once for each dtype, in the order of `dtypes`.
 
     "basic": FSDP2 at degrees 2 and 3 under p2p, all_gather and full recomputation at 2, and a step of several
     micro-batches. "whole": every degree and type, tp, pp, ep, losses of routers, evaluation at another degree and a
@@ -101,7 +104,10 @@ def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("floa
 
 
 def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """List cases in which each slot has a run of rows, as for hybrids: all_gather, several degrees, a2a."""
+    """List cases in which a slot has consecutive rows, as state-space layers want: all_gather, several degrees, a2a.
+
+    a2a is tried only where its degree divides the ranks, as in `_list_all_cases`.
+    """
     widest = min(4 if name == "whole" else 3, ranks)
     cases = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]
     if name == "whole" and ranks % widest == 0:
@@ -112,7 +118,7 @@ def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ..
 def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
     """List the cases of `list_cases` with images among the text, without those of routers' losses.
 
-    The whole set on an even number of ranks also has the encoder's own tp 2, with each other division.
+    The whole set on an even number of ranks also has an encoder with tp 2, alone and with cp, tp and pp of the model.
     """
     cases = [replace(case, encoder=1) for case in list_cases(name, ranks, dtypes) if not case.router_losses]
     if name == "whole" and ranks % 2 == 0:
@@ -123,7 +129,7 @@ def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = 
 
 
 def _list_basic_cases(ranks: int) -> list[Case]:
-    """List one case for each of a few ways: two degrees, gathered keys, several groups, recomputation."""
+    """List few cases: p2p at two degrees, all_gather, a plan of several micro-batches, and full recomputation."""
     degrees = [cp for cp in (2, 3) if cp <= ranks] or [1]
     first = degrees[0]
     return [
@@ -194,9 +200,9 @@ TEXTS = PackedDocuments(LENGTHS, sum(LENGTHS) - len(LENGTHS))
 def plan_case(
     case: Case, home: Layout, *, documents: PackedDocuments = TEXTS, heads: int | None = None, node_size: int = 8
 ) -> Plan:
-    """Plan a case. Raises LayoutError where the home has fewer slots than its degree.
+    """Plan a case. Raises LayoutError where the home has fewer slots than the case's degree.
 
-    With `heads` of queries it raises PlanError where a type cannot deal them out.
+    Raises PlanError where the type cannot deal out this number of query `heads`; None: that is not checked.
     """
     if case.cp > home.slots:
         raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")
@@ -215,22 +221,22 @@ def plan_case(
         cap = -(-max(lengths) // home.slots) + 8  # so small that the longest document needs nearly all slots
         return plan_dynamic(lengths, home, options=options, targets=targets, max_tokens_per_slot=cap)
     if home.slots % case.cp:
-        return _plan_block(case, home, documents)
+        return _plan_uneven_groups(case, home, documents)
     return plan_fixed(lengths, home, case.cp, options=options, targets=targets)
 
 
-def _plan_block(case: Case, home: Layout, packed: PackedDocuments) -> Plan:
+def _plan_uneven_groups(case: Case, home: Layout, packed: PackedDocuments) -> Plan:
     """Plan one micro-batch of a degree that does not divide the slots: the last group has those that remain.
 
     Documents go to the groups in turn.
     """
-    blocks = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
-    documents: list[list[int]] = [[] for _ in blocks]
+    slots_of_groups = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
+    documents_of_groups: list[list[int]] = [[] for _ in slots_of_groups]
     for document in range(len(packed.lengths)):
-        documents[document % len(blocks)].append(document)
+        documents_of_groups[document % len(slots_of_groups)].append(document)
     groups = [
-        _make_group(case, block, block_documents, packed)
-        for block, block_documents in zip(blocks, documents, strict=True)
+        _make_group(case, slots, documents, packed)
+        for slots, documents in zip(slots_of_groups, documents_of_groups, strict=True)
     ]
     return _check_plan(case, home, packed, MicroBatch(tuple(groups)))
 
@@ -241,15 +247,13 @@ def _plan_several(case: Case, home: Layout, packed: PackedDocuments) -> Plan:
     In the first only slot 0 has documents. In the second the first `cp` slots share two documents, and slot 0 and the
     last slot each have another alone. In the third all slots share the remaining documents; the fourth is empty.
     """
-    everyone, remaining = tuple(range(home.slots)), list(range(6, len(packed.lengths)))
+    all_slots, remaining = tuple(range(home.slots)), list(range(6, len(packed.lengths)))
     first = MicroBatch((_make_group(case, (0,), [0, 1], packed),))
-    shared_group, own_group, last_slot = (
-        _make_group(case, everyone[: case.cp], [2, 3], packed),
-        _make_group(case, (0,), [4], packed),
-        (home.slots - 1,),
-    )
-    second = MicroBatch((shared_group, own_group, _make_group(case, last_slot, [5], packed)))
-    third = MicroBatch((_make_group(case, everyone, remaining, packed),))
+    shared_group = _make_group(case, all_slots[: case.cp], [2, 3], packed)
+    group_of_first_slot = _make_group(case, (0,), [4], packed)
+    group_of_last_slot = _make_group(case, (home.slots - 1,), [5], packed)
+    second = MicroBatch((shared_group, group_of_first_slot, group_of_last_slot))
+    third = MicroBatch((_make_group(case, all_slots, remaining, packed),))
     return _check_plan(case, home, packed, first, second, third, MicroBatch())
 
 

@@ -43,7 +43,7 @@ def no_video_reason(config: PreTrainedConfig) -> str:
 
 
 def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> ItemDocuments:
-    """Return the documents as `run_step` takes them; images of all documents come before frames of all videos."""
+    """Return the documents as `run_step` takes them, with images of all documents before frames of all videos."""
     ids = [document.ids for document in documents]
     of_images, of_videos = zip(*(_split_items(document, document.rows) for document in documents), strict=True)
     items = items_at_placeholders(ids, image_tokens(config).placeholder, of_images)
@@ -58,13 +58,16 @@ def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument])
 
 
 def _split_items(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split values of a document's images from those of groups of frames of videos."""
+    """Split a document's values, one for each image or group of frames, into those of images and those of frames."""
     groups = document.groups
     return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
 
 
 def document_labels(document: np.ndarray | TrialDocument) -> np.ndarray:
-    """Return what each token but the last predicts, (T − 1,); NO_LABEL for placeholders of images and a prefix."""
+    """Return the labels that each token but the last predicts, (T − 1,).
+
+    NO_LABEL stands in place of placeholders of images and of tokens of the prefix.
+    """
     if isinstance(document, TrialDocument):
         hidden = document.at_images | (np.arange(len(document.ids)) < document.prefix)
         return np.where(hidden, NO_LABEL, document.ids)[1:]

@@ -33,7 +33,9 @@ class KernelLine:
 
 
 def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[KernelLine, ...]:
-    """Describe each kind of attention of a model at its true sizes, and its kernels; the model has no memory.
+    """Describe each kind of attention of a model at its true sizes, and its kernels.
+
+    The model is made on the meta device, without memory for weights.
 
     Raises what the model's own code raises if it cannot be made or run on the meta device, ModelError if it is refused.
     """
@@ -72,26 +74,26 @@ def _call_words(call: RecordedCall) -> str:
 
 def _local_kernel_text(call: AttendCall) -> str:
     """Name the kernel that runs a call on its device, or say why none does."""
-    place = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
+    device_and_dtype = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
     try:
-        return f"{choose_kernel(call).name} {place}"
+        return f"{choose_kernel(call).name} {device_and_dtype}"
     except AttentionError as error:
-        return f"none {place}: {error}"
+        return f"none {device_and_dtype}: {error}"
 
 
 def _gpu_kernels_text(call: AttendCall) -> str:
-    """Name the kernels that the table has for a call on GPUs, of which the first that is there runs; "" on a GPU."""
+    """Name the kernels that can run a call on GPUs, of which the first that is installed runs; "" on a GPU."""
     if call.device.type == "cuda":
         return ""
-    able = list_gpu_kernels(call)
-    words = [kernel.name + (f" (needs {kernel.needs})" if kernel.needs != "nothing" else "") for kernel in able]
+    kernels = list_gpu_kernels(call)
+    words = [kernel.name + (f" (needs {kernel.needs})" if kernel.needs != "nothing" else "") for kernel in kernels]
     return ", else ".join(words) or "none"
 
 
 def list_gpu_kernels(call: AttendCall) -> list[Kernel]:
-    """List the kernels that can do such a call, of several documents in bfloat16, on a GPU.
+    """List the kernels that can do a call of these sizes on a GPU, in bfloat16 and for several documents at once.
 
-    Asked of the table alone: what this machine's own device lacks does not count.
+    The table alone decides: this machine need not have a GPU.
     """
     on_gpu = replace(call, device=GPU, dtype=torch.bfloat16)
     return [

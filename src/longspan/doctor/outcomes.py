@@ -33,11 +33,11 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether it is exact, or refused for sizes that only this case has."""
+        """Whether the case is exact, or refused for what only this case asks for (`Case.is_basic`)."""
         return self.status == "exact" or (self.status == "refused" and not self.case.is_basic)
 
     def row(self) -> dict[str, Any]:
-        """Return the outcome as a JSON object, with the fields of its case among the others."""
+        """Return the outcome as a JSON object: its fields and those of its case in one, with `name` and `good`."""
         fields = asdict(self)
         return {"name": self.case.name, **fields.pop("case"), **fields, "good": self.good}
 
@@ -112,5 +112,5 @@ def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str,
 
 
 def _status_mark(outcome: Outcome) -> str:
-    """Return the mark of a case in a table; a refusal for sizes of this case alone has a dot."""
+    """Return the mark of a case in a table; a dot is for a refusal that says nothing against the model."""
     return "✓" if outcome.status == "exact" else "·" if outcome.good else "✗"

@@ -59,7 +59,7 @@ class Stock:
     def __init__(
         self, config: PreTrainedConfig, documents: Sequence[Any], images: Sequence[TrialDocument] = ()
     ) -> None:
-        """Note what the stock model runs on: texts, and the documents with images for cases with an encoder."""
+        """Note what the stock model runs on: `documents`, and `images`, the documents for cases with an encoder."""
         self.config: PreTrainedConfig = config
         self.documents: Sequence[Any] = documents
         self.images: Sequence[TrialDocument] = images
@@ -67,8 +67,8 @@ class Stock:
     def compute_answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
         """Compute the expected answer, or why there is none, for every dtype that the cases use.
 
-        Answers are by dtype, with losses of routers or not, and with images or not (`Case.answer`). Those without
-        losses of routers are always computed, as models are prepared by them.
+        Keys are dtype, with losses of routers or not, and with images or not (`Case.answer`). Answers without losses
+        of routers are always computed, as they say in which mode a model is prepared.
         """
         keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
         keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
@@ -104,7 +104,8 @@ class Stock:
     def _every_expert_stock(self) -> "Stock":
         """Return the stock model whose rows get every expert.
 
-        That is `self` for a model without experts to choose from, and for one whose code fails with every expert.
+        That is `self` for a model without experts to choose from, and for one whose code fails with every expert,
+        which a trial shows.
         """
         config_of_every = choose_every_expert(self.config)
         if config_of_every is self.config:
@@ -132,11 +133,8 @@ class Stock:
                 continue
             rounding_bound = ROUNDING * _worst_error(answer, exact)
             routed = read_experts(self.config.get_text_config()).of_layer > 1
-            return (
-                max(exact_bound, rounding_bound)
-                if rounding_bound <= (MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING)
-                else exact_bound
-            )
+            most_rounding = MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING
+            return max(exact_bound, rounding_bound) if rounding_bound <= most_rounding else exact_bound
         return exact_bound
 
     def _float64_expectation(self, with_routers: bool) -> Expected:
@@ -173,7 +171,7 @@ Launch = Callable[[Callable[[int, Task], InWorld], Task, int, float], InWorld]
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a proof runs on: so many processes, and how they are started.
+    """What a proof runs on: `count` processes, and how they are started.
 
     `timeout` is how long a rank waits for the others, in seconds; with `show` the first rank prints each outcome.
     `launch` runs a function on every rank and returns the first one's result; None: on local processes, which are
@@ -199,8 +197,8 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
     """Run every case on these ranks; returns their outcomes, in the order of cases, with the facts of their worlds.
 
     First the stock model computes what each case should give, in one process. A case whose documents or images cannot
-    be made, or whose stock model fails, gets its outcome from that. The others run grouped by home, as ranks start once
-    for each.
+    be made, or whose stock model fails, gets its outcome from that. All other cases run grouped by home, as ranks start
+    once for each home.
     """
     outcomes: dict[int, Outcome] = {}
     worlds: list[WorldFacts] = []
@@ -228,7 +226,10 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
 def _draw_image_documents(
     config: PreTrainedConfig, cases: Sequence[Case]
 ) -> tuple[tuple[TrialDocument, ...], Outcome | None]:
-    """Draw the documents with images if cases want them; or make the outcome that says why there are none."""
+    """Draw the documents with images, none if no case has an encoder; or make the outcome of all cases that have one.
+
+    A refusal's message is cut at DOCTOR, where its advice to run this command begins.
+    """
     first = next((case for case in cases if case.encoder), None)
     if first is None:
         return (), None
@@ -286,7 +287,7 @@ def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[
 
 
 def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict[int, Outcome], BaseException | None]:
-    """Run cases in one world; returns their outcomes, and the error that ended it before the last case."""
+    """Run cases in one world; returns their outcomes, and the error that ended the world early, or None."""
     count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(task.cases)
     launch = ranks.launch or _start_world
     try:
@@ -298,7 +299,7 @@ def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict
 
 
 def _start_world(fn: Callable[[int, Task], InWorld], task: Task, count: int, seconds: float) -> InWorld:
-    """Run a function on so many local processes, for so many seconds at most; returns the first one's result."""
+    """Run a function on `count` local processes, for at most `seconds`; returns the result of rank 0."""
     return run_local(fn, count, (task,), timeout=seconds, grace=5.0)[0]
 
 
@@ -315,6 +316,9 @@ def _read_outcomes(task: Task) -> dict[int, Outcome]:
 
 
 def _failure_outcome(case: Case, error: BaseException) -> Outcome:
-    """Return the outcome of a case that ended its ranks: refused by an error of ours, unless ranks lost each other."""
+    """Return the outcome of a case that ended its ranks: refused if by an error of this package, but a CommError.
+
+    That means that ranks lost each other, as when one of them died.
+    """
     refused = isinstance(error, LongspanError) and not isinstance(error, CommError)
     return Outcome(case, "refused" if refused else "crashed", message=error_text(error))

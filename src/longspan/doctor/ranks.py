@@ -52,7 +52,8 @@ from longspan.train.step_check import check_step
 class Expected:
     """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed.
 
-    `every_expert`: of the model whose rows get every expert.
+    `whole`: float64 without casts to float32 (`precision_mode`). `every_expert`: in stock model and case alike each row
+    gets every expert.
     """
 
     answer: Answer
@@ -103,7 +104,7 @@ def preparation_key(case: Case) -> tuple[str, str, bool, int]:
 
 
 def _record_outcome(task: Task, world: World, number: int, outcome: Outcome) -> None:
-    """Append an outcome to the record on the first rank, and show it if that is wanted."""
+    """On the first rank append an outcome to the record file, if there is one, and print it with `show`."""
     if world.rank != task.home.ranks[0]:
         return
     if task.record:
@@ -119,7 +120,7 @@ class CaseRun:
     """One prepared model, or why it was refused, and its cases one after another."""
 
     def __init__(self, task: Task, world: World, first: Case) -> None:
-        """Prepare a model as the first of these cases wants it, which all of them do.
+        """Prepare a model for the first of some cases that share it: they have one `preparation_key`.
 
         A refusal becomes the outcome of each case; an error of communication is raised and ends the world.
         """
@@ -141,7 +142,7 @@ class CaseRun:
             self.refusal: str = str(error).partition(DOCTOR)[0]  # without its advice to run this command
 
     def _prepare_model(self, first: Case) -> nn.Module:
-        """Prepare a small model, with an encoder if the case has one, as the first case wants it."""
+        """Make a small model and prepare it for a case: its recomputation, sequence parallelism and encoder."""
         options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
         model = make_tiny_model(self.config, self.dtype, images=first.encoder > 0)
         if not first.encoder:
@@ -155,7 +156,7 @@ class CaseRun:
 
         The first case's seconds contain the preparation of the model.
         """
-        began, self._began = self._began, time.perf_counter()
+        began, self._began = self._began, time.perf_counter()  # the next case begins here if this one is refused
         expected = self.task.expected[case.answer]
         try:
             if self.refusal:

@@ -36,7 +36,9 @@ from longspan.plan.shape.model_shape import read_experts
 
 
 def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Copy a configuration so that every row gets every expert, of every group; the same object without experts.
+    """Copy a configuration so that every row gets every expert, of every group.
+
+    A configuration without experts to choose from is returned itself.
 
     >>> choose_every_expert(MixtralConfig()).num_experts_per_tok
     8
@@ -132,7 +134,7 @@ def compute_stock_answer(
     Weights are rounded to the dtype `weights`, and arithmetic is in the dtype `compute` (None: the same).
 
     Documents run one by one, each from the same states of modules, and the loss is the mean over all targets. With
-    coefficients, the losses of its routers are over all tokens and layers of the documents. Raises what the
+    coefficients in `router`, the losses of routers are over all tokens and layers of the documents. Raises what the
     model's own code raises, and ModelError where it returns no logits of routers.
     """
     images = any(isinstance(document, TrialDocument) for document in documents)
@@ -160,7 +162,10 @@ def compute_stock_answer(
 def make_stock_model(
     config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager", *, images: bool = False
 ) -> PreTrainedModel:
-    """Make the unchanged model in training mode, with eager experts where it has them."""
+    """Make the unchanged model in training mode; experts are eager where they are not the model's own code.
+
+    With `images` it is the class that reads images.
+    """
     model = make_tiny_model(config, dtype, attention=attention, images=images)
     if read_experts(config.get_text_config()).of_layer > 1:
         with suppress(ValueError, AttributeError):  # of experts that compute in the model's own code
@@ -188,20 +193,20 @@ def _restore_states(states: list[_State]) -> None:
 
 
 def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_routers: bool) -> Any:
-    """Run a model on one document, with the kinds of tokens that a wrapper of several modalities wants."""
+    """Run a model on one document; a wrapper of several modalities also gets the kinds of tokens that it takes."""
     if isinstance(document, TrialDocument):
         return model(**make_stock_arguments(model, document))
     ids = torch.from_numpy(document)[None]
     wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
     arguments = inspect.signature(model.forward).parameters if wrapper else ()
-    kinds: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in arguments}
+    options: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in arguments}
     if with_routers:
-        kinds["output_router_logits"] = True
-    return model(input_ids=ids, use_cache=False, **kinds)
+        options["output_router_logits"] = True
+    return model(input_ids=ids, use_cache=False, **options)
 
 
 def _router_logits(output: Any, config: PreTrainedConfig) -> tuple[Tensor, ...]:
-    """Return the routers' logits among a model's outputs."""
+    """Return the routers' logits among a model's outputs, (tokens, experts) for each layer that has a router."""
     logits = getattr(output, "router_logits", None)
     if not logits:
         raise ModelError(f"{config.model_type} returns no router_logits: there are no losses of routers to compare")
@@ -260,7 +265,7 @@ def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, fl
 
 
 def missing_errors(names: set[str], stock: Answer) -> dict[str, float]:
-    """Return the errors of gradients that no rank has."""
+    """Return the errors of gradients of the stock model that are not among `names`; a missing one counts as 0."""
     none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in names}
     return gradient_errors(none, stock)
 

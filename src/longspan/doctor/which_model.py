@@ -42,7 +42,11 @@ def find_configuration(name: str) -> PreTrainedConfig:
 
 
 def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
-    """Return the default configuration of a model class. Raises ConfigError if it is no language model."""
+    """Return the default configuration of a model class, `name` as the user gave it.
+
+    A dotted class is registered with transformers, which would not find it by itself. Raises ConfigError for a class
+    that is neither of `_model_classes`.
+    """
     config: PreTrainedConfig = architecture.config_class()
     if "." in name:
         register_class(config, architecture)
@@ -92,7 +96,7 @@ def _check_has_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
 
 
 def _similar_names(name: str) -> str:
-    """Return model types and classes with names like this one."""
+    """Return the sentences of a message that suggest similar model types and classes, and say what may be given."""
     types = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     by_word = {word.lower(): word for word in sorted({*types, *map(str, types.values())})}
     matches = get_close_matches(name.rpartition(".")[2].lower(), list(by_word), n=4, cutoff=0.5)

@@ -84,7 +84,7 @@ class _Frame:
 
 
 def chart_figure(chart: Chart, *, css_class: str = "") -> str:
-    """Return an HTML figure: title, legend, SVG, and the crosshair's data. It says so if there is nothing to draw."""
+    """Return an HTML figure: title, legend, SVG and the crosshair's data, or "nothing recorded" without a value."""
     drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
     title = tag("b", text(chart.title)) + tag("span", text(chart.y_label), class_="unit")
     empty_note = tag("p", "nothing recorded", class_="none")
@@ -93,7 +93,7 @@ def chart_figure(chart: Chart, *, css_class: str = "") -> str:
 
 
 def chart_svg(chart: Chart) -> str:
-    """Return axes, curves and references as SVG elements in a frame of the chart's size."""
+    """Return the drawing as SVG elements, of the chart's width and height, to stand in an <svg> element."""
     drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
     return "".join(_chart_elements(chart, drawn, _fit_frame(chart, drawn)))
 
@@ -134,7 +134,8 @@ def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
 
     Logarithmic axes get room as a factor, more where notes need it. Curves that vary by less than FLAT of their height
     are drawn flat, in the middle: the room is then 5 % of the height, or 1 at height 0. `zero` begins the axis at 0,
-    without room below it. The x axis has room on both sides where it has one value, or values with names.
+    without room below it. The x axis has room on both sides where it has one value, or values with names, whose words
+    stand under the ends too.
     """
     x = np.concatenate([s.x for s in drawn])
     y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
@@ -173,8 +174,8 @@ def _draw_axes(chart: Chart, frame: _Frame) -> str:
 
 def _y_ticks(chart: Chart, frame: _Frame) -> list[float]:
     """Return the values of ticks on the y axis; on a linear one about one for each 40 pixels of height."""
-    spaced = byte_ticks if chart.y_format == "bytes" else ticks
-    return log_ticks(*frame.y) if frame.log else spaced(*frame.y, chart.height // 40)
+    linear_ticks = byte_ticks if chart.y_format == "bytes" else ticks
+    return log_ticks(*frame.y) if frame.log else linear_ticks(*frame.y, chart.height // 40)
 
 
 def _x_tick_names(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
@@ -193,7 +194,7 @@ def _tick_text(value: float, y_format: Format, digits: int) -> str:
 
 
 def _tick_digits(marks: Sequence[float]) -> int:
-    """Return how many significant digits tell every tick, exact to a thousandth of their distance; 3 at least.
+    """Return how many significant digits write every tick exactly, to a thousandth of the ticks' distance; 3 at least.
 
     A single tick, which has no distance, gets 4.
     """
@@ -207,7 +208,7 @@ def _tick_digits(marks: Sequence[float]) -> int:
 def _draw_references(chart: Chart, frame: _Frame) -> str:
     """Return lines over the whole width, with their words at the right, WORDS high, above the line or below it.
 
-    They go below where there is no room above, and where a grid line would go through them above, and none does below.
+    Words go below where there is no room above, or where a grid line would cross them above and none would below.
     """
     parts, grid = list[str](), [float(frame.to_y(value)) for value in _y_ticks(chart, frame)]
     for value, words in chart.references:
@@ -222,15 +223,16 @@ def _draw_references(chart: Chart, frame: _Frame) -> str:
 def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
     """Draw a line over the whole height for each event, with its words at the foot.
 
-    Words stand on the side that has room, the longest first, and are left out where they would cover others.
+    The longest words are placed first: right of their line if they fit there, else left; words that would cover others
+    are left out.
     """
     used_spans = list[tuple[float, float]]()
     for x, words in sorted(chart.events, key=lambda event: (-len(event[1]), event[0])):
         if not frame.x[0] <= x <= frame.x[1]:
             continue
-        at, width = float(frame.to_x(x)), CHARACTER * len(words)
-        yield tag("path", class_="reference", d=f"M{at:.1f} {frame.top}V{frame.bottom}")
-        start = at + 4 if at + 4 + width <= frame.right else at - 4 - width
+        line_x, width = float(frame.to_x(x)), CHARACTER * len(words)
+        yield tag("path", class_="reference", d=f"M{line_x:.1f} {frame.top}V{frame.bottom}")
+        start = line_x + 4 if line_x + 4 + width <= frame.right else line_x - 4 - width
         if words and start >= frame.left and all(start + width <= a or b <= start for a, b in used_spans):
             yield label(words, start, frame.bottom - 6, "start", "label halo")
             used_spans.append((start, start + width))
@@ -258,7 +260,7 @@ def _draw_curves(drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
 
 
 def mark(color: int, x: float, y: float, size: float = 4.0) -> str:
-    """Return the mark of a colour: its shape tells it apart without the colour."""
+    """Return the mark of a colour at (x, y): one of four shapes, by which colours 0 to 3 differ without colour."""
     css, step = f"mark c{color}", 1.25 * size
     match color % 4:
         case 0:

@@ -84,8 +84,8 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
 
     >>> Path("planners.svg").write_text(bar_document("Planners", [NamedBar("dynamic", 7.0, "7.0 s")], "seconds"))
 
-    A bar that is longer than CUT times the median is cut, so that the others stay readable; the scale is that of the
-    longest bar which is not.
+    A bar that is longer than CUT times the median is cut, so that other bars stay readable: the longest of those that
+    are not cut sets the scale.
     """
     titles = title.splitlines()
     top = 34.0 + LINE * len(titles)
@@ -111,7 +111,7 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
 def _bar_row(bar: NamedBar, y: float, scale: float, cut: float) -> Iterator[str]:
     """Yield a bar with its name and words.
 
-    One whose value is above `cut` ends at most 30 pixels behind the longest whole bar, with a white stroke through it.
+    A bar ends at most 30 pixels behind the longest whole one; a value above `cut` gets a white stroke through its bar.
     """
     width = min(bar.value * scale, WIDTH - LEFT - RIGHT + 30.0)
     yield label(bar.name, LEFT - 8, y + BAR / 2 + 4, "end", "strong")
@@ -143,8 +143,8 @@ def stack_document(
 ) -> str:
     """Return bars of parts as the text of an .svg file, with a legend.
 
-    Bars begin at 0 and share one scale, on which the longest one and the reference fit; parts that no bar has are not
-    in the legend. The reference is a line at a value, with its words.
+    Bars begin at 0 and share one scale, on which the longest bar and the reference fit. All have the same parts; those
+    that are 0 in every bar are not in the legend. The reference is a line at a value, with its words.
 
     >>> Path("memory.svg").write_text(stack_document("Memory", [StackedBar("none", {"kept": 3.0}, "3 GiB")], "GiB"))
     """

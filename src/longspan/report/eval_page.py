@@ -50,7 +50,7 @@ def _eval_header(record: Mapping[str, Any]) -> str:
 
 
 def _model_lines(model: Mapping[str, Any]) -> list[str]:
-    """Write what kind of weights were evaluated, and after which step if a run or a checkpoint."""
+    """Write the kind of weights, in one line: a Hugging Face folder, or a run or checkpoint with its step."""
     if model["kind"] == "folder":
         return ["Hugging Face folder"]
     return [f"{model['kind']}, step {model['evaluations'][0]['step']}"]
@@ -59,8 +59,8 @@ def _model_lines(model: Mapping[str, Any]) -> list[str]:
 def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return names and cells of the table: a row for each set and degree of each model.
 
-    Columns are those of every evaluation, then the metrics that any of them has, then counts. A metric that has
-    something else than a number somewhere is left out.
+    Columns are those of every evaluation, then the metrics of any evaluation, then counts. A metric that is no number
+    in some row is left out.
     """
     rows = [(model, row) for model in models for row in model["evaluations"]]
     columns = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}
@@ -83,7 +83,7 @@ def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], 
 
 
 def _difference_tables(difference: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Compare both models on one set, over all documents and by document length, as a sentence and a table."""
+    """Return the section that compares two models, named by `names`, on one set: a sentence and a table by length."""
     unit, error = difference["unit"].replace("_", " "), difference["standard_error"]
     first_name, other_name = names
     words = (
@@ -117,7 +117,7 @@ def _set_label(row: Mapping[str, Any]) -> str:
 
 
 def _number_cell(value: Any) -> str:
-    """Write a count or a figure of a table; "-" where an evaluation lacks it."""
+    """Write a count (int) or a figure (float) of a table; "-" for None, where an evaluation lacks it."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}"

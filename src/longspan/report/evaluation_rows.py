@@ -47,7 +47,7 @@ class EvalRow:
     def from_row(cls, row: Mapping[str, Any]) -> "EvalRow | None":
         """Return the evaluation of a row of metrics.jsonl; None for a row of training, or a loss that is not finite.
 
-        Values with the prefix "eval_" that are not one of the fixed columns are metrics, if they are numbers.
+        Numbers whose keys begin with "eval_" are metrics, but for the fixed columns (_NO_METRIC).
 
         Raises ConfigError for a row that lacks keys or has no number in their place.
         """
@@ -81,14 +81,14 @@ class EvalRow:
 
     @property
     def degree(self) -> str:
-        """Its degree in words; the planner if that chose one for each document, whose largest is `cp`."""
+        """The degree as text; of a plan with several degrees, of which `cp` is the largest, the planner's name."""
         return self.planner if self._has_several_degrees else str(self.cp)
 
     @property
     def record_key(self) -> tuple[int, str, bool, int]:
         """What tells one evaluation from another: step, set, whether its plan may have several degrees, and its degree.
 
-        Of rows with one key the last counts. In place of several degrees, of which the largest varies, 0 stands.
+        Of rows with one key the last counts. A plan of several degrees has 0 for its degree, since the largest varies.
         """
         several = self._has_several_degrees
         return self.step, self.name, several, 0 if several else self.cp
@@ -100,12 +100,12 @@ class EvalRow:
 
     @property
     def perplexity(self) -> str:
-        """exp(loss) in words; from a loss of 50 on only that it is over 1e21, for its digits would fill the table."""
+        """The perplexity exp(loss) as text; from a loss of 50 on "over 1e21", as all digits would fill the table."""
         return f"{math.exp(self.loss):,.3f}" if self.loss < 50 else "over 1e21"
 
 
 def last_evaluations(rows: Sequence[EvalRow]) -> tuple[EvalRow, ...]:
-    """Return the evaluations after the last step that has one."""
+    """Return the evaluations of the newest weights: those after the last step that has an evaluation."""
     last = max((row.step for row in rows), default=0)
     return tuple(row for row in rows if row.step == last)
 
@@ -118,7 +118,7 @@ def number(value: object) -> float:
 
 
 def _read_buckets(rows: object) -> tuple[BucketRow, ...]:
-    """Return the buckets that can be read, of those that have targets."""
+    """Return the buckets that can be read; one without targets has no loss, which is no number, and is left out."""
     buckets = list[BucketRow]()
     for row in rows if isinstance(rows, list) else []:
         if isinstance(row, list) and len(row) == 5 and not any(math.isnan(value) for value in map(number, row)):

@@ -20,9 +20,9 @@ _CHARTS = (
 
 
 def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Buckets]) -> Iterator[Chart]:
-    """Yield the chart by position and that by length, with a curve for each name, as many as there are colours.
+    """Yield the chart by position and that by length, with a curve for each of the first COLORS names.
 
-    A chart is left out if all its documents are in one bucket.
+    A chart is left out if its curves have one bucket only.
     """
     for (title, x_label), curves in zip(_CHARTS, (by_position, by_length), strict=True):
         firsts = sorted({bucket[0] for buckets in curves.values() for bucket in buckets})
@@ -57,7 +57,7 @@ _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
 
 def evaluation_sections(run: RunFolder) -> Iterator[str]:
-    """Yield the sections in order; none of a run without evaluations."""
+    """Yield the sections in order: degrees, sets, loss by position and by length; none without evaluations."""
     degrees = run.final or last_evaluations(run.held_out)
     if degrees:
         yield degrees_table(degrees)
@@ -77,9 +77,9 @@ def evaluation_sections(run: RunFolder) -> Iterator[str]:
 
 
 def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
-    """Return the evaluations of every set by its name, one for each step: of several degrees the last one.
+    """Return the evaluations of every set by its name, one for each step: of several degrees the last in order.
 
-    The held-out documents, without a name, come first.
+    The held-out documents, whose name is "", come first.
     """
     sets = dict[str, dict[int, EvalRow]]()
     for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
@@ -111,7 +111,7 @@ def _sets_chart(sets: dict[str, list[EvalRow]], width: int) -> Chart:
 
 
 def _sets_table(sets: dict[str, list[EvalRow]]) -> str:
-    """Return the last evaluation of every set, one below the other."""
+    """Return a table of the last evaluation of every set, with a column for each metric that any of them has."""
     rows = [of_set[-1] for of_set in sets.values()]
     metrics = list(dict.fromkeys(name for row in rows for name, _ in row.metrics))
     names = ["set", "step", "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
@@ -133,9 +133,9 @@ def _metric_text(name: str, value: float) -> str:
 
 
 def _latest_bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
-    """Chart loss by position and by length in the last evaluation of every set.
+    """Yield the charts of loss by position and by length in the last evaluation of every set.
 
-    A single set shows its first evaluation too.
+    With a single set its first evaluation is shown too, so that the change over the run is seen.
     """
     rows = {name or HELD_OUT: of_set[-1] for name, of_set in sets.items()}
     if len(sets) == 1 and (of_set := next(iter(sets.values())))[0].step < of_set[-1].step:
@@ -147,7 +147,10 @@ def _latest_bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
 
 
 def degrees_table(rows: Sequence[EvalRow]) -> str:
-    """Return the same weights on the same documents at several degrees, as a table."""
+    """Return the section with a table of evaluations of the same weights on the same documents, one row a degree.
+
+    Added memory has a column if any evaluation recorded it, as on GPUs.
+    """
     base, memory = rows[0], any(row.activation_bytes for row in rows)
     names = ("cp", "loss", "perplexity", "tokens", *(["added memory of a GPU"] * memory), "relative difference", "")
     head = tag("thead", tag("tr", *(tag("th", name, class_=_column_class(name)) for name in names)))
@@ -160,9 +163,9 @@ def degrees_table(rows: Sequence[EvalRow]) -> str:
 
 
 def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
-    """Return the row of a degree: its loss, and whether that equals the first degree's.
+    """Return the row of a degree: its loss, and whether that equals the loss of `base`, the first row.
 
-    Losses are equal if they differ by SAME at most, relative to the first, over as many tokens.
+    Losses are equal if they are of as many tokens and differ by SAME at most, relative to the first.
     """
     relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
     good = abs(relative) <= SAME and row.tokens == base.tokens
@@ -219,8 +222,9 @@ def _is_base64(picture: object) -> bool:
 def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:
     """Yield names of curves and their evaluations of the held-out documents: a curve for each degree.
 
-    The degree that was evaluated most often comes first. Degrees whose every loss equals its loss at the same step get
-    no curve, for it would lie on the first one; the first curve's name lists them, with the last two of their steps.
+    The degree that was evaluated most often comes first. A degree whose every loss equals the first degree's at the
+    same step gets no curve, which would lie on the first one. The first curve's name lists the degrees without a curve,
+    with the last two of their steps.
     """
     by_degree = dict[str, list[EvalRow]]()
     for row in run.held_out:
@@ -232,6 +236,7 @@ def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]
     equal = {
         degree: rows
         for degree, rows in by_degree.items()
+        # at a step without the main degree the spread from infinity is NaN, which is not <= SAME
         if degree != main and all(relative_spread([losses.get(r.step, np.inf), r.loss]) <= SAME for r in rows)
     }
     steps = sorted({row.step for rows in equal.values() for row in rows})
@@ -243,5 +248,5 @@ def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]
 
 
 def _degree_name(degree: str) -> str:
-    """Name a degree or, where a planner chose several, the plans."""
+    """Name a curve by its degree, or by the planner whose plans have several degrees (`EvalRow.degree`)."""
     return f"cp {degree}" if degree.isdecimal() else f"{degree} plans"

@@ -6,7 +6,7 @@ from importlib.resources import files
 
 
 def tag(element: str, *content: str, **attributes: object) -> str:
-    """Return one element; `content` is markup, put through `text` where it is not; attribute values are escaped here.
+    """Return one element. `content` is markup (callers put plain text through `text`); attribute values are escaped.
 
     >>> tag("rect", class_="bar", x=1.25, data_d=3, hidden=None)
     '<rect class="bar" x="1.2" data-d="3"></rect>'
@@ -18,8 +18,8 @@ def tag(element: str, *content: str, **attributes: object) -> str:
 
 
 def _attribute_text(name: str, value: object) -> str:
-    """Return an attribute of an element: "" for None and False, the name alone for True."""
-    name = name.rstrip("_").replace("_", "-") if name != "viewBox" else name
+    """Return an attribute as markup, with a space before it: "" for None and False, the name alone for True."""
+    name = name.rstrip("_").replace("_", "-")
     if value is None or value is False:
         return ""
     if value is True:
@@ -73,10 +73,10 @@ _TIP = tag("div", id="tip", role="status", aria_live="polite", hidden=True)
 
 
 def page(title: str, body: Sequence[str], *, style: str = "", script: str = "", nonce: str = "") -> str:
-    """Return the page of these parts, with its style and script.
+    """Return the page of the parts `body`, with the style and the script of all pages and those given here.
 
-    A page that a server sends adds to style and script, and has a `nonce`, which its script carries: the policy is the
-    server's.
+    With a `nonce`, which the script then carries, the page has no policy: the server that sends it sends one. Without,
+    the page is a file and carries POLICY.
     """
     policy = "" if nonce else f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     head = _META + policy + tag("title", text(title)) + tag("style", f"\n{style_sheet()}{style}")

@@ -35,7 +35,7 @@ WIDTH, HEIGHT, LEFT = 720.0, 26.0, 70.0
 
 
 def memory_section(run: RunFolder) -> str:
-    """Return the section; empty for a run that had no plan of memory."""
+    """Return the section: what layers keep, bars, legend and table; "" for a run that had no plan of memory."""
     plan = run.facts.memory if run.facts is not None else {}
     device, host = _plan_bytes(plan, "device"), _plan_bytes(plan, "host")
     if not device.get("total"):
@@ -73,7 +73,7 @@ def peak_of_plan(run: RunFolder) -> float:
 def measures_text(measures: object) -> str:
     """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input".
 
-    `measures` has a word for each layer; only the first part names the number of all layers.
+    `measures` has a word of MEASURES for each layer; only the first part names the number of all layers.
     """
     words = [str(word) for word in measures] if isinstance(measures, list | tuple) else []
     counts = Counter(words)
@@ -97,7 +97,7 @@ def _kinds_in_use(device: Mapping[str, float], host: Mapping[str, float]) -> lis
 def _bytes_picture(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
     """Return a bar for the device, one for the host where anything waits there, and a line at the measured peak.
 
-    The longest of them leaves 110 pixels for the words behind it.
+    The longest bar, or the line, leaves 110 pixels for the words behind it.
     """
     bars = [("device", device), *([("host", host)] if host.get("total") else [])]
     largest_total = max(peak, *(values["total"] for _, values in bars))
@@ -136,7 +136,10 @@ def _bytes_legend(device: Mapping[str, float], host: Mapping[str, float]) -> str
 
 
 def _bytes_table(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
-    """Return bytes by kind; the measured peak stands under what torch allocates of the plan."""
+    """Return the table of bytes by kind, with the total and the measured peak below.
+
+    On GPUs the peak is what torch allocates, so that a total without communicators stands above it.
+    """
     rows = [(kind, _cell(device, kind), _cell(host, kind)) for kind in (*_kinds_in_use(device, host), "total")]
     if device.get("communicators"):
         allocated = device["total"] - device["communicators"]

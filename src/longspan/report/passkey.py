@@ -44,7 +44,7 @@ def passkey_picture(grid: PasskeyGrid, *, name: str = "") -> str:
 
 
 def passkey_pictures(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
-    """Return one picture of several grids with their names, one below the other."""
+    """Return one picture of several grids, one below the other, each with the name of its set or weights."""
     heights = [TOP + ROW * len(grid.depths) + BOTTOM for _, grid in grids]
     width = max([LEAST_WIDTH, *(LEFT + CELL * len(grid.lengths) + 20 for _, grid in grids)])
     starts = itertools.accumulate(heights, initial=0.0)  # of each drawing, and the end of the last
@@ -88,7 +88,7 @@ def _heading(grid: PasskeyGrid, name: str) -> str:
 
 
 def _draw_cell(grid: PasskeyGrid, i: int, j: int) -> str:
-    """Return the cell of a length and a depth; a pointer over it shows its numbers."""
+    """Return the cell of length number `i` and depth number `j`; a pointer over it shows its numbers."""
     share = grid.retrieved[i][j] / grid.samples
     color, dark = _share_color(share)
     x, y = LEFT + CELL * i, TOP + ROW * j
@@ -116,9 +116,9 @@ def _share_color(share: float) -> tuple[str, bool]:
 
 
 def passkey_grids(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, PasskeyGrid], ...]:
-    """Return the set and the grid of every row of metrics.jsonl that has one, by step.
+    """Return the set and the grid of every row of metrics.jsonl that has one, sorted by set, then by step.
 
-    A step that was repeated counts once.
+    Of a step that a resumed run repeated the last grid counts.
     """
     grids = dict[tuple[str, int, int], PasskeyGrid]()
     for row in rows:
@@ -134,7 +134,10 @@ def passkey_section(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
 
 
 def _set_figures(grids: Sequence[tuple[str, PasskeyGrid]]) -> Iterator[str]:
-    """Yield for each set the picture of its newest grid, and a chart over steps where several are comparable."""
+    """Yield for each set the picture of its newest grid, and a chart over steps if several grids are like it.
+
+    Like it are grids of the same lengths and degree.
+    """
     for name in dict.fromkeys(name for name, _ in grids):
         grids_of_set = [grid for grid_name, grid in grids if grid_name == name]
         newest = grids_of_set[-1]
@@ -145,7 +148,7 @@ def _set_figures(grids: Sequence[tuple[str, PasskeyGrid]]) -> Iterator[str]:
 
 
 def _chart_over_steps(grids: Sequence[PasskeyGrid], name: str) -> Chart:
-    """Return the share of keys over steps, a curve for each length."""
+    """Return the chart of the share of keys over steps, with a curve for each length; `name` is the set's."""
     steps = np.array([grid.step for grid in grids])
     series = (
         Series(f"{length:,} tokens", steps, np.array([grid.share_of_length(i) for grid in grids]), i % COLORS, "marks")

@@ -22,9 +22,10 @@ def plan_section(
     median: str = "",
     title: str = "Plan of a step",
 ) -> str:
-    """Return pictures of plans with a selector between them, in time and in rows; `took` is what a plan by name took.
+    """Return pictures of plans with a selector between them, in time and in rows.
 
-    The step that shows first is the one whose time is the `median`, or else a usual one.
+    `took` has the measured seconds of plans by name. The plan that shows first is the one named `median`, that of the
+    step whose time is the median; without it the median by the ratio to the lower bound.
     """
     names = [name for name, _ in plans]
     first = names.index(median) if median in names else _median_plan(plans)
@@ -46,10 +47,10 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
 
     >>> Path("plan.svg").write_text(plan_document(plan))
     """
-    # the picture's height is the last number of its viewBox
     picture, facts = gantt_svg(plan, cost), [f"{name} {value}" for name, value in _plan_facts(plan, None)]
+    # the picture's height is the last number of its viewBox
     height = float(picture.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
-    lines = " · ".join(facts[:5]), " · ".join(facts[5:])
+    lines = " · ".join(facts[:5]), " · ".join(facts[5:])  # as one line they would be wider than the picture
     entries = (
         tag("g", _set_size(drawing, 22, 12), label(words, 28, 10, "start"), transform=f"translate({x} {y})")
         for (drawing, words), (x, y) in zip(_legend_drawings(), _legend_places(HEAD + height), strict=True)
@@ -69,7 +70,7 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
 
 
 def _set_size(svg: str, width: float, height: float) -> str:
-    """A drawing with a size of its own, which it needs inside another drawing."""
+    """Return an <svg> element with a width and a height, which it needs inside another drawing."""
     return svg.replace("<svg", f'<svg width="{width:g}" height="{height:g}"', 1)
 
 
@@ -103,9 +104,9 @@ def _legend_drawings() -> tuple[tuple[str, str], ...]:
 
 
 def _median_plan(plans: Sequence[tuple[str, Plan]]) -> int:
-    """Return the index of the plan whose step is the median by its ratio to the bound, the better of two.
+    """Return the index of the plan whose ratio to the lower bound is the median, the better of two middle ones.
 
-    Evaluations count only if there are no plans of steps; a plan whose ratio is NaN counts as the worst.
+    Plans of evaluations count only if there are none of steps; a plan whose ratio is NaN counts as the worst.
     """
     steps = [index for index, (name, _) in enumerate(plans) if not name.startswith("evaluation")] or range(len(plans))
     by_ratio = sorted(steps, key=lambda index: (math.isnan(ratio := plans[index][1].ratio), ratio))
@@ -113,14 +114,17 @@ def _median_plan(plans: Sequence[tuple[str, Plan]]) -> int:
 
 
 def _plan_card(index: int, plan: Plan, cost: Cost | None, took: float | None, first: bool) -> str:
-    """Return one plan of the section: its facts and its pictures, in time and in rows, for wide and narrow pages."""
+    """Return one plan of the section: its facts and its pictures, in time and in rows, for wide and narrow pages.
+
+    `took` is what its step took in seconds, None if not measured; the `first` plan is the one that shows.
+    """
     facts = (tag("div", tag("dt", text(name)), tag("dd", text(value))) for name, value in _plan_facts(plan, took))
     # Each picture is there twice, and the style sheet shows the one that suits the page's width.
     wide, narrow = (
         {unit: gantt_svg(plan, cost, unit=unit, width=width) for unit in UNITS} for width in (WIDTH, NARROW)
     )
     pictures = {unit: wide[unit] + narrow[unit] for unit in UNITS}
-    # Only the picture that shows is part of the document; the others wait in templates.
+    # Only the picture that shows is part of the document; page.js takes other pictures out of templates.
     first_picture = pictures.pop("seconds") if first else ""
     templates = (tag("template", svg, data_unit=unit) for unit, svg in pictures.items())
     content = tag("dl", *facts, class_="facts"), tag("div", first_picture, class_="picture"), *templates

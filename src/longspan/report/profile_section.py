@@ -16,7 +16,7 @@ SHOWN = 8  # profiled steps, the last ones
 
 
 def profile_section(run: Path) -> str:
-    """Return the section; empty for a run without profiled steps. A file that cannot be read is named there."""
+    """Return the section, whose note names files that cannot be read; "" for a run without profiled steps."""
     notes = list[str]()
     rows = list(_profile_rows(run / FOLDER, notes))
     if not rows and not notes:
@@ -40,7 +40,7 @@ def profile_section(run: Path) -> str:
 
 
 def _gap_rows(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the rows of gaps of a profiled step on a GPU; none where there are none, or where one cannot be read."""
+    """Return table rows of the gaps of a profiled step, in which a GPU waited; none if one cannot be read."""
     try:
         return gap_cells(row.get("gaps", ()))
     except (KeyError, TypeError, ValueError):
@@ -48,7 +48,7 @@ def _gap_rows(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _profile_rows(folder: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the folder and the figures of the last SHOWN profiled steps, in order; damaged files are noted."""
+    """Yield the folder's name and the figures of the last SHOWN profiled steps, in order; note damaged files."""
     for file in sorted(folder.glob(f"step-*/{PARTS_FILE}"))[-SHOWN:]:
         try:
             row = json.loads(file.read_text(encoding="utf-8", errors="replace"))

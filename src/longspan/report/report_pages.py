@@ -23,7 +23,7 @@ OWN_STEPS = "this run, scaled to its median step"
 
 
 def plans_at_run_speed(run: RunFolder) -> tuple[tuple[str, Plan], ...]:
-    """Return the saved plans by name; those of no machine are scaled to the run's steps if any was measured."""
+    """Return the saved plans by name; those of no machine are scaled to the run's steps, if any was timed."""
     factor = _time_factor(run)
     return tuple((name, _scale_plan(plan, factor)) for name, plan in run.plans)
 
@@ -36,7 +36,7 @@ def step_seconds(run: RunFolder, name: str) -> float | None:
 
 
 def _time_factor(run: RunFolder) -> float | None:
-    """Return how many times as long as predicted a step took, by the median step and the median of the saved plans."""
+    """Return the median seconds of steps over the median prediction of saved plans; None where either is unknown."""
     predicted = [plan.predicted_seconds for name, plan in run.plans if name.startswith("step ")]
     took = run.train["seconds"][run.train["seconds"] > 0]
     return float(np.median(took) / np.median(predicted)) if len(took) and any(predicted) else None
@@ -74,7 +74,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def _run_body(run: RunFolder) -> list[str]:
-    """Return the parts of the page of a run. Raises ConfigError for values of its records that no run writes."""
+    """Return the parts of the page of a run. Raises ConfigError if its records hold values that no run writes."""
     try:
         with np.errstate(all="ignore"):
             body = [*run_sections(run)]

@@ -163,23 +163,24 @@ def read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """List the columns of all runs, and those of depths of multi-token prediction that the rows have."""
+    """List the columns that every run has, then those of depths of multi-token prediction in these rows."""
     return [*TRAIN_COLUMNS, *sorted({name for row in rows for name in row if name.startswith(MTP_LOSS)})]
 
 
 def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
-    """Yield the evaluations among rows of a record. A row that cannot be read is noted once."""
+    """Yield the evaluations among rows of a record. Rows that cannot be read are noted, equal notes once."""
     for row in rows if isinstance(rows, list) else []:
         try:
             evaluation = EvalRow.from_row(row) if isinstance(row, dict) else None
         except ConfigError as error:
             notes[:] = dict.fromkeys([*notes, str(error)])
         else:
-            yield from [evaluation] if evaluation else []
+            if evaluation is not None:
+                yield evaluation
 
 
 def read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
-    """Return the configuration as it was written, and its values if it can be read."""
+    """Return the text of config.toml and its values; no text without the file, no values, with a note, if damaged."""
     file = path / "config.toml"
     if not file.is_file():
         return "", {}
@@ -200,8 +201,8 @@ def _median_step(rows: Mapping[int, Mapping[str, Any]]) -> int:
 def _read_plans(folder: Path, median: int) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
     """Read the saved plans by name, and notes on damaged ones.
 
-    Plans of steps come before those of evaluations. At most MAX_PLANS files are read, at even distances, and the plan
-    of the median step is put first, which plans.jsonl has if it has no file of its own.
+    Plans of steps come before those of evaluations. At most MAX_PLANS files are read, at even distances. The plan of
+    step `median` (0: none) is put first if plans.jsonl has it, whether or not a file of its own was read.
     """
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
     if len(files) > MAX_PLANS:

@@ -33,7 +33,7 @@ from longspan.run.facts import RunFacts
 
 
 def finite(values: np.ndarray) -> np.ndarray:
-    """The values of steps that have one."""
+    """The values that are finite: steps without a value have NaN."""
     return values[np.isfinite(values)]
 
 
@@ -57,13 +57,12 @@ def loss_chart(run: RunFolder, width: int) -> Chart:
 
 
 def resume_events(run: RunFolder) -> tuple[tuple[float, str], ...]:
-    """Return where the run was resumed.
+    """Return where the run was resumed: for each time the last step before it, and words.
 
-    Each event is the step that was done, and words that name the ranks where their number changed. A session that
-    began at step 0 resumed nothing.
+    The words have the number of ranks if that changed. A session that began at step 0 resumed nothing.
     """
     sessions = run.facts.sessions if run.facts is not None else ()
-    pairs = zip(((0, 0), *sessions), sessions, strict=False)
+    pairs = zip(((0, 0), *sessions), sessions, strict=False)  # (0, 0): no session before the first
     return tuple(
         (step, f"resumed on {plural(ranks, 'rank')}" if ranks != ranks_before else "resumed")
         for (_, ranks_before), (step, ranks) in pairs
@@ -97,8 +96,8 @@ def small_charts(run: RunFolder) -> Iterator[Chart]:
 def _share_charts(run: RunFolder) -> Iterator[Chart]:
     """Yield the charts of how near steps come to the devices' peak and to the bound of their plans.
 
-    They also show the corrections of plans' prices, of parts for which the summary has a ratio (of all parts without
-    a summary), and the encoder's share of a step.
+    Then those of the corrections of plans' prices, for parts that have a ratio in the summary (without ratios for all
+    parts), and of the encoder's share of a step.
     """
     if len(finite(run.train["mfu"])):
         share = _column_curves(run, "mfu", 3)
@@ -118,7 +117,7 @@ def _share_charts(run: RunFolder) -> Iterator[Chart]:
 
 
 def _column_curves(run: RunFolder, name: str, color: int, window: int | None = None) -> tuple[Series, ...]:
-    """Return a column's values, and their averages over as many steps (None: by the number of steps; 1: none)."""
+    """Return the curve of a column and that of its averages over `window` steps (None: by their number; 1: none)."""
     values, window = run.train[name], window or _averaging_window(run)
     if window == 1:
         return (Series("each step", run.step, values, color),)
@@ -133,7 +132,7 @@ def _averages(run: RunFolder, columns: Sequence[tuple[str, str]]) -> tuple[Serie
 
 
 def _averaging_window(run: RunFolder) -> int:
-    """Return over how many steps curves are averaged: a sixtieth of all, none (1) where there are fewer than 100."""
+    """Return over how many steps curves are averaged: a sixtieth of all steps; 1, no average, for fewer than 100."""
     return max(5, len(run.step) // 60) if len(run.step) >= 100 else 1
 
 
@@ -187,7 +186,7 @@ def _run_header(run: RunFolder) -> str:
 
 
 def _outcome_words(run: RunFolder) -> Iterator[str]:
-    """Yield the outcome of the run in words: how the loss went, and whether degrees agree."""
+    """Yield how the training loss went, and the loss on held-out documents, with whether degrees agree on it."""
     loss, seconds = finite(run.train["loss"]), finite(run.train["seconds"])
     if len(loss) > 1:
         took = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
@@ -202,7 +201,7 @@ def _outcome_words(run: RunFolder) -> Iterator[str]:
 
 
 def _ending_text(run: RunFolder) -> str:
-    """Return how the run ended where it did not reach its last step; "" where it did."""
+    """Return how the run ended: not yet without a summary, or by a signal; "" for any other summary."""
     if not run.summary:
         return ", has not finished or was interrupted"
     stopped = run.summary.get("stopped")
@@ -252,9 +251,9 @@ def _figure_cards(run: RunFolder) -> str:
 
 
 def _small_figures(run: RunFolder) -> Iterator[str]:
-    """Yield charts three a row, and at the end two, so that no row has one.
+    """Yield charts three a row, and the last ones two a row, so that no row has a single chart.
 
-    If one is left over, the last four make two rows of two.
+    Two left over make a row of two; one left over makes two rows of two with the three before.
     """
     events = tuple((step, "") for step, _ in resume_events(run))
     charts = [replace(chart, events=events) for chart in small_charts(run)]
@@ -319,7 +318,7 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
 
 
 def _price_ratios(run: RunFolder) -> dict[str, float]:
-    """Return measured over predicted seconds at the end of a run whose prices were refined: of steps, and by part."""
+    """Return measured over predicted seconds of a run whose prices were refined: of steps ("whole"), and by part."""
     ratios = run.summary.get("measured_over_predicted")
     numbers = {str(name): number(value) for name, value in ratios.items()} if isinstance(ratios, dict) else {}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -25,8 +25,8 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> Curve:
     """Return at most `limit` points of a curve: first, last, and the least and greatest value of each stretch between.
 
-    Spikes survive, which an average would hide. There are half as many stretches as points, for each gives two. Values
-    that are not finite are dropped.
+    Spikes survive, which an average would hide. There are half as many stretches as points, because a stretch gives two
+    points. Values that are not finite are dropped.
     """
     finite = np.isfinite(y)
     x, y = x[finite], y[finite]

@@ -33,12 +33,12 @@ def _attention_error(world: World, lengths: Sequence[int], *, causal: bool = Tru
 
 
 def _compare_ring_gradients(world: World) -> float:
-    """Take two documents over two ranks: the keys of both ranks pass through the ring in backward."""
+    """Return the worst error for two documents over two ranks: keys of both pass through the ring, in backward too."""
     return _attention_error(world, (29, 12))
 
 
 def _compare_odd_lengths(world: World) -> float:
-    """Take lengths that twice the degree does not divide, with and without a causal mask."""
+    """Return the worst error for lengths that twice the degree does not divide, with and without a causal mask."""
     return max(_attention_error(world, (7, 3, 1), causal=causal) for causal in (True, False))
 
 

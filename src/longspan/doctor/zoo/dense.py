@@ -48,7 +48,7 @@ _SIZES = {
 
 
 def tiny_configuration(name: str = "Qwen3Config", **changes: Any) -> PreTrainedConfig:
-    """Return a configuration of a class of transformers at widths of tens, with changes."""
+    """Return a configuration of a class of transformers, by the class's name, at _SIZES but for the `changes`."""
     return getattr(transformers, name)(**(_SIZES | changes))
 
 
@@ -64,16 +64,16 @@ def draw_documents(lengths: Sequence[int] = LENGTHS, mask: Callable[[int, int], 
 
 
 def plan_documents(documents: Sequence[Document], world: World, cp: int = 2, **options: Any) -> Plan:
-    """Plan documents at a degree, with the targets that they have."""
+    """Plan documents at the degree `cp`, with as many targets as the documents have."""
     targets = sum(document.targets for document in documents)
     return plan_fixed([len(d) for d in documents], world.home, cp, targets=targets, **options)
 
 
 def dense_log_probs(config: PreTrainedConfig, documents: Sequence[Document]) -> list[Tensor]:
-    """Compute the log-probability of each token (length,) of documents one by one; 0 for what is no target."""
+    """Compute the log-probability of each token, (length,) for each document, one by one; 0 for what is no target."""
     with whole_float64(), torch.no_grad():
         model = make_stock_model(config, torch.float64).eval()
-        return [_document_log_probs(model, document)[0] for document in documents]
+        return [_document_log_probs(model, document) for document in documents]
 
 
 def dense_answer(config: PreTrainedConfig, documents: Sequence[Document]) -> Answer:
@@ -81,29 +81,32 @@ def dense_answer(config: PreTrainedConfig, documents: Sequence[Document]) -> Ans
     with whole_float64():
         model: Any = make_stock_model(config, torch.float64)
         targets = sum(document.targets for document in documents)
-        loss = torch.stack([-_document_log_probs(model, d)[0].sum() for d in documents]).sum() / targets
+        loss = torch.stack([-_document_log_probs(model, d).sum() for d in documents]).sum() / targets
         loss.backward()
     return Answer(loss.item(), collect_gradients(model))
 
 
-def _document_log_probs(model: Any, document: Document) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each token of a document that has a label (0 elsewhere), and the logits."""
+def _document_log_probs(model: Any, document: Document) -> Tensor:
+    """Return the log-probability of each token of a document, (length,); 0 for what is no target, as the first."""
     ids, labels = torch.from_numpy(document.ids), torch.from_numpy(document.labels())
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    predicted = labels[1:] != NO_TARGET
-    rows = -F.cross_entropy(logits, labels[1:].where(predicted, 0), reduction="none")
-    return F.pad(torch.where(predicted, rows, 0.0), (1, 0)), logits
+    is_target = labels[1:] != NO_TARGET
+    log_probs = -F.cross_entropy(logits, labels[1:].where(is_target, 0), reduction="none")
+    return F.pad(torch.where(is_target, log_probs, 0.0), (1, 0))
 
 
 def make_model(config: PreTrainedConfig, world: World) -> Any:
-    """Make the same model as the dense one, prepared under the world's home."""
+    """Make a model with the weights of the dense one, in float64, and prepare it for the world."""
     return prepare(make_tiny_model(config, torch.float64), world)
 
 
 def step_error(
     world: World, config: PreTrainedConfig, documents: Sequence[Document], plan: Plan | None = None, **options: Any
 ) -> float:
-    """Return the worst relative error of a step's loss and of every gradient from the dense model's."""
+    """Return this rank's worst relative error of a step's loss, gradient norm and gradients, from the dense model's.
+
+    Without a `plan` documents are planned at degree 2; `options` are those of `run_step`.
+    """
     answer = dense_answer(config, documents)
     with whole_float64():
         model = make_model(config, world)
@@ -112,7 +115,10 @@ def step_error(
 
 
 def model_error(model: Any, answer: Answer, world: World) -> float:
-    """Return the worst relative error of a model's gradients, over all ranks; infinite for one that is missing."""
+    """Return the worst relative error of this rank's gradients, and of those that no rank has, which count as 0.
+
+    Every rank calls it. Infinite where there is nothing to compare.
+    """
     errors = gradient_errors(collect_gradients(model), answer)
     names = {name for of_rank in world.control.gather_objects([*errors], "names of gradients") for name in of_rank}
     return max([*errors.values(), *missing_errors(names, answer).values()], default=float("inf"))
@@ -124,7 +130,7 @@ def _norm_error(result: StepResult, answer: Answer) -> float:
 
 
 def tensor_error(result: Tensor, exact: Tensor) -> float:
-    """Return the relative error of a tensor in its 2-norm; infinite for another shape and what is not finite."""
+    """Return the relative error of a tensor in its 2-norm; infinite for another shape and for values not finite."""
     if result.shape != exact.shape:
         return float("inf")
     error = float((result - exact).norm() / exact.norm().clamp(min=1e-30))

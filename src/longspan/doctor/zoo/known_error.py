@@ -21,6 +21,8 @@ Check = Callable[[World], float]
 class KnownError:
     """One silent error: its thread, what happened there, how it is seen, and why it cannot happen here.
 
+    `thread` is a repository and a number, of a pull request with `pull`, else of an issue.
+
     `check` runs in a world of `home` over two local processes, in a second or less, and returns a relative error: at
     most LIMIT where all is well.
 

@@ -42,7 +42,7 @@ _LENGTHS = (9, 14, 5)
 
 
 def _compare_states(world: World) -> float:
-    """Scan packed documents over two ranks, and each of them on its own, step by step."""
+    """Return the error of a scan of packed documents over two ranks, against scans of each document, step by step."""
     random, rows = torch.Generator().manual_seed(0), sum(_LENGTHS)
     shapes = ((rows, 2, 4), (rows, 2, 4), (rows, 2, 3), (rows, 2, 1), (rows, 2))
     q, k, v, log_decays, beta = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in shapes)
@@ -56,7 +56,7 @@ def _compare_states(world: World) -> float:
 
 
 def _scan_document(inputs: Sequence[Tensor]) -> Tensor:
-    """Run the gated delta rule over one document's q, k, v, g and beta: (n, H, V)."""
+    """Run the gated delta rule over one document's q, k, v, log decays and beta; returns its output (n, H, V)."""
     q, k, v, log_decays, beta = inputs
     state, outs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), list[Tensor]()
     for t in range(len(q)):
@@ -68,7 +68,7 @@ def _scan_document(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _compare_convolutions(world: World) -> float:
-    """Convolve packed documents over two ranks, and each of them on its own."""
+    """Return the error of a convolution of packed documents over two ranks, against torch's of each document."""
     random = torch.Generator().manual_seed(0)
     x, weight = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in ((sum(_LENGTHS), 6), (6, 4)))
     documents = x.split(_LENGTHS)
@@ -79,7 +79,7 @@ def _compare_convolutions(world: World) -> float:
 
 
 def _compare_router_losses(world: World) -> float:
-    """Compare a step with balance and z losses of routers with transformers' own over all documents."""
+    """Return the error of a step with balance and z losses of routers, against the stock model on all documents."""
     config = tiny_configuration("Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     documents = draw_documents()
     with whole_float64():
@@ -91,7 +91,10 @@ def _compare_router_losses(world: World) -> float:
 
 
 def _compare_depths(world: World, documents: Sequence[Any]) -> float:
-    """Compare gradients of a step with a depth of multi-token prediction at degree 2 with those of a single slot."""
+    """Return the error of gradients of a step at degree 2 against those of a step in which one slot has all documents.
+
+    The model has one depth of multi-token prediction, which the unchanged model lacks: so there is no dense answer.
+    """
     numbers, lengths = tuple(range(len(documents))), tuple(map(len, documents))
     one_slot = MicroBatch((Group((0,), numbers, lengths),))
     plan = plan_documents(documents, world)
@@ -117,9 +120,9 @@ def _compare_depths_uneven_masks(world: World) -> float:
 
 
 def _compare_norm_formulas(world: World) -> float:
-    """Compare the formulas that norms of two families run by with the norms' own code; infinite if none was fused.
+    """Return the worst error of fused norms' formulas, in two families, against the norms' own code.
 
-    Weights of the norms are random, so that an offset of 1 shows.
+    Weights of the norms are random, so that an offset of 1 shows. Infinite if a family has no fused norm.
     """
     worst_error = 0.0
     for name in ("GemmaConfig", "Qwen3Config"):
@@ -139,13 +142,16 @@ def _compare_norm_formulas(world: World) -> float:
 
 
 def _error_above_rounding(result: Tensor, exact: Tensor) -> float:
-    """Return 0 where two results differ by rounding of float32 only, which norms compute in."""
+    """Return the relative error of a result; 0 where it is below 1e-6, as norms compute in float32, which rounds."""
     error = tensor_error(result, exact.detach().to(result.dtype))
     return 0.0 if error < 1e-6 else error
 
 
 def kernel_sources() -> dict[str, str]:
-    """Return the source of every Triton kernel of this package that asks which program it is, by file and name."""
+    """Return the source of each Triton kernel that asks for its program's number, by file and name.
+
+    Kernels are in files whose names end with "kernels.py". One without a program's number computes no offset by it.
+    """
     root, sources = Path(str(files("longspan"))), dict[str, str]()
     for path in sorted(root.rglob("*kernels.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -157,7 +163,10 @@ def kernel_sources() -> dict[str, str]:
 
 
 def _count_narrow_offsets(world: World) -> float:
-    """Count the kernels that do not widen the number of a row, or of a head, before they multiply it by a stride."""
+    """Count the kernels in whose source nothing is widened to 64 bits; infinite where no kernel can be read.
+
+    Which products are widened is not looked at: tests on GPUs run every kernel past 2^32 elements.
+    """
     sources = kernel_sources()
     return float(sum("tl.int64" not in source for source in sources.values())) if sources else float("inf")
 

@@ -1,6 +1,6 @@
 """What a loss is divided by, and how gradients are summed: the commonest silent error of context parallelism.
 
-Each check compares a step over two ranks with the dense model in float64: the loss, its norm and every gradient.
+Most checks compare a step over two ranks with the dense model in float64: the loss, every gradient and their norm.
 """
 
 from longspan.comm import World
@@ -28,7 +28,7 @@ def _compare_step(world: World) -> float:
 
 
 def _compare_norms(world: World) -> float:
-    """Return how far the gradient norms of degree 1 and 2 are from the dense one."""
+    """Return the worse error of the gradient norms of steps at degree 1 and 2; a step without a norm counts as 0."""
     config, documents = tiny_configuration(), draw_documents()
     norm = dense_answer(config, documents).norm
     with whole_float64():
@@ -41,26 +41,26 @@ def _compare_norms(world: World) -> float:
 
 
 def _compare_rank_without_targets(world: World) -> float:
-    """Mask all but the first tokens: at degree 2 in zigzag order the second rank has no target."""
+    """Return the error of a step with the first tokens as targets: at degree 2 in zigzag order rank 1 has none."""
     documents = draw_documents((32, 40), mask=lambda _, position: position < 8)
     return step_error(world, tiny_configuration(), documents)
 
 
 def _compare_uneven_masks(world: World) -> float:
-    """Mask so that the ranks of a group have different numbers of targets."""
+    """Return the error of a step in which the ranks of a group have different numbers of targets."""
     documents = draw_documents((24, 40), mask=lambda _, position: position < 9 or position % 5 == 0)
     return step_error(world, tiny_configuration(), documents)
 
 
 def _compare_several_micro_batches(world: World) -> float:
-    """Take micro-batches that hold very different numbers of targets."""
+    """Return the error of a step whose micro-batches hold very different numbers of targets."""
     documents = draw_documents((30, 4, 3, 17))
     plan = plan_documents(documents, world, max_tokens_per_slot=15)
     return step_error(world, tiny_configuration(), documents, plan)
 
 
 def _compare_sums_of_log_probs(world: World) -> float:
-    """Sum log-probabilities over ranks that hold the same rows, as those of tensor parallelism do."""
+    """Return the worst error of a document's sum of log-probabilities, where tp ranks hold the same rows."""
     config, documents = tiny_configuration(), draw_documents()
     sums = [float(x.sum()) for x in dense_log_probs(config, documents)]
     with whole_float64():
@@ -70,7 +70,7 @@ def _compare_sums_of_log_probs(world: World) -> float:
 
 
 def _compare_clipped_norm(world: World) -> float:
-    """Clip to half of the dense norm: the norm that is reported, and that of the gradients afterwards."""
+    """Return the worse error of two norms, on clipping to half the dense one: as reported, and of clipped gradients."""
     config, documents = tiny_configuration(), draw_documents()
     norm = dense_answer(config, documents).norm
     with whole_float64():

@@ -29,7 +29,7 @@ next to the checks ([doctor/zoo](../src/longspan/doctor/zoo/__init__.py)).
 
 
 def zoo_page() -> str:
-    """Write the page."""
+    """Return the text of the page, in Markdown."""
     parts = [_HEAD.format(count=len(KNOWN_ERRORS))]
     for title, errors in GROUPS.items():
         parts.append(f"## {title}\n")
@@ -38,7 +38,7 @@ def zoo_page() -> str:
 
 
 def _entry_text(error: KnownError) -> str:
-    """Write one error: its name as a heading, and a line each for its thread, and for what is said of it."""
+    """Write one error: its name as a heading, then a line each for its thread and its three sentences."""
     return (
         f"### {error.name[0].upper()}{error.name[1:]}\n\n"
         f"- Thread: [{error.thread}]({error.link})\n"

@@ -41,7 +41,8 @@ def run_zoo(
     """Run the checks of these numbers of KNOWN_ERRORS (None: all), in their order.
 
     `timeout` is how long a rank waits for the other, in seconds; `show` gets the results when their processes have
-    ended. A check that ends the processes has no result, and the checks after it run in new ones.
+    ended. The first check without a result is the one that ended the processes: its result has no `error` but their
+    message, and the checks after it run in new processes.
     """
     pending = list(range(len(KNOWN_ERRORS)) if numbers is None else numbers)
     results = list[ZooResult]()
@@ -75,7 +76,10 @@ def measure_error(known: KnownError, world: World) -> float:
 
 
 def _run_checks(rank: int, numbers: Sequence[int], record: str, timeout: float) -> None:
-    """Run checks in one world after another, and write what they return on the first rank."""
+    """Run checks on this rank, in a world for each run of checks with one home; rank 0 writes their errors down.
+
+    `record` is the file, which gets a line as soon as a check has ended.
+    """
     for home, group in groupby(numbers, key=lambda number: KNOWN_ERRORS[number].home):
         with World(home, backend="gloo", timeout=timeout) as world:
             for number in group:

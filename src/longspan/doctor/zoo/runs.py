@@ -43,7 +43,7 @@ def _make_order() -> StepOrder:
 
 
 def _count_wrong_documents(world: World) -> float:
-    """Count documents that one epoch leaves out or has twice before its last step, for homes of 1 to 8 slots.
+    """Count documents that one epoch leaves out, or has twice before its last step, under plans for 1 to 8 slots.
 
     The last step may go on into the next epoch, so its documents may be there again, but none may be missing.
     """
@@ -70,14 +70,17 @@ def _count_wrong_steps(world: World) -> float:
     steps = order.steps_of_epochs(3.0)
     documents_of_steps = [order.documents_of_step(step) for step in range(steps)]
     resumed = [pickle.loads(pickle.dumps(_make_order())).documents_of_step(step) for step in range(steps)]
-    epoch = 60 - len(order.evaluation)
+    epoch_size = 60 - len(order.evaluation)
     stream = [document for step in documents_of_steps for document in step]
-    repeated = sum(stream[:epoch] == stream[i * epoch : (i + 1) * epoch] for i in (1, 2))
+    repeated = sum(stream[:epoch_size] == stream[i * epoch_size : (i + 1) * epoch_size] for i in (1, 2))
     return float(sum(a != b for a, b in zip(documents_of_steps, resumed, strict=True)) + repeated)
 
 
 def _check_newest_checkpoint(world: World) -> float:
-    """Interrupt a save: the newest checkpoint is the one before it, and stays when old ones are removed."""
+    """Return 0 if the checkpoint before an interrupted save is the newest, and stays when old ones are removed; else 1.
+
+    The interrupted save has made its folder and never published it.
+    """
     with tempfile.TemporaryDirectory(prefix="longspan-zoo-") as folder:
         root = Path(folder)
         first, second = (checkpoint_path(root, step) for step in (1, 2))

@@ -20,7 +20,7 @@ from longspan.train.step import token_log_probs
 
 
 def _compare_log_probs(world: World) -> float:
-    """Compare the log-probability of every token with the dense model's."""
+    """Return the largest difference of any token's log-probability from the dense model's."""
     config, documents = tiny_configuration(), draw_documents()
     exact = np.concatenate([x.numpy() for x in dense_log_probs(config, documents)])
     with whole_float64():
@@ -29,12 +29,12 @@ def _compare_log_probs(world: World) -> float:
 
 
 def _compare_two_token_documents(world: World) -> float:
-    """Take documents of two tokens, whose second has no label."""
+    """Return the error of a step over documents of two tokens: of each the first predicts, the last does not."""
     return step_error(world, tiny_configuration(), draw_documents((2, 5, 2, 2, 9)))
 
 
 def _compare_packed_batch(world: World) -> float:
-    """Read a packed row by its position_ids, and compare with its documents one by one."""
+    """Return the error of the loss of a packed row, split by its position_ids, against its documents one by one."""
     config, documents = tiny_configuration(), draw_documents()
     row = np.concatenate([d.ids for d in documents])
     positions = np.concatenate([np.arange(len(d)) for d in documents])
@@ -65,7 +65,10 @@ def _compare_uneven_evaluation(world: World) -> float:
 
 
 def _compare_documents_of_equal_length(world: World) -> float:
-    """Evaluate documents of one length: members that read other documents would not be noticed by their sizes."""
+    """Return the error of an evaluation's loss over documents of one length.
+
+    There a member that read other documents than its group would not be noticed by their sizes.
+    """
     config, documents = tiny_configuration(), draw_documents((16, 16, 16))
     exact = dense_answer(config, documents).loss
     with whole_float64():

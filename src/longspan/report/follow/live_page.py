@@ -55,7 +55,7 @@ def live_parts(live: LiveRun) -> dict[str, str]:
 
 
 def _markup_or_note(make: Callable[[LiveRun], str], live: LiveRun, name: str) -> str:
-    """Return a part of the page, or a note in its place where records hold values that no run writes."""
+    """Return the part `name` of the page as `make` makes it, or a note where records hold values that no run writes."""
     try:
         return make(live)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError) as error:
@@ -74,7 +74,7 @@ def _status_text(live: LiveRun) -> str:
 
 
 def _progress_words(live: LiveRun) -> Iterator[str]:
-    """Yield how far the run is, how long its steps will take, and whether it seems to have stalled."""
+    """Yield how far the run is, how long the steps that are left will take, and whether it seems to have stalled."""
     if live.state != "running":
         yield live.last_line()
         if live.state == "waiting":
@@ -85,12 +85,12 @@ def _progress_words(live: LiveRun) -> Iterator[str]:
     total = f" of {live.steps:,}" if live.steps else ""
     yield f"step {live.step:,}{total}" if live.step else f"sets up, before step 1{total}"
     seconds = finite(live.run.train["seconds"])
-    usual = float(np.median(seconds[-RECENT:])) if len(seconds) else 0.0
-    if usual > 0:
+    usual_seconds = float(np.median(seconds[-RECENT:])) if len(seconds) else 0.0
+    if usual_seconds > 0:
         if live.steps > live.step:
-            yield f"about {seconds_text(usual * (live.steps - live.step))} of steps left"
-        if live.idle > max(30.0, STALLED * usual):
-            yield f"no step for {seconds_text(live.idle)}, where one takes {seconds_text(usual)}"
+            yield f"about {seconds_text(usual_seconds * (live.steps - live.step))} of steps left"
+        if live.idle > max(30.0, STALLED * usual_seconds):
+            yield f"no step for {seconds_text(live.idle)}, where one takes {seconds_text(usual_seconds)}"
 
 
 def _figure_cards(live: LiveRun) -> str:
@@ -138,14 +138,14 @@ def _speed_section(live: LiveRun) -> str:
     if not len(live.run.step):
         return ""
     charts = _column_chart(live, "Speed", "tokens_per_second", 0), _column_chart(live, "Time of a step", "seconds", 3)
-    figures = (chart_figure(chart, css_class="pair") for chart in charts if chart.series)
+    figures = (chart_figure(chart, css_class="pair") for chart in charts)
     return section("Steps", tag("div", *figures, class_="grid-2"))
 
 
 def _column_chart(live: LiveRun, title: str, name: str, color: int) -> Chart:
-    """Return the chart of a column of the steps.
+    """Return the chart of the column `name` of the steps, in the page's colour number `color`.
 
-    With 100 values or more they are faint, and a running mean is drawn over them.
+    From 100 steps on, their values are drawn faint, and a running mean over them.
     """
     run, values = live.run, live.run.train[name]
     window = max(5, len(values) // 60) if len(values) >= 100 else 1
@@ -164,13 +164,13 @@ def _plan_part(live: LiveRun) -> str:
     name = f"step {step:,}"
     took = live.run.train["seconds"][live.run.step == step]
     seconds = float(took[0]) if len(took) and took[0] > 0 else None
-    shown = plans_at_run_speed(replace(live.run, plans=((name, plan),)))
+    plans = plans_at_run_speed(replace(live.run, plans=((name, plan),)))
     rows = [
         [str(row["degree"]), str(row["cp_comm_type"]) or "–", f"{row['count']:,}", f"{row['tokens']:,}"]
         for row in group_counts(plan)
     ]
     table = _table(("degree", "type", "groups", "tokens"), rows)
-    picture = plan_section(shown, took={name: seconds}, title=f"Plan of {name}, the newest")
+    picture = plan_section(plans, took={name: seconds}, title=f"Plan of {name}, the newest")
     return section("Degrees and types", table) + picture
 
 
@@ -198,7 +198,7 @@ def _evaluation_section(live: LiveRun) -> str:
 
 
 def _save_section(live: LiveRun) -> str:
-    """Return the checkpoints of the folder, and what the last saves took."""
+    """Return the checkpoints of the folder, and sizes and times of the last saves, the newest first; "" without any."""
     lines = list[str]()
     if live.checkpoints:
         lines.append(f"in the folder: {', '.join(f'step {step:,}' for step in live.checkpoints)}")
@@ -216,9 +216,9 @@ def _save_section(live: LiveRun) -> str:
 
 
 def _rank_section(live: LiveRun) -> str:
-    """Return who holds the folder, the ranks, and what the run said before its first step.
+    """Return which process is at work, the ranks, and the facts that the run gave before its first step.
 
-    Its steps are told at the head of the page, and its report is not written yet.
+    Of these facts "steps" is left out, as the head of the page has it, and "report", which is not written yet.
     """
     facts = live.run.facts
     items = [("at work", live.holder)] if live.holder else []
@@ -232,13 +232,13 @@ def _rank_section(live: LiveRun) -> str:
 
 
 def _rank_words(home: dict[str, int], ranks: int) -> str:
-    """Write how many ranks there are, in how many slots, and of how many ranks a slot is if of several."""
+    """Write how many ranks there are, in how many slots, and how many ranks a slot has if that is more than one."""
     of_slot = home.get("tp", 1) * home.get("pp", 1)
     return f"{ranks:,} in {plural(home['slots'], 'slot')}" + (f" of {of_slot}" if of_slot > 1 else "")
 
 
 def _note_section(live: LiveRun) -> str:
-    """Return the notes as a list, of each at most 500 characters, for they may quote damaged files."""
+    """Return the notes as a list, each cut to 500 characters, because a note may quote a damaged file."""
     if not live.notes:
         return ""
     return section("Notes", tag("ul", *(tag("li", text(note[:500])) for note in live.notes), class_="notes"))

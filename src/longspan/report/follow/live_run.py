@@ -32,7 +32,10 @@ AT_MOST_EVERY = 0.5  # seconds between two readings
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint that was published before `step` ended: its bytes, how long it took and how long training stood."""
+    """A checkpoint that was published before `step` ended: its bytes, and the seconds that writing it took.
+
+    Training stood still for `shown_seconds`.
+    """
 
     step: int
     bytes: float
@@ -67,20 +70,21 @@ class LiveRun:
     def steps(self) -> int:
         """How many steps the run is to take; 0 where that is not known.
 
-        The first of run.json, summary.json and config.toml counts that has a number which a browser can hold.
+        The first positive number in run.json, summary.json and config.toml counts, if it is below 2^53, up to which
+        a browser holds whole numbers exactly.
         """
         values = [self.run.facts.steps if self.run.facts else 0, self.run.summary.get("steps"), self._steps_key()]
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 53), 0)
 
     def _steps_key(self) -> object:
-        """Return what the configuration has as train.steps, whatever that is; 0 without a section [train]."""
+        """Return the value of train.steps in the configuration, of any type; 0 without a section [train]."""
         train = self.run.config.get("train")
         return train.get("steps") if isinstance(train, dict) else 0
 
     def last_line(self) -> str:
         """Return where the run is, or what came of it, in a sentence without a full stop.
 
-        Of the signal's name in the summary, a file that may hold anything, only a short word is repeated.
+        A signal's name is repeated only if it is a short word, as summary.json may hold anything.
         """
         step_text = f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
         match self.state:
@@ -128,9 +132,7 @@ class LiveRecords:
             return self._live
 
     def _read_metrics(self) -> None:
-        """Read the new lines of metrics.jsonl: steps and evaluations. A file that began anew replaces what was read
-        before.
-        """
+        """Read new lines of metrics.jsonl, steps and evaluations; if the file began anew, first forget all records."""
         for line in self._metrics.lines():
             if self._metrics.is_first:
                 self._forget_records()
@@ -143,7 +145,7 @@ class LiveRecords:
                 self._add_step(row)
             else:
                 self._add_evaluation(row)
-        if self._metrics.is_first:  # of a file that has no line yet
+        if self._metrics.is_first:  # the file began anew and has no whole line yet
             self._forget_records()
 
     def _forget_records(self) -> None:
@@ -154,7 +156,7 @@ class LiveRecords:
         self._damaged = 0
 
     def _add_step(self, row: Mapping[str, Any]) -> None:
-        """Add a step; a step that is repeated, by a resumed run, replaces the earlier record from that step on."""
+        """Add a step, and its save if it has one; steps from this one on, which a resumed run repeats, go first."""
         step = int(row["step"])
         while self._step and self._step[-1] >= step:
             for column in (self._step, *self._columns.values()):
@@ -167,9 +169,7 @@ class LiveRecords:
             self._saves = [*(save for save in self._saves if save.step < step), Save(step, *figures)][-LAST_SAVES:]
 
     def _add_evaluation(self, row: Mapping[str, Any]) -> None:
-        """Enter an evaluation in place of an earlier one of the same set, step and degree; note one that cannot be
-        read.
-        """
+        """Enter an evaluation, in place of an earlier one with the same key; note a row that cannot be read."""
         try:
             if (evaluation := EvalRow.from_row(row)) is not None:
                 self._evaluations[evaluation.record_key] = evaluation
@@ -177,7 +177,10 @@ class LiveRecords:
             self._notes["evaluation"] = str(error)
 
     def _read_plans(self) -> None:
-        """Read the newest plan, under its cost: a line without a cost has that of the last line with one."""
+        """Read the newest plan, the last line of plans.jsonl, under its cost.
+
+        A line without a cost has that of the last line with one. A plan that cannot be read is noted.
+        """
         line_before = self._plan_line
         for line in self._plans.lines():
             if self._plans.is_first:
@@ -215,7 +218,8 @@ class LiveRecords:
         notes += [*self._notes.values(), *_find_reports(self.path)]
         if self._damaged:
             notes.append(f"{plural(self._damaged, 'line')} of metrics.jsonl could not be read and left out")
-        plan = self._plan if len(self._step) or holder else None  # of a run that never took a step it says nothing
+        # a plan without a step, and without a process at work, is of a run that never used it
+        plan = self._plan if len(self._step) or holder else None
         state = _state_of(run, holder, is_empty=not self._step and not self._evaluations)
         return LiveRun(
             run=run,
@@ -233,8 +237,8 @@ class LiveRecords:
 def _state_of(run: RunFolder, holder: str, *, is_empty: bool) -> State:
     """Return whether a run is at work, and if not what came of it.
 
-    The summary counts only if it is of the last step: a resumed run leaves an older one until it ends. Numbers that it
-    lacks are NaN, which equal nothing, so that a run without a summary is "broken".
+    The summary counts only if it is of the last step: a resumed run leaves an older one until it ends. A number that
+    the summary lacks is NaN, which equals nothing, so that a run without a summary is "broken".
     """
     if holder:
         return "running"
@@ -248,13 +252,13 @@ def _state_of(run: RunFolder, holder: str, *, is_empty: bool) -> State:
 
 
 def _find_checkpoints(path: Path, config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the steps of the complete checkpoints in a run's folder, and of unfinished ones, both in order.
+    """Return the steps of the complete checkpoints in a run's folder, and of unfinished ones, in ascending order.
 
-    -1 is the step of a folder whose name has none.
+    Folders whose names have no step, for which `step_of` gives -1, are left out.
     """
     section = config.get("run")
     if isinstance(section, dict) and section.get("checkpoints"):
-        return (), ()  # they are elsewhere, perhaps in an object store, which is not asked
+        return (), ()  # checkpoints are elsewhere, perhaps in an object store, which is not asked
     try:
         folder = path / "checkpoints"
         partial = {step_of(p) for p in folder.iterdir() if is_unfinished(p)} if folder.is_dir() else set[int]()
@@ -264,7 +268,7 @@ def _find_checkpoints(path: Path, config: Mapping[str, Any]) -> tuple[tuple[int,
 
 
 def _find_reports(path: Path) -> Iterator[str]:
-    """Yield sentences about folders that a run writes where something went wrong."""
+    """Yield a sentence for each folder that a run writes only where something went wrong: hang and memory."""
     if (path / "hang").is_dir():
         yield "a collective failed or timed out; what torch recorded is in the folder hang"
     if (path / "memory").is_dir():

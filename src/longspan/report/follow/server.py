@@ -38,7 +38,7 @@ _HEADERS = {
 
 
 def _policy(nonce: str) -> str:
-    """Return what the browser may do for the page: run its one script, and ask this server."""
+    """Return the policy of the page: the browser may run the script that carries `nonce`, and ask this server only."""
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'nonce-{nonce}'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -56,7 +56,10 @@ class Follower:
     """
 
     def __init__(self, run_dir: Path, port: int = 0, *, farewell: float = FAREWELL_SECONDS) -> None:
-        """Take the port and draw the key of the address; `farewell` is for how long an end stays to be fetched."""
+        """Take the port and draw the key of the address.
+
+        For `farewell` seconds after the end open pages can still fetch the last state.
+        """
         self.records: LiveRecords = LiveRecords(run_dir)
         self.key: str = secrets.token_urlsafe(KEY_BYTES)
         self.asked_at: float = -ASKS_WITHIN  # when a page asked last
@@ -82,7 +85,11 @@ class Follower:
         self._thread.join()
 
     def wait(self) -> LiveRun:
-        """Return the run once it has ended, and open pages show that. A run that has not begun is waited for."""
+        """Wait until the run has ended and open pages had time to fetch its end; return the run.
+
+        A run that has not begun, or that is about to be resumed, is waited for. Without an open page, which would have
+        asked a moment ago, the last wait is left out.
+        """
         live, has_begun = self.records.read(), False
         while not is_over(live, has_begun=has_begun):
             has_begun |= live.state == "running"
@@ -95,7 +102,10 @@ class Follower:
 
 
 def is_over(live: LiveRun, *, has_begun: bool) -> bool:
-    """Whether there is nothing left to follow: the run came to its end, or is not at work any more."""
+    """Whether there is nothing left to follow: the run is done, or was seen at work (`has_begun`) and is no more.
+
+    One that stopped before it was followed may be about to be resumed.
+    """
     return live.state == "done" or (has_begun and live.state != "running")
 
 
@@ -123,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Answer with the page, or with the parts of it that changed; refuse who does not know the address."""
+        """Answer with the page, or with those of its parts that changed; refuse a request without the key."""
         follower: Follower = self.server.follower
         path, _, query = self.path.partition("?")
         key, _, name = path.removeprefix("/").partition("/")
@@ -147,21 +157,24 @@ class _Handler(BaseHTTPRequestHandler):
         return secrets.compare_digest(key.encode(), follower.key.encode()) and host in HOSTS
 
     def _send_text(self, status: int, kind: str, words: str, nonce: str = "") -> None:
-        """Send a text with its headers, compressed where it is long and the browser takes that."""
+        """Send a text of the media type `kind` with its headers, compressed if it is long and the browser allows it.
+
+        `nonce` is that of a page's script; "" for an answer without a script, which may then load nothing.
+        """
         body = words.encode("utf-8", "replace")
-        packed = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")
-        body = gzip.compress(body, 1) if packed else body
+        compressed = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")
+        body = gzip.compress(body, 1) if compressed else body
         self.send_response(status)
         headers = _HEADERS | {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
         headers |= {"Content-Security-Policy": _policy(nonce) if nonce else "default-src 'none'"}
-        headers |= {"Content-Encoding": "gzip"} if packed else {}
+        headers |= {"Content-Encoding": "gzip"} if compressed else {}
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer a request that is no GET, or is broken, without a word of it."""
+        """Answer a request that is no GET, or is broken, by its status alone: nothing of the request is repeated."""
         self.close_connection = True
         self.send_response(code, "refused")
         self.send_header("Content-Length", "0")
@@ -172,7 +185,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _changes(live: LiveRun, tags: dict[str, str], *, over: bool) -> dict[str, Any]:
-    """Return the parts that a page has to change; `tags` has, by name, the hash of each part that the page shows."""
+    """Return the title, whether the run is over, and by name the hash and markup of each part that changed.
+
+    `tags` has, by name, the hash of each part that the page shows.
+    """
     changed = dict[str, tuple[str, str]]()
     for name, markup in live_parts(live).items():
         tag = blake2b(markup.encode("utf-8", "replace"), digest_size=8).hexdigest()

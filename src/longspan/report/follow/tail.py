@@ -27,7 +27,7 @@ class Tail:
     """
 
     def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
-        """Begin at the head of a file, whose lines may have `most` bytes."""
+        """Begin at the first line of a file; lines of more than `most` bytes are left out."""
         self.is_first: bool = False
         self._path, self._most = path, most
         self._file: tuple[int, int] | None = None  # device and number of the file that was read
@@ -37,7 +37,7 @@ class Tail:
     def lines(self) -> Iterator[bytes]:
         """Yield the lines that are new, without those that are too long; none where there is no such file.
 
-        `is_first` is set while the first line of a file is yielded.
+        `is_first` is true while the first line of a file is yielded, and from a file's new beginning until then.
         """
         try:
             if not self._path.is_file():  # a pipe of that name would wait for a writer
@@ -55,21 +55,24 @@ class Tail:
 
     def _line_stands(self, file: BinaryIO) -> bool:
         """Return whether the line that was read last is still where it was."""
-        start, words = self._last_line
+        start, first_bytes = self._last_line
         file.seek(start)
-        return file.read(len(words)) == words
+        return file.read(len(first_bytes)) == first_bytes
 
     def _new_lines(self, file: BinaryIO) -> Iterator[bytes]:
-        """Yield the complete lines after the last one that was read; longer ones than the limit are passed over."""
+        """Yield the complete lines after the last one that was read; lines longer than the limit are passed over.
+
+        Of a longer line the rest is read in chunks and dropped, up to its end.
+        """
         file.seek(self._offset)
         while line := file.readline(self._most + 1):
             length, is_long = len(line), len(line) > self._most and not line.endswith(b"\n")
-            words = line[:COMPARED]
+            first_bytes = line[:COMPARED]
             while not line.endswith(b"\n") and is_long and (line := file.readline(CHUNK)):
                 length += len(line)
             if not line.endswith(b"\n"):  # the writer is not done with it: it is read again from its beginning
                 return
-            self._last_line, self._offset = (self._offset, words), self._offset + length
+            self._last_line, self._offset = (self._offset, first_bytes), self._offset + length
             if not is_long:
                 yield line
                 self.is_first = False
@@ -92,9 +95,9 @@ def lock_holder(folder: Path) -> str:
 
 
 def _is_locked(descriptor: int, holder: str) -> bool:
-    """Return whether another process holds the lock.
+    """Return whether another process holds the lock of an open file.
 
-    Where the system has no locks of files, it is whether the file names a process.
+    Where the system has no locks of files, the lock counts as held if the file names a `holder`.
     """
     os.lseek(descriptor, 0, os.SEEK_SET)
     try:

@@ -41,8 +41,9 @@ class Bar(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Documents too small to draw one by one, of neighbouring slots: their mean busy time ends at `stop`,
-    that of the slots between `least` and `most`.
+    """Documents too small to draw one by one, on neighbouring slots.
+
+    The slots are busy with them until `least` to `most`, and in the mean until `stop`.
     """
 
     micro_batch: int
@@ -80,7 +81,10 @@ class PlanBars:
 
     @cached_property
     def color_of(self) -> dict[int, int]:
-        """Return a colour of FILLS for each document, the same in time and in rows; see `_document_colors`."""
+        """Return the index in FILLS of each document's colour; 0 for a document without one of the largest bars.
+
+        In rows documents have the colours that they have in time under the plan's own cost.
+        """
         bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
         largest_bars = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
         return dict.fromkeys(range(len(self.plan.lengths)), 0) | _document_colors(largest_bars)
@@ -89,7 +93,7 @@ class PlanBars:
         """Select at most `limit` bars that are large enough to see at these scales (pixels a unit, pixels a slot).
 
         Large enough is 1.2 pixels wide and 3 high. The largest of these bars are drawn as they are. All other bars are
-        returned as summaries, each over as many slots as make 3 pixels of height.
+        returned as summaries, each over at most as many slots as make 3 pixels of height.
         """
         areas = [(b.stop - b.start) * x_scale * b.slots * y_scale for b in self.bars]
         large_enough = [
@@ -112,10 +116,11 @@ def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> P
 
 
 def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
-    """Return a colour for each document of these bars, chosen for the largest first.
+    """Return an index of FILLS for each document of these bars, which are sorted by area, the largest first.
 
-    Of the hues that no neighbour has, a document gets the one with the least area so far. So large documents all
-    differ, and small ones repeat the colours of small ones.
+    A document gets a colour that no neighbour has, if there is one, and of these one whose hue no neighbour has;
+    among equals the colour with the least area so far. So large documents all differ, and small ones repeat the
+    colours of small ones.
     """
     neighbours, areas = _find_neighbours(bars), np.zeros(len(FILLS))
     colors: dict[int, int] = {}
@@ -140,7 +145,7 @@ def _find_neighbours(bars: Sequence[Bar]) -> list[list[int]]:
     ends, both ways, and are `touching` if their slots are adjacent at least. Bars on shared slots count as neighbours
     also across a gap of NEAR times the picture's length.
     """
-    slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (3, 4, 5, 6))
+    slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (3, 4, 5, 6))  # fields of Bar
     gap = NEAR * float(stop.max(initial=0.0))
     shared = (slot[:, None] < (slot + slots)[None]) & (slot[None] < (slot + slots)[:, None])
     touching = (slot[:, None] <= (slot + slots)[None]) & (slot[None] <= (slot + slots)[:, None])
@@ -161,7 +166,10 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
 
 
 def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    """Return panels and bars in time: a panel for each micro-batch, or one for all in free mode."""
+    """Return panels and bars in time: a panel for each micro-batch, or one for all in free mode.
+
+    In free mode slots are in different micro-batches at the same time.
+    """
     when, widths = plan.timeline(cost), group_times(plan, cost)
     bars: list[Bar] = []
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -175,6 +183,8 @@ def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 
 def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
     """Return panels and bars in rows: each micro-batch has a panel as wide as the cap, with a gap of 6% behind it.
+
+    For a plan without a cap the rows of the fullest slot stand in.
 
     `cost` is not read; it is there because both layouts are called alike.
     """
@@ -192,10 +202,10 @@ def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 def _stack_groups(
     index: int, micro_batch: MicroBatch, begin: np.ndarray, widths: np.ndarray, cost: Cost | None
 ) -> Iterator[Bar]:
-    """Yield the bars of one micro-batch: every slot's groups one after another from `begin`, the widest first.
+    """Yield the bars of one micro-batch: every slot's groups one after another, those of the most slots first.
 
-    A group over slots that are no neighbours, or that begin at different times, is drawn as a bar for each run of
-    slots.
+    On the x axis a slot's bars start at `begin` (slots,), and a group is as long as its entry of `widths`. A group over
+    slots that are no neighbours, or that begin at different times, is drawn anew on each run of slots.
     """
     clock = begin.copy()  # (slots,)
     order = sorted(range(len(micro_batch.groups)), key=lambda number: (-micro_batch.groups[number].degree, number))
@@ -215,7 +225,7 @@ def _stack_groups(
 
 
 def _document_shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]:
-    """Return what part of a group's bar each document takes, longest first: by work, or by rows without a cost."""
+    """Return each document of a group with its share of the bar, longest first: by work, or by rows without a cost."""
     rows = np.asarray(group.laid_out, float)
     work = rows if cost is None else cost.linear_seconds * rows + cost.attention_seconds * rows * rows
     total = float(work.sum()) or 1.0
@@ -223,13 +233,13 @@ def _document_shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]
     return sorted(pairs, key=lambda pair: -pair[1])
 
 
-def _summarize_bars(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
+def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
     """Yield summaries of bars that are too small, over up to `merge` neighbouring slots that begin together.
 
-    A document over several slots counts on its first one only.
+    A document over several slots is counted on its first one only, so that no summary counts it twice.
     """
     by_micro_batch: dict[int, list[Bar]] = {}
-    for bar in small:
+    for bar in small_bars:
         by_micro_batch.setdefault(bar.micro_batch, []).append(bar)
     for index, bars in by_micro_batch.items():
         first, last = np.full(plan.slots, np.inf), np.full(plan.slots, -np.inf)
@@ -242,9 +252,9 @@ def _summarize_bars(small: Sequence[Bar], plan: Plan, merge: int, x_scale: float
             tokens[bar.slot] += plan.lengths[bar.document]
         for run in _runs_of_slots(first, merge, x_scale):
             start = float(first[run].min())
-            size, ends = (int(documents[run].sum()), int(tokens[run].sum())), last[run]
-            stops = float(ends.mean()), float(ends.min()), float(ends.max())
-            yield Summary(index, int(run[0]), len(run), *size, start, *stops)
+            counts, stops = (int(documents[run].sum()), int(tokens[run].sum())), last[run]
+            mean_least_most = float(stops.mean()), float(stops.min()), float(stops.max())
+            yield Summary(index, int(run[0]), len(run), *counts, start, *mean_least_most)
 
 
 def _runs_of_slots(first: np.ndarray, merge: int, x_scale: float) -> Iterator[np.ndarray]:

@@ -20,7 +20,7 @@ _LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12
 
 
 def row_height(slots: int) -> float:
-    """Pixels a slot: tall rows for few slots, and never a picture taller than a screen."""
+    """Return the height of a slot in pixels: tall for few slots, and never a picture taller than a screen."""
     return min(30.0, max(14.0, 240 / slots)) if slots <= 24 else min(14.0, 620 / slots)
 
 
@@ -80,7 +80,7 @@ class _Canvas:
         return _LEFT + value * self.x_scale
 
     def panels(self) -> str:
-        """Return the background of each micro-batch, with the time of its launch."""
+        """Return the background of each micro-batch, hatched as idle, with a box for the time of its launch."""
         parts = []
         for panel in self.picture.panels:
             x, width = self.x(panel.start), (panel.stop - panel.start) * self.x_scale
@@ -111,7 +111,7 @@ class _Canvas:
         return rect + self._bar_label(bar, x + width / 2, y + tall / 2 + 3.8, width, tall)
 
     def _bar_label(self, bar: Bar, x: float, y: float, width: float, tall: float) -> str:
-        """Return the longest name of a document that its bar has room for; "" where none has."""
+        """Return the longest name of a document that fits into its bar, as text at (x, y); "" if none fits."""
         length = self.plan.lengths[bar.document]
         names = (f"document {bar.document} · {length:,}", f"{bar.document} · {number_text(length)}", f"{bar.document}")
         name = next((n for n in names if width >= 6.4 * len(n) + 6), "")
@@ -156,15 +156,15 @@ class _Canvas:
         return "".join(parts)
 
     def _value_axis(self) -> str:
-        """Return ticks of seconds or rows, and what they count."""
+        """Return the ticks of the x axis, in seconds or rows, and its title."""
         parts = []
         seconds = self.picture.unit == "seconds"
         for start, value in self._tick_values():
             x = self.x(start + value)
             parts.append(tag("path", class_="grid short", d=f"M{x:.1f} {self.bottom:.1f}v4"))
             parts.append(label(self._tick(value), x, self.bottom + 16, "middle", "tick"))
-        timed = "predicted seconds" if self.timed else "share of the step, as predicted"
-        words = timed if seconds else "rows of a slot, to the cap of each micro-batch"
+        time_title = "predicted seconds" if self.timed else "share of the step, as predicted"
+        words = time_title if seconds else "rows of a slot, to the cap of each micro-batch"
         return "".join(parts) + label(words, self.right, self.bottom + 32, "end")
 
     def _tick(self, value: float) -> str:
@@ -188,7 +188,10 @@ class _Canvas:
         return [(panel.start, value) for panel in panels for value in values]
 
     def _panel_names(self) -> str:
-        """Return a line at the end of each micro-batch, and its name if there is room."""
+        """Return a line at the end of each panel, and the micro-batch's name if there is room.
+
+        In free mode the only panel is that of all micro-batches, and has no name.
+        """
         parts, last = [], -100.0
         for index, panel in enumerate(self.picture.panels):
             middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
@@ -222,7 +225,8 @@ def _tooltip_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, obje
 def _group_facts(group: Group, micro_batch: int, seconds: str) -> list[object]:
     """Return what the tooltip says of a group, in the order that `page.js` reads.
 
-    That is micro-batch, slots, degree, communication, number of documents, rows of a slot, time, and padding.
+    That is micro-batch, slots, degree, communication, number of documents, rows of a slot, time and padding; `seconds`
+    is the time as written.
     """
     comm = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(dict.fromkeys(group.cp_comm_type))
     padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""

@@ -18,7 +18,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     >>> write_png(plan, "plan.png")
 
     Panels are micro-batches, dotted lines the borders of hosts. Of many bars the largest are drawn, and those too small
-    to see are drawn together, as summaries in one colour. Scales are pixels a unit.
+    to see are drawn together, as summaries in one colour. The scales are pixels a second or row, and pixels a slot.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -60,9 +60,9 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
 
 
 def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float, y_scale: float) -> None:
-    """Write the number and the length of its document into each bar, upright in narrow ones.
+    """Write a document's number and length into each bar, upright in narrow ones.
 
-    Where there is no room for both, only the number is written, or nothing. Scales are pixels a unit.
+    Where only the number has room, that is written; else nothing. Scales are pixels a second or row, and a slot.
     """
     for b in bars:
         width, height = (b.stop - b.start) * x_scale, b.slots * y_scale
@@ -86,7 +86,10 @@ def _legend_entries(unit: Unit) -> tuple[tuple[str, str], ...]:
 
 
 def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
-    """Set limits, titles and ticks of the axes: a number for each of up to 24 slots; `timed`: a machine is priced."""
+    """Set limits, titles and ticks of the axes, and names of panels in lockstep (in free mode there is one for all).
+
+    Up to 24 slots have numbers. Times are in seconds if `timed`, which they are under the cost of a machine.
+    """
     slots, seconds = picture.plan.slots, "predicted seconds" if timed else "predicted time, of no machine"
     axes.set(xlim=(0, picture.end or 1.0), ylim=(slots, 0), ylabel="slot")
     axes.set_xlabel(seconds if picture.unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
@@ -100,7 +103,7 @@ def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
 
 
 def _name_panels(axes: Any, picture: PlanBars) -> None:
-    """Write the numbers of micro-batches above them, where there is room."""
+    """Write the name of each micro-batch above its panel, or its number alone; nothing where there is no room."""
     last, room = -1.0, 0.02 * (picture.end or 1.0)
     for index, panel in enumerate(picture.panels):
         middle = (panel.start + panel.stop) / 2
