@@ -144,7 +144,7 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
 def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
     """Return the seconds that groups of these degrees wait for messages however few rows they carry.
 
-    Under "auto" they are the lesser of a ring's and a gather's, which need no heads that the degree divides.
+    Under "auto" they are the lesser of a ring's and a gather's: unlike exchanges, these two suit any number of heads.
     """
     if cost.cp_comm_type == "auto":
         ring, gather = _type_latency_seconds(cost, "p2p", degree), _type_latency_seconds(cost, "all_gather", degree)

@@ -99,7 +99,7 @@ class Cost:
             check_number(name, value, above_zero=name.endswith("_per_second"))
 
     def constants(self) -> dict[str, Any]:
-        """Return the constants by name."""
+        """Return the fields that are numbers of seconds or bytes, by name."""
         return {f.name: getattr(self, f.name) for f in _constant_fields()}
 
     def forward_only(self) -> "Cost":
@@ -133,7 +133,8 @@ class Cost:
     def ways(self, most: int) -> Iterator["Cost"]:
         """Yield this cost under each type that "auto" chooses from for groups of up to `most` slots, or else as it is.
 
-        Of equally fast types the planner takes the first. Exchanges need to know the heads, here or from the network.
+        The planner takes the first of equally fast types. Exchanges need the heads, from `heads` or the network, and
+        those of a2a+p2p a size that divides the heads and a host.
         """
         if self.cp_comm_type != "auto":
             yield self
@@ -146,7 +147,7 @@ class Cost:
         yield from (self.under("a2a+p2p", i) for i in inner if heads % i == 0 and self.node_size % i == 0)
 
     def allows(self, degree: ArrayLike) -> NDArray[np.bool_]:
-        """Return whether groups of these degrees can have this type: a2a deals whole heads, a2a+p2p has two levels."""
+        """Return whether degrees can have this type: a2a deals whole heads (unknown: to 1), a2a+p2p has two levels."""
         degree = np.asarray(degree, dtype=np.int64)
         heads = self.heads or (self.network.heads if self.network else 0)
         if self.cp_comm_type == "a2a":
@@ -196,7 +197,7 @@ class Cost:
         return seconds + self.states.seconds((tokens, squares, _float_array(documents)), degree, speed)
 
     def _least_seconds(self, rows: Rows, inside: ArrayLike, documents: ArrayLike) -> Floats:
-        """Return the seconds of groups under the fastest type of each."""
+        """Return the seconds of each group under the type that is fastest for that group."""
         tokens, squares, degree, together = rows[:4]
         least: Floats | float = np.inf
         for way in self.ways(int(degree.max(initial=1))):
@@ -211,10 +212,7 @@ class Cost:
         return latency_seconds(self, degree) + states
 
     def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> Floats:
-        """Return the bytes that all slots of a group put on the wire.
-
-        Each row goes to the other members of its ring, and of what its heads exchange all but a member's own share.
-        """
+        """Return the bytes that all slots of a group send: around rings, of heads without a slot's own, and of states."""
         tokens, degree = _float_array(tokens), _float_array(degree)
         exchanging = exchanging_members(self.cp_comm_type, self.a2a_size, degree)
         ring = self.ring_bytes * tokens * (degree / exchanging - 1)
@@ -246,7 +244,7 @@ class Cost:
         return dataclasses.replace(self, closing_seconds=closing, forward=forward)
 
     def _link_speed(self, inside: bool, kind: str = "") -> float:
-        """Return the bytes/s of a link, of sharded parameters of this kind where they were measured."""
+        """Return the bytes/s inside a host or across: of `kind` (`SHARDED_KINDS`) if measured, else of any message."""
         measured = self.network.sharding_speed(kind, inside=inside) if kind and self.network else None
         return measured or (self.inside_bytes_per_second if inside else self.across_bytes_per_second)
 
@@ -318,7 +316,7 @@ class Cost:
 
 
 def _constant_fields() -> list[dataclasses.Field[Any]]:
-    """Return the fields that are numbers."""
+    """Return the fields of seconds, bytes and bytes a second."""
     return [f for f in dataclasses.fields(Cost) if f.name not in _NOT_CONSTANTS]
 
 

@@ -157,8 +157,8 @@ class Machine(MachineFigures):
     ) -> float:
         """Return the seconds that FSDP2 adds to a micro-batch: copies, and the share of its messages that shows.
 
-        Each of w slots receives (w − 1) / w of the weights in each gather (once forward and once backward, unless they
-        stay gathered), and of their gradients in the sum, which travels in float32 at least.
+        Each of w slots gets (w − 1) / w of the weights in each gather (forward, and backward unless weights stay
+        gathered), and of their gradients in the sum, which travels in float32 at least.
         """
         if not settings.shards:
             return 0.0
@@ -171,7 +171,7 @@ class Machine(MachineFigures):
         return self.weight_copy_seconds * weights * (gathers + sums) + self.sharding_share * wire
 
     def _sharding_speed(self, kind: str, width: int) -> float:
-        """Return the bytes/s that each of `width` slots receives from FSDP2, measured or as known of a machine."""
+        """Return the bytes/s that each of `width` slots gets from FSDP2: of this kind if measured, else assumed."""
         inside, across = getattr(self.inside, kind), getattr(self.across, kind)
         speed = inside.bytes_per_second if inside else self.sharding_bytes_per_second
         if width <= self.node_size:
@@ -239,7 +239,7 @@ class Machine(MachineFigures):
         return self.merge_passes * width * 4 / self.memory_bytes_per_second
 
     def _model_network(self, **model: Any) -> Network:
-        """Return this machine's links as a model's attention uses them; `model` are its fields of `Network`."""
+        """Return this machine's links as a model's attention uses them; `model` are the model's fields of `Network`."""
         return Network(
             inside=self.inside,
             across=self.across,
@@ -263,7 +263,7 @@ class Machine(MachineFigures):
         return prices
 
     def fastest_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
-        """Return the type that takes least: what "auto" stands for. There is one: p2p and all_gather take any heads."""
+        """Return the type that takes least time: what "auto" stands for. Some type always can: p2p takes any heads."""
         if group.degree == 1:
             return TypePrice("p2p", (1, 1), 0.0, 0.0, {"inside": 0.0, "across": 0.0})
         return min(self._type_prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)
@@ -279,7 +279,7 @@ class Machine(MachineFigures):
         return (describe_group(group, call, node_size), *map(str, prices), choice)
 
     def _type_prices(self, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
-        """Return the prices of a call under all types, a2a+p2p with all levels that the group may have."""
+        """Return the prices of a call under all types, of a2a+p2p for each pair of sizes that the group may have."""
         nodes, cost = [slot // node_size for slot in group.slots], self._call_cost(call)
         ways = type_ways(group)
         return [price_type(cost, way, group, call, nodes, sent=ring_share(call, way, group)) for way in ways]
@@ -288,7 +288,7 @@ class Machine(MachineFigures):
         """Return the cost of one layer of nothing but this call.
 
         `pair` are forward's seconds for a query and a key: two products of the half of all pairs that a causal mask
-        shows. Backward has 5 products to forward's 2; `width` counts a head's numbers of key and value.
+        shows; backward has 5. `turns` are as in `_shape_cost`, `keys` of keys and values, `queries` of outputs too.
         """
         has_both, number = call.passes == "both", call.bytes_per_number
         keys, queries = call.kv_heads * call.width, call.heads * call.width

@@ -85,9 +85,9 @@ def _chunk_pairs(length: int, chunk: int) -> int:
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
-    """Return what a device of this name does at most in this dtype, in 1e12 FLOP/s; None if the table lacks either.
+    """Return what a device does at most in this dtype, in 1e12 FLOP/s; None if `PEAK_TFLOPS` lacks device or dtype.
 
-    float16 is as fast as bfloat16 on all of them.
+    float16 is as fast as bfloat16 on all devices of the table.
 
     >>> peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16")
     989.0

@@ -103,15 +103,15 @@ class StateCost:
         )
 
     def constants(self) -> dict[str, Any]:
-        """Return the constants by name."""
+        """Return the seconds and bytes by name: all fields but the partition."""
         return {name: value for name, value in vars(self).items() if name != "partition"}
 
     def for_partition(self, partition: str) -> "StateCost":
-        """Return this cost for groups of a partition."""
+        """Return this cost for groups whose rows are dealt out by this partition."""
         return dataclasses.replace(self, partition=partition)
 
     def forward_only(self) -> "StateCost":
-        """Return the cost of forward passes only."""
+        """Return the cost of forward passes only: the shares `_FORWARD` of both passes."""
         return self._scale_numbers(_FORWARD)
 
     def shared_by(self, tp: int) -> "StateCost":
@@ -144,7 +144,7 @@ class StateCost:
         """
         tokens, squares, documents = rows
         summarised = tokens / degree
-        if self.partition == "contiguous":  # of the run that a boundary ends, in documents of the typical row's length
+        if self.partition == "contiguous":  # the run that a boundary cuts, of a document as long as the typical row's
             summarised = np.minimum(summarised, squares / np.maximum(tokens, 1) * (degree - 1) / degree)
         wire = self.wire_bytes(documents, tokens, degree) / degree / speed
         return np.where(degree > 1, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
