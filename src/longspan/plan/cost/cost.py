@@ -212,7 +212,7 @@ class Cost:
         return latency_seconds(self, degree) + states
 
     def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> Floats:
-        """Return the bytes that all slots of a group send: around rings, of heads without a slot's own, and of states."""
+        """Return the bytes that all slots of a group send: around rings, in exchanges of heads, and of states."""
         tokens, degree = _float_array(tokens), _float_array(degree)
         exchanging = exchanging_members(self.cp_comm_type, self.a2a_size, degree)
         ring = self.ring_bytes * tokens * (degree / exchanging - 1)

@@ -75,7 +75,7 @@ class Search:
             self.try_settings(_change_settings(self.best, self.settings, random))
 
     def rank_settings(self) -> list[int]:
-        """Return numbers of the settings tried, best first."""
+        """Return the settings tried so far, best first, by the number of the trial (from 0)."""
         return sorted(range(len(self.tried)), key=lambda i: (self.tried[i], i))
 
 
@@ -95,7 +95,7 @@ def search_draft(problem: Problem, effort: Effort) -> Draft:
 
 def _search_sample(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
     """Search on a sample; returns settings for the whole problem: the sample's best, and initial ones that did well."""
-    # Initial settings of the problem and of its sample correspond by number.
+    # Initial settings of the problem and of its sample are taken to correspond by number.
     sample, settings_of_problem = Search(problem.make_sample()), list(initial_settings(problem, degrees))
     for settings in initial_settings(sample.problem, sample.degrees):
         sample.try_settings(settings)
@@ -181,7 +181,7 @@ def _change_durations(best: Draft, durations: Floats, change: int, micro_batch: 
 def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:
     """Return the seconds that one of these anchors takes at a degree close to the one that it has.
 
-    The degree changes at random by a quarter and 2 at most, down or up, and then falls to one that groups may have.
+    The degree goes down or up at random, by at most a quarter and 2, and then down to a degree that groups may have.
     """
     anchor = anchors[int(len(anchors) * random.random())]
     degree = sum(count for _, count in anchor.parts)
@@ -223,7 +223,7 @@ class _Drafting:
     def place_anchors(self, items: list[int], reach: float) -> None:
         """Give each item the slots that waste least, in the first micro-batch that has them; longest first.
 
-        Micro-batches are tried by what the item's class wastes there, those without a degree that fits are left out.
+        Micro-batches in which some degree fits are tried in the order of what the item's class wastes in them.
         """
         if not items:
             return
@@ -316,9 +316,9 @@ class _Drafting:
             self.bins.add_bin(micro_batch, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
 
     def draft(self) -> Draft:
-        """Return the draft of what has been placed.
+        """Return the draft of what has been placed, with the ends of micro-batches as durations.
 
-        A bin with fillers waits for their messages as well, which its seconds do not have yet.
+        The slots of a bin also wait for messages of the fillers that they share, which its seconds lack so far.
         """
         bins = self.bins
         latency = self.problem.request.cost.latency_seconds(np.arange(1, self.problem.widest_block + 1)).tolist()
