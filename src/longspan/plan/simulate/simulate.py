@@ -67,7 +67,7 @@ def run_pipeline(
 
 
 def _pipeline_order(micro_batches: int, stages: int, chunks: int, backward: bool) -> tuple[tuple[Action, ...], ...]:
-    """List the actions of every stage."""
+    """List the actions of every stage, in order; without `backward` forward passes alone."""
     return tuple(tuple(_stage_order(stage, micro_batches, stages, chunks, backward)) for stage in range(stages))
 
 
