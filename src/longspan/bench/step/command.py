@@ -102,7 +102,7 @@ def _table_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _plan_bytes_text(record: dict[str, Any]) -> str:
-    """Write the peak by the plan of memory, of what torch allocates: without the CUDA context and communicators."""
+    """Write the planned peak of what torch allocates, without the CUDA context and communicators; "" without a plan."""
     memory = record.get("memory")
     return bytes_text(memory["device"]["total"] - memory["device"]["communicators"]) if memory else ""
 
