@@ -71,7 +71,7 @@ class Refinement:
         self._steps = [*self._steps[1 - WINDOW :], measured]
 
     def fit_last_steps(self) -> Correction:
-        """Fit a correction to the last steps; with fewer than LEAST_STEPS of them return the newest one."""
+        """Fit a correction to the steps that are kept; if these are fewer than LEAST_STEPS, return the newest one."""
         if len(self._steps) < LEAST_STEPS:
             return self._corrections[max(self._corrections)]
         return fit_correction(*self._step_columns())

@@ -111,8 +111,8 @@ class GroupTable:
             return np.zeros(0, dtype=np.int64)
         node = self.slot // node_size
         first = np.cumsum(self.degree) - self.degree  # where the members of each group begin
-        starts = np.flatnonzero(np.diff(node, prepend=-1) != 0)  # of runs of slots of a group that share a node
-        starts = np.union1d(starts, first)
+        node_starts = np.flatnonzero(np.diff(node, prepend=-1) != 0)
+        starts = np.union1d(node_starts, first)  # of runs of one group's slots on one node
         run_lengths = np.diff(starts, append=len(node))
         return np.minimum.reduceat(run_lengths, np.searchsorted(starts, first))
 
@@ -186,7 +186,7 @@ def timeline(
     busy = _sum_by_slot(table, seconds, count, slots)
     rows = _sum_by_slot(table, table.rows, count, slots).astype(np.int64)
     if mode == "lockstep":
-        busy += cost.micro_batch_seconds
+        busy += cost.micro_batch_seconds  # a slot without documents launches a dummy micro-batch
         start, end, total = _lockstep_times(busy)
     else:
         active = np.zeros((count, slots), dtype=np.bool_)

@@ -42,7 +42,7 @@ _COMPILED = {
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """Return a record for a terminal."""
+    """Write a record for a terminal: its title, a table of rows, memory, and what was profiled or did not run."""
     parts = f"\n\n{text_table(TITLES, rows)}" if (rows := _part_rows(record)) else ""
     memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
     memory += "".join(f"\n\n{line}" for line in _retries_lines(record))

@@ -315,8 +315,8 @@ class _LayerMessages:
     def _count_slices(self) -> tuple[Floats, Floats]:
         """Count the slices of heads in which large exchanges go, and the rings of keys: one a slice, or one for all.
 
-        A member computes its heads in runs that share a key/value head. Heads are sliced if slices come out equal: with
-        whole runs in each, and then a ring for each, or with as many heads of each run, which share one ring.
+        A member computes its heads in runs that share a key/value head. Only equal slices are made: either the runs are
+        dealt to slices, each with a ring of its own, or the heads of each run are, and all slices share one ring.
         """
         most, large = EXCHANGE_SLICES, self.queries >= 2 * EXCHANGE_SLICE_BYTES
         heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))

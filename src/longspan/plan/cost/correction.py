@@ -112,8 +112,8 @@ def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correct
     >>> seconds_of_parts(lambda c: 2 * c.linear + max(c.attention, 0.5 * c.inside), Correction(linear=1.5))
     (2.0, 1.0, 0.0, 0.0)
 
-    A price is made of sums and maxima of parts times their factors. So it grows evenly with a factor, by the seconds of
-    the part: they are the derivative, here from two prices close to each other. Messages that attention hides have 0.
+    A price is made of sums and maxima of parts times their factors. So the seconds of a part are the derivative of the
+    price by the part's factor, here from two prices close to each other. Messages that attention hides have 0.
     """
     parts: list[float] = []
     for name, factor in correction.factors().items():

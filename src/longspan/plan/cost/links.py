@@ -176,6 +176,7 @@ class Link:
     def from_json(cls, values: Any) -> "Link":
         """Read a link from a JSON object. Raises PlanError for any other value."""
         kinds = set(cast(dict[str, Any], values)) if isinstance(values, dict) else set[str]()
+        # Every one of KINDS must be there, and of SHARDED_KINDS both or none.
         if kinds - set(SHARDED_KINDS) != set(KINDS) or kinds & set(SHARDED_KINDS) not in (set(), set(SHARDED_KINDS)):
             raise PlanError(
                 f"a link is an object with samples for each of {', '.join(KINDS)}, and for both or none of "

@@ -180,11 +180,11 @@ class MessageBound:
         return float(self._kernel_delay(degree, shortest)) + self.network.layers * min(whole, sliced) / self.cap
 
     def _gather_seconds(self, degree: int, crosses: bool, slices: int) -> float:
-        """Return the seconds of a layer's gathers on a full slot, of which at least one slice is never hidden.
+        """Return the seconds of a layer's gathers on a full slot that nothing hides: of one slice, and all latencies.
 
-        There is a gather in each pass, the exchange of gradients in backward, and the latency of every message. Where
-        hosts are crossed, a host's slots share what it receives; how many slots share a host is not known, so the
-        number with the least seconds counts.
+        There is a gather in each pass and an exchange of gradients in backward. Where hosts are crossed, the slots of a
+        host share what their host receives; how many slots share a host is not known, so the number with the least
+        seconds counts.
         """
         network, rows = self.network, self.cap / slices
         received = self._block * (degree - 1) * rows

@@ -139,8 +139,9 @@ class StateCost:
     def seconds(self, rows: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
         """Return the seconds that a group's states take of each slot: summaries, states on the wire, and latency.
 
-        `rows` are `tokens`, their `squares`, and the documents; `speed` is the bytes/s of a slot. A group of one slot
-        sends no state. Under "contiguous" a slot summarises only the run at its end.
+        `rows` are the group's tokens, the sum of its documents' squared lengths, and the number of documents; `speed`
+        is the bytes/s of a slot. A group of one slot sends no state. Under "contiguous" a slot summarises only the run
+        that goes on in the next slot.
         """
         tokens, squares, documents = rows
         summarised = tokens / degree

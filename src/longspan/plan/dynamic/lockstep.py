@@ -271,8 +271,8 @@ class _Drafting:
     def _place_late_anchor(self, item: int) -> None:
         """Place an anchor that no micro-batch has time and slots for.
 
-        One that fits a bin waits for the fillers. Another makes a micro-batch longer, or a new one: where that wastes
-        least.
+        An anchor that fits a bin is placed with the fillers later. Any other makes a micro-batch longer, or a new one,
+        whichever wastes least.
         """
         if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
             self.unplaced.append(item)
