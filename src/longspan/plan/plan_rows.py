@@ -43,8 +43,8 @@ def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
 
     >>> plans = dict(read_plans("runs/first/plans.jsonl"))  # doctest: +SKIP
 
-    Raises PlanError, with the number of the line, for a line that holds no plan. Of a cost of a caller's own class only
-    the constants are read back; the predicted seconds stay those that it gave.
+    Raises PlanError, with the number of the line, for a line that holds no plan. A plan that was priced by a subclass
+    of Cost gets a plain Cost of the same constants, and keeps its predicted seconds.
     """
     cost = DEFAULT_COST
     with Path(path).open(encoding="utf-8") as lines:

@@ -204,8 +204,8 @@ def _lockstep_times(busy: Floats) -> tuple[Floats, Floats, float]:
     """
     slowest = busy.max(axis=1)
     end = np.cumsum(slowest)
-    shape = np.ones_like(busy)
-    return (end - slowest)[:, None] * shape, end[:, None] * shape, math.fsum(slowest)
+    ones = np.ones_like(busy)
+    return (end - slowest)[:, None] * ones, end[:, None] * ones, math.fsum(slowest)
 
 
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:

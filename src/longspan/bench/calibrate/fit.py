@@ -80,8 +80,9 @@ class Calibration:
     def predict(self, sample: Sample) -> float:
         """Predict the seconds that a sample should have taken.
 
-        They are a sum of counts times what one takes: steps, micro-batches, layers, calls, and FLOPs over rates;
-        attention counts `half_flops` in addition, as its kernels reach half their speed at `half_speed_rows`.
+        Messages and types are priced by the machine. Other samples take the sum of their counts (steps, micro-batches,
+        layers, calls) times the seconds of one, and their FLOPs or bytes over the machine's rates. `half_flops` are
+        what attention takes longer on short pieces, for each of the `half_speed_rows`.
         """
         machine = self.machine
         if sample.part == "link":

@@ -53,7 +53,8 @@ class LinkTrials:
         self.hosts: tuple[tuple[int, ...], ...] = launcher_hosts(slots, self.node_size)
         self.host: tuple[int, ...] = self.hosts[world.slot // self.node_size]
         self.even: bool = len({len(host) for host in self.hosts}) == 1  # all hosts have as many slots
-        for degree in {len(self.host) if self.even else 1, slots}:  # communicators, as a run of this degree has them
+        # Communicators, as runs of these degrees have them; hosts of different sizes are no groups of one degree.
+        for degree in {len(self.host) if self.even else 1, slots}:
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
 
     def list_trials(self) -> list[Trial]:

@@ -108,7 +108,7 @@ def _plan_bytes_text(record: dict[str, Any]) -> str:
 
 
 def _memory_text(record: dict[str, Any]) -> str:
-    """Write what layers keep by the plan of memory, and where the rest is."""
+    """Write what layers keep by the plan of memory, what is gathered once or on the host; "" without a plan."""
     if not (memory := record.get("memory")):
         return ""
     extras = [", weights gathered once"] * memory["gathered_once"] + [", states on the host"] * memory["offload_states"]

@@ -197,7 +197,7 @@ class _LayerMessages:
     """
 
     def __init__(self, cost: AttentionRates, network: Network, rows: Rows, around: Floats, computed: Floats) -> None:
-        """Take one layer's share of a cost's bytes, those of each pass, and of its kernels' seconds."""
+        """Take from a cost of all layers the bytes of one layer and pass, and the kernels' seconds of one layer."""
         self.cost, self.network, self.rows, self.around = cost, network, rows, around
         self.exchanging = rows.degree / around
         self.computed = computed / network.layers

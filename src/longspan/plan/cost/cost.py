@@ -111,12 +111,12 @@ class Cost:
         """
         if self.passes == "forward":
             return self
-        changes = FORWARD_SHARES | ({"ring_bytes": self.network.block_share} if self.network else {})
-        shares = {name: value * changes.get(name, 1.0) for name, value in self.constants().items()}
-        constants = self.forward.constants() if self.forward else shares
+        shares = FORWARD_SHARES | ({"ring_bytes": self.network.block_share} if self.network else {})
+        shared = {name: value * shares.get(name, 1.0) for name, value in self.constants().items()}
+        constants = self.forward.constants() if self.forward else shared
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
         states = self.states and self.states.forward_only()
-        if self.states and self.forward and self.forward.states:  # measured, or those without recomputation
+        if self.states and self.forward and self.forward.states:  # measured, or priced before recomputation was added
             states = self.forward.states.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
@@ -232,7 +232,8 @@ class Cost:
         a slot's 1 / w of the gradients, of which 2 (r − 1) / r arrive. A host has `node_size` slots.
         """
         copies, width, share_host = home.dp_replicate, home.slots // home.dp_replicate, home.slots <= node_size
-        gather, reduce = (self._link_speed(share_host or node_size % width == 0, kind) for kind in SHARDED_KINDS)
+        in_host = share_host or node_size % width == 0  # all slots of a replica
+        gather, reduce = (self._link_speed(in_host, kind) for kind in SHARDED_KINDS)
         gathered = weights * gather_bytes * (width - 1) / width / gather
         forward = self.forward_only()
         forward = dataclasses.replace(forward, closing_seconds=forward.micro_batch_seconds + gathered)

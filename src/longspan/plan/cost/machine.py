@@ -125,7 +125,8 @@ class Machine(MachineFigures):
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
         pass_seconds = self.layer_pass_seconds * (self.compiled_share if compiled else 1.0)
         return _RowSeconds(
-            layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds,  # attention and MLP
+            # Half of a layer's passes are attention's, half an MLP's; those of experts are in the rate of experts.
+            layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds,
             logit_passes=settings.target_share * shape.logits * self.logit_pass_seconds,
             unused_head=(1 - settings.target_share) * 2 * shape.hidden * shape.logits / self.product_flops_per_second,
             saved=self._float8_seconds(shape) if settings.float8 else 0.0,
@@ -183,8 +184,7 @@ class Machine(MachineFigures):
     def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
         """Return the seconds that end a step: of the optimizer, and of sums of gradients over copies of the shards.
 
-        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients in float32. Frozen weights have no
-        update.
+        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients in float32. Frozen weights have none.
         """
         if settings.frozen:
             return self.update_seconds

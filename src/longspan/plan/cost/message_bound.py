@@ -72,8 +72,8 @@ class MessageBound:
     def _inside_seconds(self, fewest: int, shortest: int) -> float:
         """Return the seconds a row of a group of `fewest` slots or more that share a host; infinite if none can.
 
-        They are those of a gather, or those of two levels, if less: of the exchange of heads, of the latencies and
-        merging of a ring's steps (kernels may hide its bytes), and of kernels that are slower on short pieces.
+        The lesser of a gather and of two levels counts. Two levels take the exchange of heads, the latencies and the
+        merging of a ring's steps, and what kernels lose on short pieces; a ring's bytes may all be hidden.
         """
         if fewest > min(self.widest, self.node_size):
             return np.inf

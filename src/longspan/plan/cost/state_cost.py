@@ -167,9 +167,9 @@ class StateCost:
     def _count_states(self, documents: Floats, tokens: Floats, degree: Floats) -> tuple[Floats, Floats]:
         """Count the states and the transitions that a group sends.
 
-        Each run of a document but the last sends a state, and of these each but the first sends a transition too, as
-        a state passes through it. Under "contiguous" each of the degree − 1 boundaries between slots cuts one document,
-        whose state goes on; the first run of each document sends no transition.
+        Every run of a document but the last sends a state. A run that is not the first either also sends a transition,
+        as the state before it passes through. Under "contiguous" each of the degree − 1 boundaries between slots cuts
+        one document, whose state goes on; the first run of each document sends no transition.
         """
         if self.partition == "contiguous":
             return degree - 1, np.maximum(degree - 1 - documents, 0)

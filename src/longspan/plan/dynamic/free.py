@@ -83,9 +83,9 @@ class _Lanes:
         self.work = problem.work + share  # seconds on one slot with its share of launches and latency
 
     def place_gang(self, item: int) -> None:
-        """Give a document that fits no lane to the lanes that are free first, as many as take fewest slot seconds.
+        """Give a document that fits no lane to several lanes that are free first: as many as take least slot seconds.
 
-        More lanes are tried until they take half as many slot seconds again as the best.
+        More and more lanes are tried, until they take 1.5 times as many slot seconds as the best number of lanes.
         """
         order = np.argsort(self.end, kind="stable")
         best, chosen = (np.inf, np.inf), order
@@ -186,7 +186,10 @@ class _Lanes:
             lane_items.extend(fillers)
 
     def make_plan(self) -> FreePlan:
-        """Cut the items of each lane into micro-batches, and compute when the last lane ends."""
+        """Cut the items of each lane into micro-batches, and compute when the last lane ends.
+
+        The draft's micro-batches have durations of 0: in free mode no lane waits for the end of a micro-batch.
+        """
         bins, lane_of_bin = Bins(), list[int]()
         for lane in range(len(self.parts)):
             lane_of_bin += [lane] * self._add_lane_bins(bins, lane)

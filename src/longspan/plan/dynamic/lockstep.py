@@ -80,7 +80,7 @@ class Search:
 
 
 def search_draft(problem: Problem, effort: Effort) -> Draft:
-    """Search for the best draft, from initial settings or those of a sample on, by `effort.steps` changes."""
+    """Try initial settings, or on many slots those that a sample finds, then change the best `effort.steps` times."""
     full = Search(problem)
     if problem.sample_factor == 1:
         candidates = list(initial_settings(problem, full.degrees))[:: problem.stride]
@@ -245,7 +245,7 @@ class _Drafting:
         return self.degrees.item_seconds[int(in_block), rows, np.searchsorted(self.degrees.degrees, width)]
 
     def _try_anchor(self, item: int, micro_batch: int, width: int, in_block: float, across: float) -> bool:
-        """Place an anchor if enough slots are free and it ends in time; returns whether it did."""
+        """Place an anchor if slots are free and it ends in time, in a block or across blocks; returns whether it did."""
         free = self.free[micro_batch]
         if width > free.total:
             return False
@@ -258,7 +258,8 @@ class _Drafting:
     def _place_anchor(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
         """Place an anchor on free slots of a micro-batch; the rows that it leaves on them become bins.
 
-        Where slots of one block turn out to be in two nodes, it takes the seconds of a group across nodes.
+        `seconds` are those within a block. If that block has also taken in a smaller last node, and the slots are in
+        two nodes, the anchor takes the seconds of a group across nodes.
         """
         parts, problem = self.free[micro_batch].take_slots(width), self.problem
         if len(parts) == 1 and width <= problem.widest_in_node and not problem.shares_node(*parts[0]):

@@ -95,7 +95,7 @@ def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degr
         raise PlanError(f"min_cp {min_cp} is above max_cp {max_cp}; lower min_cp or raise max_cp")
     check_first_size(request)
     degrees = request.degrees(least=int(min_cp), most=widest)
-    if not degrees:  # a2a allows none of them, which this raises as an error
+    if not degrees:  # a2a allows no degree of the range: this raises the error that says why
         check_heads(request, widest)
     wider = "use a home of more slots" if widest == slots else "raise max_cp"
     limited = f"use a cp_comm_type other than a2a, which the heads limit to cp {degrees[-1]}"

@@ -233,7 +233,7 @@ def plan_padded(
     options: PlanOptions | None = None,
     **keywords: Unpack[PlanKeywords],
 ) -> Plan:
-    """Give documents in order to groups of `cp` slots, each document padded to the longest of the batch.
+    """Give documents in order to groups of `cp` slots, each document padded to the longest of all documents.
 
     >>> plan = plan_padded([900, 300, 20], Layout(ranks=8), cp=4, max_tokens_per_slot=512)
     >>> [[group.documents for group in batch.groups] for batch in plan.micro_batches]

@@ -293,8 +293,8 @@ def _link_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
         sent = bytes_by_level(cost, kind, (inner, group.degree // inner), rows, nodes)
         states = 0.0
         if cost.states:
-            partition = cost.states.for_partition(group.partition)
-            states = float(partition.wire_bytes(float(len(group.lengths)), float(rows), float(group.degree)))
+            state_cost = cost.states.for_partition(group.partition)
+            states = float(state_cost.wire_bytes(float(len(group.lengths)), float(rows), float(group.degree)))
         crosses = len(set(nodes)) > 1
         inside, across = inside + sent["inside"] + states * (not crosses), across + sent["across"] + states * crosses
     return inside, across
