@@ -230,7 +230,7 @@ class MessageBound:
         """
         network, copies = self.network, float(self._copies(members))
         keys, summed = self._keys * copies, network.gradient_share / network.block_share if self._has_backward else 1.0
-        # More copies may be made than `copies`, so without a sum in a wider type the narrower of both types counts.
+        # Where `copies` is 1, more may be made, whose gradients are summed in another type: the narrower type counts.
         key_gradients = keys * (summed if copies > 1 else min(1.0, summed))
         sent = [self._queries + keys, self._queries]
         if self._has_backward:

@@ -245,7 +245,7 @@ class _Drafting:
         return self.degrees.item_seconds[int(in_block), rows, np.searchsorted(self.degrees.degrees, width)]
 
     def _try_anchor(self, item: int, micro_batch: int, width: int, in_block: float, across: float) -> bool:
-        """Place an anchor if slots are free and it ends in time, in a block or across blocks; returns whether it did."""
+        """Place an anchor if slots are free and it ends in time, in one block or several; returns whether it did."""
         free = self.free[micro_batch]
         if width > free.total:
             return False

@@ -124,7 +124,7 @@ class Request(PlanOptions):
         return tuple(d for d in range(least, most + 1) if heads_allow(d, self.heads, self.types, self.tp))
 
     def check_degree(self, home: Layout, cp: int) -> int:
-        """Return the degree. Raises PlanError if slots, heads or sizes do not allow it, or if a document does not fit."""
+        """Return the degree. Raises PlanError if slots, heads or sizes do not allow it, or a document does not fit."""
         check_count("cp", cp)
         if self.slots % cp:
             fit = [str(d) for d in range(1, self.slots + 1) if self.slots % d == 0]

@@ -67,7 +67,8 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
 def _read_depth_types(read: ConfigReader, types: Sequence[str]) -> list[str]:
     """Read the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does.
 
-    `types` are those of the model's own layers: "moe" becomes "mlp" if these lack it, and "mlp" becomes "moe".
+    `types` are those of the model's own layers. If these have no "moe", a depth's "moe" becomes "mlp", and likewise
+    "mlp" becomes "moe".
     """
     type_names: Sequence[str] = read.value("mtp_layers_block_type") or [
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""

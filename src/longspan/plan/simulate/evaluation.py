@@ -265,7 +265,7 @@ def _fill_passes(
 def _find_fastest_type(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
     """Simulate a plan under each communication type; return the fastest simulation and the options of its type.
 
-    The limit of rows is searched under the first type only: it depends on the pipeline, not on the type.
+    The limit of rows that suits the pipeline is searched under the first type only, and taken for all types.
     """
     lengths, home = evaluation.lengths, evaluation.home
     first_options, *further_options = list_type_options(evaluation.options, home, cp)
