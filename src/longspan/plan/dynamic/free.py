@@ -31,7 +31,7 @@ class FreePlan:
 
 
 def plan_free(problem: Problem) -> FreePlan:
-    """Make the best plan for a few times at which lanes should end."""
+    """Plan for each of a few times at which lanes should end, and return the plan whose last lane ends first."""
     mean = problem.mean_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
     return min((_plan_to_goal(problem, goal * mean) for goal in goals), key=lambda plan: plan.seconds)
