@@ -228,15 +228,15 @@ def calibration_text(record: dict[str, Any]) -> str:
 
 def _figure_table(measured: Machine) -> str:
     """Write the figures of a machine, and speeds of its links in bytes/s for long messages."""
-    rows = [(name, f"{value:.4g}", _assumed_mark(measured, name)) for name, value in measured.rates().items()]
+    rows = [(name, f"{value:.4g}", _assumption_mark(measured, name)) for name, value in measured.rates().items()]
     for level in LEVELS:
         for kind, wire in getattr(measured, level).wires().items():
             figures = f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"
-            rows.append((f"{level} {kind}", figures, _assumed_mark(measured, level)))
+            rows.append((f"{level} {kind}", figures, _assumption_mark(measured, level)))
     return text_table(("figure", "value", ""), rows)
 
 
-def _assumed_mark(measured: Machine, name: str) -> str:
+def _assumption_mark(measured: Machine, name: str) -> str:
     """Return "assumed" for a figure that no sample decided, else ""."""
     return "assumed" if name in measured.assumed_parts else ""
 
