@@ -106,7 +106,7 @@ def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequ
         raise ConfigError(f"--window {flags.window}: at least 1, or 0 for none")
     if flags.cuda_graph and backend != "nccl":
         raise ConfigError(f"--cuda-graph needs a GPU for each rank; these {ranks} talk through {backend}")
-    flags.check_runs()
+    flags.check_flags()
     return AttentionSettings(
         types=types,
         lengths=lengths,

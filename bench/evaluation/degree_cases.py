@@ -171,7 +171,7 @@ class EvaluationSettings:
 
 def make_settings(flags: EvalBenchFlags, ranks: int, backend: str, command: Sequence[str]) -> EvaluationSettings:
     """The settings that the ranks receive. Raises ConfigError for an unknown case, and if no case can run."""
-    flags.check_runs()
+    flags.check_flags()
     check_least(flags, documents=1, layers=0, tokens=0, vocabulary=8)
     changes = {"preset": flags.preset, "layers": flags.layers, "tokens": flags.tokens}
     cases = cases_of(flags.cases, gpu=backend != "gloo", **changes)

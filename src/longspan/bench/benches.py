@@ -30,7 +30,7 @@ class BenchFlags:
     json: Switch = False
     """Print the record as JSON, and nothing else, on standard output."""
 
-    def check_runs(self) -> None:
+    def check_flags(self) -> None:
         """Raise ConfigError if nothing would be timed, or if the record could not be written."""
         if self.repeats < 1 or self.warmup < 0:
             raise ConfigError(f"--repeats {self.repeats} --warmup {self.warmup}: at least 1 and 0")
@@ -44,7 +44,7 @@ class BenchFlags:
     def processes(self, without_gpus: int) -> tuple[int, str]:
         """Return how many processes there are, and their backend.
 
-        Without --world and torchrun there is one for each GPU, or `without_gpus`.
+        Without --world and torchrun there is one for each GPU, or on CPUs `without_gpus` of them.
         """
         processes = choose_processes(self.world, self.device, on_cpus=without_gpus)
         print_note(processes.note, sys.stderr)

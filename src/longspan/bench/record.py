@@ -42,8 +42,8 @@ def write_unfinished(record: dict[str, Any], out: str) -> None:
 def open_record(bench: str, out: Path | None, backend: str, source: Path, **about: Any) -> dict[str, Any]:
     """Open the record at `out` if it has the same commit of `source` and the same backend, otherwise a new one.
 
-    `about` is what all of its figures have in common, such as ranks. Raises ConfigError if the record at `out` has
-    other values of these.
+    `about` are facts that all figures of a record share, such as ranks. Raises ConfigError if the record at `out` has
+    another value of one of them. `source` is a folder of the repository.
     """
     git_command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git_command, cwd=source, capture_output=True, text=True, check=False).stdout.strip()
@@ -75,6 +75,6 @@ def origin_text(record: dict[str, Any]) -> str:
 
 
 def missing_row(error: Exception) -> dict[str, str]:
-    """Return the row of a peer that did not run: the reason, in place of figures."""
+    """Return the row of a peer that failed with this error: its type and first line, in place of figures."""
     lines = str(error).strip().splitlines() or [""]
     return {"missing": f"{type(error).__name__}: {lines[0][:160]}"}

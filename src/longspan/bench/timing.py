@@ -61,8 +61,8 @@ def profile_in_turn(
 ) -> tuple[dict[str, float], list[dict[str, Any]], float]:
     """Profile runs one after another, behind one that does not count; returns what `profile_run` does, of the mean run.
 
-    On a GPU, a run is from the end of what the one before launched to the end of what it launches itself. On a CPU,
-    where nothing of a run is left when it returns, one run is profiled.
+    On a GPU, a run lasts from the end of the kernels of the run before to the end of its own kernels. On a CPU, where
+    a run is over when it returns, one run is profiled.
     """
     if world.device.type != "cuda":
         return profile_run(run, world)
@@ -83,7 +83,10 @@ def gaps_in_turn(
 
 
 def _record_in_turn(run: Callable[[], object], world: World, repeats: int, *, with_host: bool = False) -> Any:
-    """Profile one run more than `repeats`, with a mark on the GPU's timeline behind each: a kernel that only waits."""
+    """Profile 1 + `repeats` runs, with a mark on the GPU's timeline behind each: a kernel that only waits.
+
+    The first run's mark is where the counted runs begin.
+    """
     wait_for_gpu(world)
     world.control.barrier("start of profiled runs")
     with record_profile(world, with_host=with_host) as (recorded, _):
@@ -94,7 +97,7 @@ def _record_in_turn(run: Callable[[], object], world: World, repeats: int, *, wi
 
 
 def mean_gaps(events: Sequence[Event], calls: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return the gaps among a GPU's events of a run, by what the host did: the mean between the first and last mark."""
+    """Return the gaps among a GPU's events, by what the host did: of the mean run between the first and last mark."""
     marks = sorted(end for name, _, end in events if MARK in name)
     work = [event for event in events if MARK not in event[0]]
     return gaps_by_cause(work, calls, (marks[0], marks[-1]), len(marks) - 1)

@@ -288,7 +288,7 @@ def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
 def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
     """Name the groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'; "dummy" if there are none.
 
-    After `most` degrees it only counts the groups of the others.
+    Of the degrees after the `most` widest only the number of groups is written.
     """
     counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
     texts = [f"{count} x cp {degree}" for degree, count in counts]

@@ -51,7 +51,7 @@ def _read_group(where: str, item: Any, lengths: tuple[Any, ...]) -> Group:
     """
     values = _read_object(where, item, _GROUP, _GROUP_MORE)
     for name in ("slots", "documents", "lengths", "hierarchical_context_parallel_sizes"):
-        if name in values and not (name.startswith("hier") and values[name] is None):
+        if name in values and not (name.startswith("hier") and values[name] is None):  # of these only sizes may be null
             values[name] = _read_tuple(f"{where}: {name}", values[name])
     kind = values.get("cp_comm_type", "p2p")
     values["cp_comm_type"] = kind if isinstance(kind, str) else _read_tuple(f"{where}: cp_comm_type", kind)

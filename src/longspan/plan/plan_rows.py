@@ -43,8 +43,8 @@ def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
 
     >>> plans = dict(read_plans("runs/first/plans.jsonl"))  # doctest: +SKIP
 
-    Raises PlanError, with the number of the line, for a line that holds no plan. Of a cost of a caller's own class only
-    the constants are read back; the predicted seconds stay those that it gave.
+    Raises PlanError, with the number of the line, for a line that holds no plan. A plan that was priced by a subclass
+    of Cost gets a plain Cost of the same constants, and keeps its predicted seconds.
     """
     cost = DEFAULT_COST
     with Path(path).open(encoding="utf-8") as lines:
@@ -76,19 +76,19 @@ def find_plan(path: str | Path, step: int) -> Plan | None:
 
     >>> find_plan("runs/first/plans.jsonl", 100)  # doctest: +SKIP
     """
-    start, row, cost, cost_of_row = b'{"step":%d,' % step, b"", b"", b""
+    start, step_line, cost_line, cost_line_of_step = b'{"step":%d,' % step, b"", b"", b""
     for line in read_lines(Path(path), MOST_BYTES):
         if line is None or not line.endswith(b"\n"):  # longer than any plan, or the torn last line
             continue
         if has_cost(line):
-            cost = line
+            cost_line = line
         if line.startswith(start):
-            row, cost_of_row = line, cost
-    if not row:
+            step_line, cost_line_of_step = line, cost_line
+    if not step_line:
         return None
     where = f"{path}, step {step}"
-    cost_before = read_plan_row(cost_of_row, where=where)[1].cost if cost_of_row else DEFAULT_COST
-    return read_plan_row(row, cost_before, where)[1]
+    cost = read_plan_row(cost_line_of_step, where=where)[1].cost if cost_line_of_step else DEFAULT_COST
+    return read_plan_row(step_line, cost, where)[1]
 
 
 def has_cost(line: bytes) -> bool:
@@ -137,8 +137,8 @@ def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
 def _read_plan(row: Mapping[str, Any]) -> Plan:
     """Read the plan in a line of plans.jsonl, unchecked, with the default cost.
 
-    Raises ValueError for more slots than a file may make a reader allocate: a group that does not list its slots has
-    only their number, as its third entry, and any number fits a short line.
+    Raises ValueError for so many slots that a short line could exhaust memory: a group whose slots are neighbours has
+    only their number, as its third entry.
     """
     lengths: tuple[int, ...] = tuple(row["lengths"])
     kinds: list[list[Any]] = [[_list_as_tuple(x) for x in kind] for kind in row["kinds"]]
@@ -151,7 +151,7 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
 
 
 def _list_as_tuple(value: Any) -> Any:
-    """Return a tuple, as plans have it, for a list of JSON."""
+    """Return a list of JSON as a tuple, as plans have it, and any other value as it is."""
     return tuple(cast(list[Any], value)) if isinstance(value, list) else value
 
 

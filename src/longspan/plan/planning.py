@@ -70,7 +70,7 @@ class Planning:
     def __init__(self, planner: Planner) -> None:
         """Start the process that plans ahead, give it the planner, and begin to receive its plans.
 
-        Raises PlanError inside such a process, which would start another, and so on.
+        Raises PlanError inside a planning process: importing a script that plans ahead would start yet another process.
         """
         if _serving:
             raise PlanError(
@@ -164,7 +164,7 @@ class Planning:
                 self._changed.notify_all()
 
     def _is_in_window(self, request: StepRequest) -> bool:
-        """Return whether the answer of this request is still wanted."""
+        """Return whether a request is of the newest generation and its step in the window, so that answers are kept."""
         return request.generation == self._generation and request.step in self._window
 
     def _death_error(self, step: int) -> PlanError:

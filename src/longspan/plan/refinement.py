@@ -49,7 +49,7 @@ class Refinement:
     """
 
     def __init__(self, cost: Cost, *, first: int = 0) -> None:
-        """Begin without corrections: for the steps of the block of `EVERY` in which `first` is, and of the next.
+        """Begin with no correction for two blocks of `EVERY` steps: the one that has the step `first`, and the next.
 
         Of `cost` only a hash is kept, by which a checkpoint's refinement is known to be of the same cost.
         """
@@ -71,7 +71,7 @@ class Refinement:
         self._steps = [*self._steps[1 - WINDOW :], measured]
 
     def fit_last_steps(self) -> Correction:
-        """Fit a correction to the last steps; with fewer than LEAST_STEPS of them return the newest one."""
+        """Fit a correction to the steps that are kept; if these are fewer than LEAST_STEPS, return the newest one."""
         if len(self._steps) < LEAST_STEPS:
             return self._corrections[max(self._corrections)]
         return fit_correction(*self._step_columns())
@@ -81,9 +81,9 @@ class Refinement:
         return done // EVERY + 1 not in self._corrections
 
     def put_correction(self, done: int, correction: Correction) -> None:
-        """Let a correction that is fitted to `done` steps price the plans from the next multiple of `EVERY` on.
+        """Let a correction that is fitted after `done` steps price plans from the next multiple of `EVERY` on.
 
-        Corrections of earlier blocks of steps are forgotten.
+        Corrections of blocks of steps that are over are forgotten.
         """
         block = done // EVERY
         self._corrections = {b: c for b, c in self._corrections.items() if b >= block} | {block + 1: correction}

@@ -39,9 +39,9 @@ class GroupTable:
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
         """Make the table of the groups of these micro-batches.
 
-        Rows and squares are of documents as they are laid out, `unpadded` are squares of documents as they are. `group`
-        and `slot` have one entry for each slot of each group, all others one for each group. `way` numbers the
-        communication types with their levels, which `ways` lists once each.
+        `tokens` and `squares` are of documents with their padding, `unpadded` are squares without it. `group` and
+        `slot` have one entry for each slot of each group, other columns one for each group. `way` numbers the types,
+        a2a sizes and partitions, which `ways` lists once each.
         """
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
         degree = _int_array([len(group.slots) for _, group in groups])
@@ -90,8 +90,7 @@ class GroupTable:
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds of each group (G,) as if it had the communication type of the cost.
 
-        A group has inf where heads or degree forbid the type; one of a single slot communicates nothing and may have
-        any type.
+        A group has inf where heads or degree forbid the type; a group of one slot, which sends nothing, has any type.
         """
         together = self.together(node_size)
         inside = together == self.degree
@@ -100,9 +99,9 @@ class GroupTable:
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
     def attention_squares(self, cost: Cost) -> Ints:
-        """Return the squared rows that attention computes (G,).
+        """Return the squared rows by which attention is priced (G,).
 
-        On a known machine these are without padding, which kernels skip; a cost without a network prices padding too.
+        Kernels skip padding, so a cost with a network, which is of a real machine, leaves it out; an ideal cost has it.
         """
         return self.unpadded if cost.network else self.squares
 
@@ -112,8 +111,8 @@ class GroupTable:
             return np.zeros(0, dtype=np.int64)
         node = self.slot // node_size
         first = np.cumsum(self.degree) - self.degree  # where the members of each group begin
-        starts = np.flatnonzero(np.diff(node, prepend=-1) != 0)  # of runs of slots of a group that share a node
-        starts = np.union1d(starts, first)
+        node_starts = np.flatnonzero(np.diff(node, prepend=-1) != 0)
+        starts = np.union1d(node_starts, first)  # of runs of one group's slots on one node
         run_lengths = np.diff(starts, append=len(node))
         return np.minimum.reduceat(run_lengths, np.searchsorted(starts, first))
 
@@ -123,7 +122,10 @@ class GroupTable:
 
 
 def _group_way(group: Group) -> Way:
-    """Return the type that most layers of a group have (of one slot, p2p: it sends nothing), a2a size and partition."""
+    """Return the type of most of a group's layers, its a2a size (1 without levels), and its partition.
+
+    A group of one slot, which sends nothing, has p2p.
+    """
     types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     sizes = group.hierarchical_context_parallel_sizes
     kind = max(types, key=types.count) if group.degree > 1 else "p2p"
@@ -185,7 +187,7 @@ def timeline(
     rows = _sum_by_slot(table, table.rows, count, slots).astype(np.int64)
     if mode == "lockstep":
         start, end, total = _lockstep_times(busy, cost)
-        busy += cost.micro_batch_seconds
+        busy += cost.micro_batch_seconds  # a slot without documents launches a dummy micro-batch
     else:
         active = np.zeros((count, slots), dtype=np.bool_)
         active[table.micro_batch[table.group], table.slot] = True
@@ -202,15 +204,15 @@ def _lockstep_times(busy: Floats, cost: Cost) -> tuple[Floats, Floats, float]:
     """
     slowest = np.maximum(busy.max(axis=1), cost.sharding_seconds) + cost.micro_batch_seconds
     end = np.cumsum(slowest)
-    shape = np.ones_like(busy)
-    return (end - slowest)[:, None] * shape, end[:, None] * shape, math.fsum(slowest)
+    ones = np.ones_like(busy)
+    return (end - slowest)[:, None] * ones, end[:, None] * ones, math.fsum(slowest)
 
 
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:
     """Return when each slot starts and ends each micro-batch, and the last end.
 
-    Slots that groups join start when the last of them is ready, and end with the slowest; `component` has the same slot
-    for all of them. Slots without documents pass by: only slots that share documents wait for each other.
+    Slots that groups join start when the last of these slots is ready, and end with the slowest; `component` (M, slots)
+    has one slot's id for all of them. A slot that is not `active` has no documents and waits for nobody.
     """
     count, slots = busy.shape
     start, end, clock = np.zeros_like(busy), np.zeros_like(busy), np.zeros(slots)

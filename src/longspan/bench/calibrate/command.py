@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
 def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
     """Make the settings that the ranks receive. Raises ConfigError for sizes from which no figures can be fitted."""
     defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
-    flags.check_runs()
+    flags.check_flags()
     if flags.layers < 0 or flags.document < 0:
         raise ConfigError(f"--layers {flags.layers} --document {flags.document}: at least 0")
     if not Path(flags.out).absolute().parent.is_dir():
@@ -115,7 +115,10 @@ def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -
 
 
 def _parse_counts(flag: str, text: str) -> tuple[int, ...]:
-    """Parse two or more different counts, sorted. By two, a cost of each is told from a cost that is always there."""
+    """Parse counts with commas between, and sort them. Raises ConfigError unless two or more are different.
+
+    With two counts the seconds of one more are told from the seconds that are always there.
+    """
     try:
         counts = sorted({int(word) for word in text.split(",")})
     except ValueError:
@@ -126,7 +129,10 @@ def _parse_counts(flag: str, text: str) -> tuple[int, ...]:
 
 
 def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibration:
-    """Fit a machine to the samples; what was not measured is that of this device if it is known, else of another."""
+    """Fit a machine to the samples; figures that were not measured are those known of this device.
+
+    For an unknown device they are those of an H200 on GPUs, and orders of magnitude on CPUs.
+    """
     known = find_device(measured.device)
     base = known or (Machine.known("H200") if settings.backend == "nccl" else Machine.cpus())
     base = replace(
@@ -222,21 +228,21 @@ def calibration_text(record: dict[str, Any]) -> str:
 
 def _figure_table(measured: Machine) -> str:
     """Write the figures of a machine, and speeds of its links in bytes/s for long messages."""
-    rows = [(name, f"{value:.4g}", _sample_mark(measured, name)) for name, value in measured.rates().items()]
+    rows = [(name, f"{value:.4g}", _assumption_mark(measured, name)) for name, value in measured.rates().items()]
     for level in LEVELS:
         for kind, wire in getattr(measured, level).wires().items():
             figures = f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"
-            rows.append((f"{level} {kind}", figures, _sample_mark(measured, level)))
+            rows.append((f"{level} {kind}", figures, _assumption_mark(measured, level)))
     return text_table(("figure", "value", ""), rows)
 
 
-def _sample_mark(measured: Machine, name: str) -> str:
+def _assumption_mark(measured: Machine, name: str) -> str:
     """Return "assumed" for a figure that no sample decided, else ""."""
     return "assumed" if name in measured.assumed_parts else ""
 
 
 def _fit_errors_line(record: dict[str, Any]) -> str:
-    """Write a line of the mean errors on the measurements that were held out, by part; or that there were none."""
+    """Write a line of the mean errors on the measurements that were held out, by part; or that none was held out."""
     held_out = sum(not row["fitted"] for row in record["samples"])
     parts = [f"{part} {100 * error:.1f} %" for part, error in record["errors"].items() if part != "all"]
     if not held_out:

@@ -80,8 +80,9 @@ class Calibration:
     def predict(self, sample: Sample) -> float:
         """Predict the seconds that a sample should have taken.
 
-        They are a sum of counts times what one takes: steps, micro-batches, layers, calls, and FLOPs over rates;
-        attention counts `half_flops` in addition, as its kernels reach half their speed at `half_speed_rows`.
+        Messages and types are priced by the machine. Other samples take the sum of their counts (steps, micro-batches,
+        layers, calls) times the seconds of one, and their FLOPs or bytes over the machine's rates. `half_flops` are
+        what attention takes longer on short pieces, for each of the `half_speed_rows`.
         """
         machine = self.machine
         if sample.part == "link":
@@ -109,8 +110,8 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
     """Fit the machine under which the fitted samples' relative errors are least, in squares, over `base`.
 
     Figures that no sample decides are those of `base`, and their names stand in `assumed_parts`. If the device is not
-    `known`, its base is another device, and rates that are never measured are taken as much faster or slower as its
-    products and its memory are. `fit_error` is the mean error of samples that are held out.
+    `known`, `base` is another device, and FLOP/s and `channel_seconds` that are never measured are scaled by how much
+    faster its products and its memory are. `fit_error` is the mean error of samples that are held out.
     """
     fitted = {part: [s for s in samples if s.part == part and s.fitted] for part in PARTS}
     figures: dict[str, Any] = {}
@@ -150,7 +151,10 @@ def mean_errors(calibration: Calibration, samples: Sequence[Sample]) -> dict[str
 
 
 def _fit_attention(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
-    """Set the rate of attention over long pieces, and the rows at which it is half; returns the seconds of a call."""
+    """Fit the rate of attention over long pieces, and the rows at which it is half, into `figures`.
+
+    Returns the seconds of a call without any FLOPs.
+    """
     flops, half_speed, call = _solve_seconds(samples, "attention_flops", "half_flops", "calls")
     if flops:
         figures |= {"attention_flops_per_second": 1 / flops, "half_speed_rows": half_speed / flops}
@@ -158,7 +162,7 @@ def _fit_attention(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
 
 
 def _fit_memory(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
-    """Set the bytes a second of memory; returns the seconds of a pass over no bytes."""
+    """Fit the bytes a second of memory into `figures`; returns the seconds of a pass over no bytes."""
     call, byte = _solve_seconds(samples, "calls", "bytes")
     if byte:
         figures["memory_bytes_per_second"] = 1 / byte
@@ -166,9 +170,10 @@ def _fit_memory(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
 
 
 def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]) -> float:
-    """Set the rate of products and the seconds of a micro-batch; return the seconds of a step without micro-batches.
+    """Fit the rate of products and the seconds of a micro-batch into `figures`.
 
-    Attention's seconds are taken off first, by the figures that were fitted before.
+    Returns the seconds of a step without micro-batches. Attention's seconds are taken off first, by the figures that
+    were fitted before; errors stay relative to whole steps (`weights`).
     """
     rate = figures.get("attention_flops_per_second", base.attention_flops_per_second)
     half_speed_rows = figures.get("half_speed_rows", base.half_speed_rows)
@@ -184,9 +189,9 @@ def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]
 
 
 def _fit_wires(samples: Sequence[Sample], level: Level) -> dict[str, Wire]:
-    """Fit the wires of a level by kind; none if one of the kinds that a link must have was not measured.
+    """Fit the wires of a level by kind; {} if one of the kinds that a link must have was not measured.
 
-    Those of sharded parameters are fitted only if all of them were measured.
+    The wires of sharded parameters are fitted only if both were measured.
     """
     points = {
         kind: [(s.bytes, s.seconds) for s in samples if (s.level, s.kind) == (level, kind)]
@@ -217,7 +222,10 @@ def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str,
 
 
 def _ring_wait(calibration: Calibration, sample: Sample) -> float:
-    """Return the seconds that a step of a ring takes beyond the call's kernels: both passes have degree − 1 steps."""
+    """Return the seconds by which each step of a ring makes the call longer than its kernels.
+
+    Forward and backward have degree − 1 steps each.
+    """
     assert sample.group and sample.call
     price = calibration.machine.attention_seconds(sample.group, sample.call)["p2p"]
     exposed_seconds = sample.seconds - calibration.call_seconds - (price.seconds - price.exposed)
@@ -231,7 +239,11 @@ def _type_seconds(machine: Machine, sample: Sample) -> float:
 
 
 def _scale_rates(base: Machine, figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the rates that are never measured, scaled from the base's by how fast the measured device is."""
+    """Return figures that are never measured, scaled from those of the base.
+
+    FLOP/s are multiplied by how much faster the device's products are, as measured; `channel_seconds` are divided by
+    how much faster its memory is.
+    """
     base_rate = _layer_rate(base)
     product_ratio = figures.get("product_flops_per_second", base_rate) / base_rate
     memory_ratio = figures.get("memory_bytes_per_second", base.memory_bytes_per_second) / base.memory_bytes_per_second
@@ -245,7 +257,10 @@ def _layer_rate(machine: Machine) -> float:
 
 
 def _solve_seconds(samples: Sequence[Sample], *names: str, weights: Sequence[Sample] | None = None) -> list[float]:
-    """Solve for the seconds that one unit of each named column takes, by least squares; 0 of each without samples."""
+    """Solve for the seconds that one unit of each named field takes, by least squares; 0 for each without samples.
+
+    Errors are relative to the seconds of `weights` (None: of the samples).
+    """
     if not samples:
         return [0.0] * len(names)
     columns = np.stack([_sample_column(samples, name) for name in names], axis=1)

@@ -50,10 +50,10 @@ def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
 
 
 def find_hosts(world: World, clock: Clock) -> str:
-    """Find the hosts, and write a line about them. Raises CommError where messages show others than the launcher.
+    """Find which ranks share a host, and return a line about the hosts. Raises CommError if the launcher has others.
 
     Hosts are told apart by the latency of short messages or, if that is about the same everywhere or contradicts the
-    launcher, by longer ones.
+    launcher, by the seconds of longer messages.
     """
     slots, node_size = world.home.slots, world.node_size
     boundary = Boundary(())
@@ -78,7 +78,8 @@ class LinkTrials:
         self.hosts: tuple[tuple[int, ...], ...] = launcher_hosts(slots, self.node_size)
         self.host: tuple[int, ...] = self.hosts[world.slot // self.node_size]
         self.even: bool = len({len(host) for host in self.hosts}) == 1  # all hosts have as many slots
-        for degree in {len(self.host) if self.even else 1, slots}:  # communicators, as a run of this degree has them
+        # Communicators, as runs of these degrees have them; hosts of different sizes are no groups of one degree.
+        for degree in {len(self.host) if self.even else 1, slots}:
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
 
     def list_trials(self) -> list[Trial]:
@@ -93,7 +94,8 @@ class LinkTrials:
     def _slot_trials(self) -> Iterator[Trial]:
         """Yield the trials of messages between the slots of one host, for each host at the same time.
 
-        In an exchange or gather of `size` bytes each of the width − 1 others sends or gets its share of them.
+        An exchange or gather of `size` bytes divides them between the width − 1 other slots. In `point` every slot
+        sends to the next, in `point_alone` only the first two slots to each other.
         """
         host, channels = self.host, self.world.channels
         together = channels.find_channel(host)
@@ -112,9 +114,9 @@ class LinkTrials:
     def _host_trials(self) -> Iterator[Trial]:
         """Yield the trials of messages between hosts.
 
-        All slots exchange and gather; point to point, each slot sends to the slot at its place in the next host. In
-        `point_alone` only the first slot of each host sends. The size of a gather counts once for all slots of a host,
-        which share what arrives: each slot receives `host_slots` times the size.
+        All slots exchange and gather. In `point` each slot sends to the slot at its place in the next host, in
+        `point_alone` only the first slot of each host sends. The size of a gather is a slot's share of what arrives at
+        its host, so that each slot receives `host_slots` times the size.
         """
         world, hosts, slots = self.world, self.hosts, self.world.home.slots
         everyone = world.channels.find_channel(range(slots))
@@ -134,8 +136,8 @@ class LinkTrials:
     def _sharded_trials(self, level: Level, world: World, width: int, together: int) -> Iterator[Trial]:
         """Yield trials of FSDP2's collectives on its mesh's group: bfloat16 parameters, float32 gradients.
 
-        `width` slots shard the parameters. `together` of these share the links of one host, where a size counts once
-        for all of them, so that each slot receives `together` times the size.
+        `width` slots shard the parameters, and `together` of these slots share the links of a host (1: inside a host).
+        A size is a slot's share of what arrives at its host, so that each slot receives `together` times the size.
         """
         group = world.meshes.fsdp.get_group("slots")
         shard_bytes = lambda size: size * together // (width - 1)  # noqa: E731
@@ -162,7 +164,7 @@ class LinkTrials:
         return lambda: channel.all_to_all_rows(x, runs, runs, "bench calibrate").wait()
 
     def _gather_call(self, channel: Channel, block: int) -> Callable[[], object]:
-        """Return a call in which each member of a channel gives `block` bytes to all others."""
+        """Return a call in which each member of a channel sends `block` bytes (at least one) to all other members."""
         x = self._byte_buffer(max(1, block))
         return lambda: channel.all_gather(x, [len(x)] * channel.degree, "bench calibrate").wait()
 
@@ -186,7 +188,7 @@ class LinkTrials:
         return lambda: _reduce(shard, whole, group=group)
 
     def _byte_buffer(self, size: int) -> Tensor:
-        """Make a message of so many bytes on the device."""
+        """Make a message of `size` bytes on the device."""
         return torch.zeros(size, dtype=torch.uint8, device=self.world.device)
 
 

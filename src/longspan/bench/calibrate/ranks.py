@@ -39,7 +39,7 @@ OF_BOTH = 3.5  # products of a forward and a backward pass, over the two of forw
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What to measure."""
+    """What the ranks measure, as `CalibrateFlags` describe it; `layers` 0: all of the preset's."""
 
     preset: str
     model: str
@@ -118,7 +118,7 @@ class Shape:
 
 
 class _Bench:
-    """What is timed in a world."""
+    """The trials of a world, by what they time, and the model whose steps are timed first."""
 
     def __init__(self, settings: CalibrationSettings, world: World, clock: Clock) -> None:
         """Load the model whose steps are timed, and prepare it unsharded."""
@@ -182,7 +182,7 @@ class _Bench:
                     yield from self._group_type_trials(level, degree, length * degree, fitted=i % 2 == 0)
 
     def _step_trial(self, tokens: int, count: int, *, fitted: bool) -> Trial:
-        """Return the trial of a step of `count` micro-batches, with short documents of `tokens` in all on a slot."""
+        """Return the trial of a step of `count` micro-batches, each of short documents of about `tokens` a slot."""
         length = min(self.settings.document, tokens)
         per_slot = tokens // length
         rows = per_slot * length * count
@@ -232,7 +232,7 @@ class _Bench:
         return run
 
     def _product_trial(self, rows: int, width: int) -> Trial:
-        """Return the trial of a product with a square matrix of weights."""
+        """Return the trial of a product of `rows` rows with a square matrix of weights."""
         x, weights = (torch.randn(n, width, device=self.world.device).to(self.shape.dtype) for n in (rows, width))
         flops = 2.0 * rows * width * width
         sample = Sample(part="product", name=f"product: {rows:,} rows, width {width:,}", weight_flops=flops)
@@ -263,7 +263,7 @@ class _Bench:
     def _group_type_trials(self, level: Level, degree: int, length: int, *, fitted: bool) -> Iterator[Trial]:
         """Yield trials of attention over groups of `degree` slots, a document of `length` tokens each, by type.
 
-        Types that the heads do not allow are left out, and a2a+p2p with a level of 1, which is a2a or p2p.
+        Left out are types that the heads do not allow, and a2a+p2p if one of its levels is 1: that is a2a or p2p.
         """
         plan = plan_fixed([length] * (self.world.home.slots // degree), self.world.home, degree)
         group = plan.micro_batches[0].groups[0]
@@ -301,7 +301,7 @@ class _Bench:
 
 
 def _is_fitted(index: int) -> bool:
-    """Return whether an entry of a list is fitted: every third is held out, at least a quarter of any list of four."""
+    """Return whether the entry of a list at `index` is fitted: every third one, from the third on, is held out."""
     return index % 3 != 2
 
 

@@ -60,15 +60,16 @@ class Clock:
         return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
 
     def time_pairs(self, pivot: int, run: Callable[[int], object], *, repeats: int) -> dict[int, float]:
-        """Time `run(other)`, which the pivot and each other slot in turn enter; every rank gets the median seconds by
-        slot.
+        """Return the median seconds of a message between the pivot and each other slot, by slot, on every rank.
+
+        The pivot and one other slot at a time enter `run(other)`, where `other` is the partner of the slot that calls.
         """
         measured: dict[int, float] = {}
         own_slot = self.world.slot
         for other_slot in range(self.world.home.slots):
             if other_slot == pivot or own_slot not in (pivot, other_slot):
                 continue
-            run(pivot + other_slot - own_slot)  # to the other of the two; the first message connects them
+            run(pivot + other_slot - own_slot)  # with the partner of this slot; the first message connects the two
             self._wait_for_device()
             times: list[float] = []
             for _ in range(repeats):

@@ -42,7 +42,7 @@ _COMPILED = {
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """Return a record for a terminal."""
+    """Write a record for a terminal: its title, a table of rows, memory, and what was profiled or did not run."""
     parts = f"\n\n{text_table(TITLES, rows)}" if (rows := _part_rows(record)) else ""
     memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
     memory += "".join(f"\n\n{line}" for line in _retries_lines(record))
@@ -102,13 +102,13 @@ def _table_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _plan_bytes_text(record: dict[str, Any]) -> str:
-    """Write the peak by the plan of memory, of what torch allocates: without the CUDA context and communicators."""
+    """Write the planned peak of what torch allocates, without the CUDA context and communicators; "" without a plan."""
     memory = record.get("memory")
     return bytes_text(memory["device"]["total"] - memory["device"]["communicators"]) if memory else ""
 
 
 def _memory_text(record: dict[str, Any]) -> str:
-    """Write what layers keep by the plan of memory, and where the rest is."""
+    """Write what layers keep by the plan of memory, what is gathered once or on the host; "" without a plan."""
     if not (memory := record.get("memory")):
         return ""
     extras = [", weights gathered once"] * memory["gathered_once"] + [", states on the host"] * memory["offload_states"]

@@ -22,7 +22,10 @@ class StepDocuments:
 
 
 def read_documents(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) -> StepDocuments:
-    """Read the documents that flags name, or those of a run's first step. Raises ConfigError where there are none."""
+    """Read the documents that flags name, or those of a run's first step; on CPUs there is a default.
+
+    Raises ConfigError where there are none, and for flags that contradict each other.
+    """
     entries = (flags.sequences or flags.lengths).split(",")
     are_numbers = all(entry.strip().isdecimal() for entry in entries)  # --lengths may name a file instead
     has_source = flags.data or flags.distribution or flags.same

@@ -65,7 +65,7 @@ def make_peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Calla
 
 
 def _check_stack(settings: StepSettings, world: World) -> None:
-    """Raise ValueError for what the stack does not offer."""
+    """Raise ValueError for CPUs, for several documents, and for rows that torch cannot divide into equal shards."""
     if world.device.type != "cuda":
         raise ValueError("its attention kernels run on CUDA only")
     if len(settings.lengths) != 1:
@@ -89,7 +89,7 @@ def _make_inputs(settings: StepSettings, world: World) -> tuple[torch.Tensor, to
 
 
 def draw_model(settings: StepSettings, world: World) -> Any:
-    """Make the model with random weights, whole on the device: for a tiny preset those that a run draws."""
+    """Make the model with random weights, whole on the device; a run draws the same weights for a tiny preset."""
     torch.manual_seed(settings.config.train.seed)
     with torch.device(world.device):
         dtype = getattr(torch, settings.config.model.dtype)

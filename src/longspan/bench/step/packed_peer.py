@@ -173,7 +173,7 @@ class CompiledLayers:
     """Decoder layers that run compiled, of which the last `recomputed` run a second time in the backward pass."""
 
     def __init__(self, model: Any, backend: str) -> None:
-        """Compile each layer's forward by this backend of torch.compile; none is recomputed yet."""
+        """Compile each layer's forward by this backend of torch.compile; no layer is recomputed yet."""
         layers = decoder_layers(model).values()
         self.count, self.recomputed = len(layers), 0
         for index, layer in enumerate(layers):

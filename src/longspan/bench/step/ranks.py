@@ -94,12 +94,15 @@ def _list_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Cal
 
 
 def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
-    """Return the rows of the sequence for a name, if sequences are timed one by one; else ""."""
+    """Write the rows of a batch's one sequence, as a part of a row's name; "" if documents are timed together."""
     return f", {batch.lengths[0]:,} rows" if settings.sequences else ""
 
 
 def _make_training(settings: StepSettings, world: World) -> Training:
-    """Make the model and optimizer of a run, by the functions that set up a run."""
+    """Make the model and optimizer of a run, by the functions that set up a run.
+
+    What layers keep is chosen before the model is made, and planned anew once the rows of a slot are measured.
+    """
     log = partial(_log_first_rank, world.rank)
     run_memory = _make_run_memory(settings, use_measured_rows(settings.config, world, log), world)
     memory = choose_on_ranks(run_memory, world, log)
@@ -124,7 +127,7 @@ def _make_run_memory(settings: StepSettings, config: RunConfig, world: World) ->
 
 
 def _memory_cost(settings: StepSettings, memory: MemoryPlan) -> Cost:
-    """Return the cost of plans if layers keep what was chosen."""
+    """Return the cost by which plans are priced, with the recomputation that the plan of memory chose."""
     gpu, slots = settings.device == "cuda", settings.home.slots
     return find_run_cost(settings.config, settings.configuration, print, gpu=gpu, slots=slots, memory=memory)
 
@@ -221,7 +224,10 @@ def _profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
 
 
 def _report_row(record: dict[str, Any], settings: StepSettings, rank: int) -> None:
-    """Write and print a finished row, so that rows survive an interruption."""
+    """Write the record with its newest row to the file, so that rows survive an interruption; print the row.
+
+    Only the first rank does so.
+    """
     if rank:
         return
     write_unfinished(record, settings.out)

@@ -80,16 +80,18 @@ class StepSettings:
         return str(Path(self.flags.out).resolve()) if self.flags.out else ""
 
     def batches(self) -> "list[StepSettings]":
-        """Return these settings, or those of each sequence in turn."""
+        """Return the settings of what is timed together: these, or one of each sequence that is timed alone."""
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
-    def set_planner(self, planner: str) -> RunConfig:
-        """Return the configuration with one of the planners."""
+    def _planner_config(self, planner: str) -> RunConfig:
+        """Return the configuration with this planner in place of its own."""
         return replace(self.config, context=replace(self.config.context, planner=planner))
 
     def plan(self, planner: str) -> Plan:
         """Plan the documents by one of the planners, as far as is known without the model's weights."""
-        choice = PlanChoice.training(self.set_planner(planner), cost=self.cost, heads=query_heads(self.configuration))
+        choice = PlanChoice.training(
+            self._planner_config(planner), cost=self.cost, heads=query_heads(self.configuration)
+        )
         return choice.plan(self.lengths, self.home)
 
     def to_json(self) -> dict[str, Any]:
@@ -169,14 +171,14 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
         )
     if not (planners or flags.peers):
         raise ConfigError(f"--planners is none and there is no --peers: nothing to time; name some of {names}")
-    flags.check_runs()
+    flags.check_flags()
     if flags.layers < 0:
         raise ConfigError(f"--layers is {flags.layers}; it must be at least 0")
     return planners
 
 
 def _set_default_model(config: RunConfig, *, gpu: bool) -> RunConfig:
-    """Set a model of a published size on GPUs, where none is named."""
+    """Set a model of a published size on GPUs, where none is named; CPUs keep the configuration's tiny default."""
     model = config.model
     if not gpu or model.source or model.preset:
         return config
@@ -184,7 +186,10 @@ def _set_default_model(config: RunConfig, *, gpu: bool) -> RunConfig:
 
 
 def _fit_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
-    """Fit the model's configuration to the longest document, with as many layers as flags ask for."""
+    """Make the model's configuration, with the layers of --layers and positions for the longest document.
+
+    Raises ConfigError for --layers beside a folder of weights, which have their own number of layers.
+    """
     from longspan.train.long_documents import scale_positions
     from longspan.train.training import model_configuration
 
@@ -205,10 +210,10 @@ def _set_limits(
     *,
     gpu: bool,
 ) -> RunConfig:
-    """Set a cap of rows and a degree where they are not given.
+    """Set a cap of rows and a degree where flags give none.
 
-    Documents listed by length get no cap (0), others 8192 rows, or 256 on CPUs. The degree is the least one that holds
-    the longest document; sequences that are timed one by one get all slots.
+    Documents listed by length get no cap (0), other documents 8192 rows, or 256 on CPUs. The degree is the least one
+    that holds the longest document; sequences that are timed one by one get all slots.
     """
     context = config.context
     cap = context.max_tokens_per_slot
@@ -258,4 +263,4 @@ def _vendor_peak(config: RunConfig) -> float:
 
 
 def _ignore_line(text: str) -> None:
-    """Take a line that a run would log, and print nothing."""
+    """Drop a line that a run would log."""

@@ -144,7 +144,7 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
 def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
     """Return the seconds that groups of these degrees wait for messages however few rows they carry.
 
-    Under "auto" they are the lesser of a ring's and a gather's, which need no heads that the degree divides.
+    Under "auto" they are the lesser of a ring's and a gather's: unlike exchanges, these two suit any number of heads.
     """
     if cost.cp_comm_type == "auto":
         ring, gather = _type_latency_seconds(cost, "p2p", degree), _type_latency_seconds(cost, "all_gather", degree)
@@ -197,7 +197,7 @@ class _LayerMessages:
     """
 
     def __init__(self, cost: AttentionRates, network: Network, rows: Rows, around: Floats, computed: Floats) -> None:
-        """Take one layer's share of a cost's bytes, those of each pass, and of its kernels' seconds."""
+        """Take from a cost of all layers the bytes of one layer and pass, and the kernels' seconds of one layer."""
         self.cost, self.network, self.rows, self.around = cost, network, rows, around
         self.exchanging = rows.degree / around
         self.computed = computed / network.layers
@@ -315,8 +315,8 @@ class _LayerMessages:
     def _count_slices(self) -> tuple[Floats, Floats]:
         """Count the slices of heads in which large exchanges go, and the rings of keys: one a slice, or one for all.
 
-        A member computes its heads in runs that share a key/value head. Heads are sliced if slices come out equal: with
-        whole runs in each, and then a ring for each, or with as many heads of each run, which share one ring.
+        A member computes its heads in runs that share a key/value head. Only equal slices are made: either the runs are
+        dealt to slices, each with a ring of its own, or the heads of each run are, and all slices share one ring.
         """
         most, large = EXCHANGE_SLICES, self.queries >= 2 * EXCHANGE_SLICE_BYTES
         heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))

@@ -126,10 +126,7 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
 
 
 def _row_seconds(cost: Cost) -> float:
-    """Return the seconds of a row on one slot, with what short pieces of attention take longer.
-
-    At any degree a row takes as much, or more.
-    """
+    """Return the least slot seconds of a row at any degree: linear layers, and what attention loses on short pieces."""
     return cost.linear_seconds + (cost.network.half_speed_rows * cost.attention_seconds if cost.network else 0.0)
 
 
@@ -149,7 +146,8 @@ def _wait_seconds(cost: Cost, kind: str, length: int, degree: NDArray[np.int64],
         exchanging = degree
     elif kind == "a2a+p2p":
         exchanging = np.gcd(degree, cost.a2a_size) if cost.cp_comm_type == kind else degree
-    states = (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)  # what they send depends on others too
+    # Of states the latency alone: their bytes depend on the group's other documents.
+    states = (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)
     turn = cost.ring_bytes * length * (1 / exchanging - 1 / degree) / speed
     if kind == "all_gather":
         return turn + cost.ring_step_seconds * (degree > 1) + states
@@ -174,7 +172,7 @@ def _exchange_seconds(
 
 
 def _wait_seconds_on_network(cost: Cost, length: int, degree: NDArray[np.int64], node_size: int) -> NDArray[np.float64]:
-    """Return what `_wait_seconds` does, on measured links: what must cross between hosts and kernels cannot hide.
+    """Return the least seconds, by degree, of what must cross between hosts on measured links and kernels cannot hide.
 
     Whatever the type, each of the h hosts of a group must receive the keys and values of the others, of all key/value
     heads, or the queries: at least (h − 1) / h of the smaller, through all of its slots and at the best speed.
@@ -188,7 +186,7 @@ def _wait_seconds_on_network(cost: Cost, length: int, degree: NDArray[np.int64],
 
 
 def _crossing_bytes(cost: Cost) -> float:
-    """Return the bytes of a row that a host must receive of another, whatever the type: least of ring and exchange.
+    """Return the bytes a row that must cross between hosts whatever the type: the fewer of a ring's and an exchange's.
 
     A cost without bytes of exchanges (`exchange_bytes` 0) prices rings alone.
     """
@@ -196,6 +194,6 @@ def _crossing_bytes(cost: Cost) -> float:
 
 
 def _best_crossing_speed(network: Network) -> float:
-    """Return the bytes a second of a slot's fastest messages between hosts."""
+    """Return the bytes a second of the kind of message that is fastest between hosts."""
     link = network.across
     return max(wire.bytes_per_second for wire in (link.exchange, link.gather, link.point, link.point_alone))

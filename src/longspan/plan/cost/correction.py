@@ -112,8 +112,8 @@ def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correct
     >>> seconds_of_parts(lambda c: 2 * c.linear + max(c.attention, 0.5 * c.inside), Correction(linear=1.5))
     (2.0, 1.0, 0.0, 0.0)
 
-    A price is made of sums and maxima of parts times their factors. So it grows evenly with a factor, by the seconds of
-    the part: they are the derivative, here from two prices close to each other. Messages that attention hides have 0.
+    A price is made of sums and maxima of parts times their factors. So the seconds of a part are the derivative of the
+    price by the part's factor, here from two prices close to each other. Messages that attention hides have 0.
     """
     parts: list[float] = []
     for name, factor in correction.factors().items():
@@ -131,10 +131,10 @@ def fit_correction(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -
     >>> fit_correction([(2, 1, 0, 0), (1, 2, 0, 0), (1, 1, 0, 0)], [3.2, 3.4, 2.2])
     Correction(linear=1.0, attention=1.2, inside=1.1, across=1.1)
 
-    The factors have the least squares of the relative error, in which steps far from the others do not count. A step
-    measures one number, so parts are told apart only as far as plans vary. Where plans do not tell, a factor is the
-    median ratio of whole steps: every factor is drawn to that ratio, more strongly the more steps scatter, and stays
-    within `BOUND` of it.
+    The factors minimise the squared relative error of the steps, without steps that are far off. A step measures one
+    number, so parts are told apart only as far as plans vary. Where plans do not tell, a factor is the median ratio of
+    whole steps: every factor is drawn to that ratio, more strongly the more steps scatter, and stays within `BOUND` of
+    it.
     """
     rows = [(part, measured) for part, measured in zip(parts, seconds, strict=True) if sum(part) > 0 and measured > 0]
     if not rows:

@@ -101,7 +101,7 @@ class Cost:
             check_number(name, value, above_zero=name.endswith("_per_second"))
 
     def constants(self) -> dict[str, Any]:
-        """Return the constants by name."""
+        """Return the fields that are numbers of seconds or bytes, by name."""
         return {f.name: getattr(self, f.name) for f in _constant_fields()}
 
     def forward_only(self) -> "Cost":
@@ -113,12 +113,12 @@ class Cost:
         """
         if self.passes == "forward":
             return self
-        changes = FORWARD_SHARES | ({"ring_bytes": self.network.block_share} if self.network else {})
-        shares = {name: value * changes.get(name, 1.0) for name, value in self.constants().items()}
-        constants = self.forward.constants() if self.forward else shares
+        shares = FORWARD_SHARES | ({"ring_bytes": self.network.block_share} if self.network else {})
+        shared = {name: value * shares.get(name, 1.0) for name, value in self.constants().items()}
+        constants = self.forward.constants() if self.forward else shared
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
         states, measured = self.states and self.states.forward_only(), self.forward and self.forward.states
-        if self.states and measured:  # or those without recomputation
+        if self.states and measured:  # or priced before recomputation was added
             states = measured.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
@@ -135,7 +135,8 @@ class Cost:
     def ways(self, most: int) -> Iterator["Cost"]:
         """Yield this cost under each type that "auto" chooses from for groups of up to `most` slots, or else as it is.
 
-        Of equally fast types the planner takes the first. Exchanges need to know the heads, here or from the network.
+        The planner takes the first of equally fast types. Exchanges need the heads, from `heads` or the network, and
+        those of a2a+p2p a size that divides the heads and a host.
         """
         if self.cp_comm_type != "auto":
             yield self
@@ -148,7 +149,7 @@ class Cost:
         yield from (self.under("a2a+p2p", i) for i in inner if heads % i == 0 and self.node_size % i == 0)
 
     def allows(self, degree: ArrayLike) -> NDArray[np.bool_]:
-        """Return whether groups of these degrees can have this type: a2a deals whole heads, a2a+p2p has two levels."""
+        """Return whether degrees can have this type: a2a deals whole heads (unknown: to 1), a2a+p2p has two levels."""
         degree = np.asarray(degree, dtype=np.int64)
         heads = self.heads or (self.network.heads if self.network else 0)
         if self.cp_comm_type == "a2a":
@@ -198,7 +199,7 @@ class Cost:
         return seconds
 
     def _least_seconds(self, rows: Rows, inside: ArrayLike, documents: ArrayLike) -> Floats:
-        """Return the seconds of groups under the fastest type of each."""
+        """Return the seconds of each group under the type that is fastest for that group."""
         tokens, squares, degree, together = rows[:4]
         least: Floats | float = np.inf
         for way in self.ways(int(degree.max(initial=1))):
@@ -213,10 +214,7 @@ class Cost:
         return latency_seconds(self, degree) + states
 
     def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> Floats:
-        """Return the bytes that all slots of a group put on the wire.
-
-        Each row goes to the other members of its ring, and of what its heads exchange all but a member's own share.
-        """
+        """Return the bytes that all slots of a group send: around rings, in exchanges of heads, and of states."""
         tokens, degree = _float_array(tokens), _float_array(degree)
         exchanging = exchanging_members(self.cp_comm_type, self.a2a_size, degree)
         ring = self.ring_bytes * tokens * (degree / exchanging - 1)
@@ -236,7 +234,8 @@ class Cost:
         a slot's 1 / w of the gradients, of which 2 (r − 1) / r arrive. A host has `node_size` slots.
         """
         copies, width, share_host = home.dp_replicate, home.slots // home.dp_replicate, home.slots <= node_size
-        gather, reduce = (self._link_speed(share_host or node_size % width == 0, kind) for kind in SHARDED_KINDS)
+        in_host = share_host or node_size % width == 0  # all slots of a replica
+        gather, reduce = (self._link_speed(in_host, kind) for kind in SHARDED_KINDS)
         gathered = weights * gather_bytes * (width - 1) / width / gather
         forward = self.forward_only()
         forward = dataclasses.replace(forward, closing_seconds=forward.micro_batch_seconds + gathered)
@@ -248,7 +247,7 @@ class Cost:
         return dataclasses.replace(self, closing_seconds=closing, forward=forward)
 
     def _link_speed(self, inside: bool, kind: str = "") -> float:
-        """Return the bytes/s of a link, of sharded parameters of this kind where they were measured."""
+        """Return the bytes/s inside a host or across: of `kind` (`SHARDED_KINDS`) if measured, else of any message."""
         measured = self.network.sharding_speed(kind, inside=inside) if kind and self.network else None
         return measured or (self.inside_bytes_per_second if inside else self.across_bytes_per_second)
 
@@ -318,7 +317,7 @@ class Cost:
 
 
 def _constant_fields() -> list[dataclasses.Field[Any]]:
-    """Return the fields that are numbers."""
+    """Return the fields of seconds, bytes and bytes a second."""
     return [f for f in dataclasses.fields(Cost) if f.name not in _NOT_CONSTANTS]
 
 

@@ -75,8 +75,8 @@ def with_recomputation(
     the ring's two passes and a third of its bytes. Under "selective" an exchange has the queries, keys and values once
     more (what it has of outputs is a number of each row and head, and not counted). torch stops before the last product
     of a dense layer, from which nothing is kept. Of `frozen` weights, under adapters, gradients are not computed: 2
-    FLOPs of 6. An evaluation recomputes nothing: its `forward_only` is that of the model's cost. State-space layers run
-    again under each kind.
+    FLOPs of 6. An evaluation recomputes nothing: `forward` is that of the cost as it was. State-space layers run again
+    under each kind.
     """
     if kind == "none" and not frozen:
         return cost
@@ -112,9 +112,9 @@ def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Co
 
     >>> cost = with_spans(cost, "gemma-3-4b-it/config.json", [256] * 64, 32768)  # doctest: +SKIP
 
-    Pairs count at the rate of attention, in the mean over rows: 256 rows of an image take Gemma 3 (4B) 0.4% more than
-    as many of text. The cost of a model whose images do not see each other, or that cannot be priced by its
-    configuration, stays as it is. So does that of a model without full layers, whose attention tells what a pair takes.
+    The seconds of all pairs, at the rate of attention, are spread over all rows: 256 rows of an image take Gemma 3
+    (4B) 0.4% more than 256 rows of text. A cost stays as it is if the rows of an image do not see each other, if the
+    configuration cannot be priced, or if no layer has full attention, which tells what a pair takes.
     """
     try:
         shape = ModelShape.of(config)

@@ -149,7 +149,7 @@ class Link:
 
     @classmethod
     def of(cls, seconds: float, bytes_per_second: float, speeds: dict[str, float] | None = None) -> "Link":
-        """Make a link of one latency and speed for every kind, or of `speeds` times that speed."""
+        """Make a link of one latency in seconds and one speed; `speeds` are factors of the speed by kind (None: 1)."""
         return cls(**{kind: Wire.of(seconds, bytes_per_second * (speeds or {}).get(kind, 1.0)) for kind in KINDS})
 
     @classmethod
@@ -176,6 +176,7 @@ class Link:
     def from_json(cls, values: Any) -> "Link":
         """Read a link from a JSON object. Raises PlanError for any other value."""
         kinds = set(cast(dict[str, Any], values)) if isinstance(values, dict) else set[str]()
+        # Every one of KINDS must be there, and of SHARDED_KINDS both or none.
         if kinds - set(SHARDED_KINDS) != set(KINDS) or kinds & set(SHARDED_KINDS) not in (set(), set(SHARDED_KINDS)):
             raise PlanError(
                 f"a link is an object with samples for each of {', '.join(KINDS)}, and for both or none of "
@@ -215,17 +216,17 @@ class Network:
         return 1 - 2 * self.block_share
 
     def sharding_speed(self, kind: str, *, inside: bool) -> float | None:
-        """Return the bytes/s of sharded parameters of a kind that a slot receives; None if not measured.
+        """Return the bytes/s at which a slot gets sharded parameters (`kind` of `SHARDED_KINDS`); None if not measured.
 
-        Where not all slots are inside a host, the slower of both levels counts, or only the one across: hosts of one
-        slot have no other.
+        `inside` is whether all slots share a host; else the slower of the two levels counts, or the one across where
+        hosts have one slot and so no link inside.
         """
         wire: Wire | None = getattr(self.inside if inside else self.across, kind)
         near: Wire | None = getattr(self.inside, kind)
         return None if wire is None else min(w.bytes_per_second for w in (wire, near) if w)
 
     def shared_by(self, tp: int) -> "Network":
-        """Return the network as a tensor-parallel rank uses it, whose heads are a share of all."""
+        """Return the network as one of `tp` tensor-parallel ranks uses it, which has 1 / tp of the heads."""
         return dataclasses.replace(self, heads=max(1, self.heads // tp), kv_heads=max(1, self.kv_heads // tp))
 
     def scale_times(self, factor: float) -> "Network":
@@ -250,9 +251,9 @@ class Network:
 
 
 def fewest_together(degree: Floats, inside: ArrayLike, node_size: int) -> Floats:
-    """Return the fewest slots of a group that share a node, if all nodes but the last are full.
+    """Return the slots of each group on the node where it has fewest, if all its nodes but the last are full.
 
-    A group of a node or less that is not inside one counts as slots of different nodes.
+    A group that would fit a node, but is not `inside` one, counts as one slot on each node.
     """
     on_last = np.where(degree % node_size, degree % node_size, node_size)
     return np.where(inside, degree, np.where(degree > node_size, on_last, 1.0))

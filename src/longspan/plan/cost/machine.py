@@ -124,7 +124,8 @@ class Machine(MachineFigures):
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
         pass_seconds = self.layer_pass_seconds * (self.compiled_share if compiled else 1.0)
         return _RowSeconds(
-            layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds,  # attention and MLP
+            # Half of a layer's passes are attention's, half an MLP's; those of experts are in the rate of experts.
+            layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds,
             logit_passes=settings.target_share * shape.logits * self.logit_pass_seconds,
             unused_head=(1 - settings.target_share) * 2 * shape.hidden * shape.logits / self.product_flops_per_second,
             saved=self._float8_seconds(shape) if settings.float8 else 0.0,
@@ -153,8 +154,8 @@ class Machine(MachineFigures):
     def _add_sharding(self, cost: Cost, shape: ModelShape, settings: CostSettings) -> Cost:
         """Return a cost with FSDP2's copies and messages in each micro-batch: a share of these always shows.
 
-        Each of w slots receives (w − 1) / w of the weights in each gather (once forward and once backward, unless they
-        stay gathered), and of their gradients in the sum, which travels in float32 at least.
+        Each of w slots gets (w − 1) / w of the weights in each gather (forward, and backward unless weights stay
+        gathered), and of their gradients in the sum, which travels in float32 at least.
         """
         if not settings.shards:
             return cost
@@ -169,7 +170,7 @@ class Machine(MachineFigures):
         return dataclasses.replace(cost, micro_batch_seconds=cost.micro_batch_seconds + shown, sharding_seconds=hidden)
 
     def _sharding_speed(self, kind: str, width: int) -> float:
-        """Return the bytes/s that each of `width` slots receives from FSDP2, measured or as known of a machine."""
+        """Return the bytes/s that each of `width` slots gets from FSDP2: of this kind if measured, else assumed."""
         inside, across = getattr(self.inside, kind), getattr(self.across, kind)
         speed = inside.bytes_per_second if inside else self.sharding_bytes_per_second
         if width <= self.node_size:
@@ -181,8 +182,7 @@ class Machine(MachineFigures):
     def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
         """Return the seconds that end a step: of the optimizer, and of sums of gradients over copies of the shards.
 
-        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients in float32. Frozen weights have no
-        update.
+        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients in float32. Frozen weights have none.
         """
         if settings.frozen:
             return self.update_seconds
@@ -237,7 +237,7 @@ class Machine(MachineFigures):
         return self.merge_passes * width * 4 / self.memory_bytes_per_second
 
     def _model_network(self, **model: Any) -> Network:
-        """Return this machine's links as a model's attention uses them; `model` are its fields of `Network`."""
+        """Return this machine's links as a model's attention uses them; `model` are the model's fields of `Network`."""
         return Network(
             inside=self.inside,
             across=self.across,
@@ -261,7 +261,7 @@ class Machine(MachineFigures):
         return prices
 
     def fastest_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
-        """Return the type that takes least: what "auto" stands for. There is one: p2p and all_gather take any heads."""
+        """Return the type that takes least time: what "auto" stands for. Some type always can: p2p takes any heads."""
         if group.degree == 1:
             return TypePrice("p2p", (1, 1), 0.0, 0.0, {"inside": 0.0, "across": 0.0})
         return min(self._type_prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)
@@ -277,7 +277,7 @@ class Machine(MachineFigures):
         return (describe_group(group, call, node_size), *map(str, prices), choice)
 
     def _type_prices(self, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
-        """Return the prices of a call under all types, a2a+p2p with all levels that the group may have."""
+        """Return the prices of a call under all types, of a2a+p2p for each pair of sizes that the group may have."""
         nodes, cost = [slot // node_size for slot in group.slots], self._call_cost(call)
         ways = type_ways(group)
         return [price_type(cost, way, group, call, nodes, sent=ring_share(call, way, group)) for way in ways]
@@ -286,7 +286,7 @@ class Machine(MachineFigures):
         """Return the cost of one layer of nothing but this call.
 
         `pair` are forward's seconds for a query and a key: two products of the half of all pairs that a causal mask
-        shows. Backward has 5 products to forward's 2; `width` counts a head's numbers of key and value.
+        shows; backward has 5. `turns` are as in `_shape_cost`, `keys` of keys and values, `queries` of outputs too.
         """
         has_both, number = call.passes == "both", call.bytes_per_number
         keys, queries = call.kv_heads * call.width, call.heads * call.width

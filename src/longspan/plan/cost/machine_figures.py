@@ -193,7 +193,7 @@ class MachineFigures:
                 f"the machine's file has version {version!r}, and this longspan reads {VERSION}; measure again"
             )
         fields = _ABSENT_BEFORE | fields
-        fields.setdefault(
+        fields.setdefault(  # older files lack it too, and it depends on their products
             "float8_flops_per_second", _FLOAT8_OVER_BFLOAT16 * fields.get("product_flops_per_second", 700e12)
         )
         if differ := sorted(names ^ set(fields)):

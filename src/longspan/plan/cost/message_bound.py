@@ -65,14 +65,15 @@ class MessageBound:
             documents = needed == fewest
             if fewest > 1:
                 inside[documents] = self._inside_seconds(fewest, shortest) * length[documents]
+            # A group over hosts has two slots at least, for a document of one slot too: its kernels may hide messages.
             across[:, documents] = self._across_seconds(max(fewest, 2), shortest, length[documents])
         return max(0.0, *(math.fsum(seconds) for seconds in np.minimum(inside, across).tolist()))
 
     def _inside_seconds(self, fewest: int, shortest: int) -> float:
         """Return the seconds a row of a group of `fewest` slots or more that share a host; infinite if none can.
 
-        They are those of a gather, or those of two levels, if less: of the exchange of heads, of the latencies and
-        merging of a ring's steps (kernels may hide its bytes), and of kernels that are slower on short pieces.
+        The lesser of a gather and of two levels counts. Two levels take the exchange of heads, the latencies and the
+        merging of a ring's steps, and what kernels lose on short pieces; a ring's bytes may all be hidden.
         """
         if fewest > min(self.widest, self.node_size):
             return np.inf
@@ -133,23 +134,24 @@ class MessageBound:
         return chosen, -(-fewest // members[chosen])
 
     def _kernel_delay(self, around: ArrayLike, shortest: int) -> Floats:
-        """Return the seconds a row by which kernels are slower on the pieces of such a ring than on whole documents.
+        """Return the seconds a row by which kernels are slower on pieces than on whole documents, in rings of `around`.
 
-        On pieces of 1 / r of a document they take half_speed_rows · r · attention_seconds longer a row; no piece is
-        shorter than a row.
+        On pieces of 1 / r of a document kernels take half_speed_rows · r · attention_seconds longer a row. No piece is
+        shorter than a row, so r counts as at most the rows of the `shortest` document.
         """
         pieces = np.minimum(np.asarray(around, dtype=np.float64), shortest)
         return self.network.half_speed_rows * self.cost.attention_seconds * (pieces - 1)
 
     @property
     def _turn_seconds(self) -> float:
-        """The seconds a row of the messages of a step of a ring, however few bytes they carry."""
+        """Latency of the messages of a ring's step in all layers, in seconds for each row of a full slot."""
         return self.network.layers * self.network.step_seconds * self._turns / self.cap
 
     def _ring_wire_seconds(self, exchanging: Ints) -> Floats:
-        """Return the seconds a row in which a ring's step sends its bytes between hosts, for sets of these members.
+        """Return the seconds a row in which a ring's step sends its bytes between hosts, in all layers.
 
-        A block of keys and values goes round in each pass, gradients in backward. Whether one member of a host sends or
+        `exchanging` are the members that exchange heads, by which keys are copied: one entry of the result for each. A
+        block of keys and values goes round in each pass, gradients in backward. Whether one member of a host sends or
         all do is not known here, so the faster wire is charged.
         """
         across, copies = self.network.across, self._copies(exchanging)
@@ -165,9 +167,10 @@ class MessageBound:
         return self._queries * self.cap >= SLICED_EXCHANGE_BYTES
 
     def _gather_row_seconds(self, degree: int, shortest: int, crosses: bool) -> float:
-        """Return the seconds a row of gathers over `degree` slots or more, in one piece or in slices.
+        """Return the least seconds a row of gathers over `degree` slots or more; infinite if no type is a gather.
 
-        Slices need so many bytes that a group of full slots must be wide for them. Infinite if no type is a gather.
+        A gather goes in one piece, or in slices if its keys and values have `SLICED_GATHER_BYTES`: that takes `wide`
+        slots, if they are full.
         """
         if self.cost.cp_comm_type not in ("auto", "all_gather"):
             return np.inf
@@ -177,11 +180,11 @@ class MessageBound:
         return float(self._kernel_delay(degree, shortest)) + self.network.layers * min(whole, sliced) / self.cap
 
     def _gather_seconds(self, degree: int, crosses: bool, slices: int) -> float:
-        """Return the seconds of a layer's gathers on a full slot, of which at least one slice is never hidden.
+        """Return the seconds of a layer's gathers on a full slot that nothing hides: of one slice, and all latencies.
 
-        There is a gather in each pass, the exchange of gradients in backward, and the latency of every message. Where
-        hosts are crossed, a host's slots share what it receives; how many slots share a host is not known, so the
-        number with the least seconds counts.
+        There is a gather in each pass and an exchange of gradients in backward. Where hosts are crossed, the slots of a
+        host share what their host receives; how many slots share a host is not known, so the number with the least
+        seconds counts.
         """
         network, rows = self.network, self.cap / slices
         received = self._block * (degree - 1) * rows
@@ -222,13 +225,13 @@ class MessageBound:
         """Return the least seconds a row of exchanges among members, of whom any number in `near` may share a host.
 
         Each of e members sends 1 / e of its queries, keys and values to every other and gets as much of outputs back,
-        and of their gradients in backward. Keys of which there are too few heads are copied, and the gradients of
-        copies are summed, in a wider type. In slices the messages are shorter, and there are more latencies; the faster
-        of both counts.
+        and of their gradients in backward. Key/value heads fewer than members are copied, and the gradients of copies
+        are summed, in a wider type. Slices make messages shorter and latencies more: the faster way counts.
         """
         network, copies = self.network, float(self._copies(members))
         keys, summed = self._keys * copies, network.gradient_share / network.block_share if self._has_backward else 1.0
-        key_gradients = keys * (summed if copies > 1 else min(1.0, summed))  # the least: `copies` is a bound itself
+        # Where `copies` is 1, more may be made, whose gradients are summed in another type: the narrower type counts.
+        key_gradients = keys * (summed if copies > 1 else min(1.0, summed))
         sent = [self._queries + keys, self._queries]
         if self._has_backward:
             sent += [self._queries, self._queries + key_gradients]
@@ -242,9 +245,9 @@ class MessageBound:
         return network.layers * seconds / self.cap
 
     def _exchange_seconds(self, near: ArrayLike, far: ArrayLike) -> float:
-        """Return the least seconds, over the pairs of `near` and `far`, of these bytes inside a host and between hosts.
+        """Return the least seconds of an exchange, of all pairs of bytes `near` inside a host and `far` between hosts.
 
-        Both travel at the same time.
+        The two messages of a pair travel at the same time.
         """
         network = self.network
         inside, across = (
@@ -267,7 +270,7 @@ class MessageBound:
         return rate * size
 
     def _copies(self, members: ArrayLike) -> Floats:
-        """Return how often a key/value head is sent at least (`members`,): each member needs one of the heads."""
+        """Return how often a key/value head is sent at least, by `members`: each member needs at least one head."""
         return np.maximum(1.0, np.asarray(members, dtype=np.float64) / self.network.kv_heads)
 
     @property
@@ -277,7 +280,7 @@ class MessageBound:
 
     @property
     def _turns(self) -> int:
-        """Messages of a step: a block forward; a block and gradients backward."""
+        """Messages of a step of a ring: a block in the forward pass; a block and gradients in the backward pass."""
         return 3 if self._has_backward else 1
 
     @property

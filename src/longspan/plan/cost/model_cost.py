@@ -45,9 +45,9 @@ def read_machine(file: str, key: str) -> Machine | Cost:
     >>> read_machine("h200", "--machine") == Machine.known("H200")
     True
 
-    A file whose name is that of a known machine is read all the same. `key` is the option or key that names the file,
-    for messages. `source` of a machine or cost that was read is the file. Raises ConfigError for a file that holds
-    neither, for a folder too.
+    A file that is there is read even if it has the name of a known machine. `key` is the option or key that names the
+    file, for messages. `source` of a machine or cost that was read is the file. Raises ConfigError for a file that
+    holds neither a machine nor a cost, and for a folder.
     """
     if is_known(file) and not Path(file).is_file():
         return Machine.known(file)
@@ -65,7 +65,7 @@ def read_machine(file: str, key: str) -> Machine | Cost:
 
 
 def check_measured_machine(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
-    """Refuse a measured machine of another device or hosts of another size; returns a line about what is assumed.
+    """Refuse a measured machine of another device or hosts of another size; returns what is assumed ("": nothing).
 
     >>> check_measured_machine(Machine(), "run.machine", device="cpu", ranks_of_host=2, hosts=1)  # not measured
     ''

@@ -87,9 +87,9 @@ def _chunk_pairs(length: int, chunk: int) -> int:
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
-    """Return what a device of this name does at most in this dtype, in 1e12 FLOP/s; None if the table lacks either.
+    """Return what a device does at most in this dtype, in 1e12 FLOP/s; None if `PEAK_TFLOPS` lacks device or dtype.
 
-    float16 is as fast as bfloat16 on all of them.
+    float16 is as fast as bfloat16 on all devices of the table.
 
     >>> peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16")
     989.0
@@ -138,8 +138,8 @@ def price_model(shape: ModelShape, tflops: float, **rates: Unpack[ModelRates]) -
     scan_tflops = _rate_or_default(rates.get("scan_tflops"), tflops)
     summary_tflops = _rate_or_default(rates.get("summary_tflops"), scan_tflops)
     step_latency, bytes_per_value = rates.get("ring_step_latency", 10e-6), rates.get("bytes_per_value", 2)
-    products = {"tflops": tflops, "attention_tflops": attention_tflops, "scan_tflops": scan_tflops}
-    for name, value in (products | {"summary_tflops": summary_tflops}).items():
+    flop_rates = {"tflops": tflops, "attention_tflops": attention_tflops, "scan_tflops": scan_tflops}
+    for name, value in (flop_rates | {"summary_tflops": summary_tflops}).items():
         check_rate(name, value)
     full = shape.layers - shape.window_layers - shape.chunk_layers
     # 7 products of 2 FLOPs, for documents longer than the window or chunk: a row sees half a chunk in the mean.

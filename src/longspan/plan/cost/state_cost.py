@@ -103,15 +103,15 @@ class StateCost:
         )
 
     def constants(self) -> dict[str, Any]:
-        """Return the constants by name."""
+        """Return the seconds and bytes by name: all fields but the partition."""
         return {name: value for name, value in vars(self).items() if name != "partition"}
 
     def for_partition(self, partition: str) -> "StateCost":
-        """Return this cost for groups of a partition."""
+        """Return this cost for groups whose rows are dealt out by this partition."""
         return dataclasses.replace(self, partition=partition)
 
     def forward_only(self) -> "StateCost":
-        """Return the cost of forward passes only."""
+        """Return the cost of forward passes only: the shares `_FORWARD` of both passes."""
         return self._scale_numbers(_FORWARD)
 
     def shared_by(self, tp: int) -> "StateCost":
@@ -139,12 +139,13 @@ class StateCost:
     def seconds(self, rows: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
         """Return the seconds that a group's states take of each slot: summaries, states on the wire, and latency.
 
-        `rows` are `tokens`, their `squares`, and the documents; `speed` is the bytes/s of a slot. A group of one slot
-        sends no state. Under "contiguous" a slot summarises only the run at its end.
+        `rows` are the group's tokens, the sum of its documents' squared lengths, and the number of documents; `speed`
+        is the bytes/s of a slot. A group of one slot sends no state. Under "contiguous" a slot summarises only the run
+        that goes on in the next slot.
         """
         tokens, squares, documents = rows
         summarised = tokens / degree
-        if self.partition == "contiguous":  # of the run that a boundary ends, in documents of the typical row's length
+        if self.partition == "contiguous":  # the run that a boundary cuts, of a document as long as the typical row's
             summarised = np.minimum(summarised, squares / np.maximum(tokens, 1) * (degree - 1) / degree)
         wire = self.wire_bytes(documents, tokens, degree) / degree / speed
         return np.where(degree > 1, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
@@ -166,9 +167,9 @@ class StateCost:
     def _count_states(self, documents: Floats, tokens: Floats, degree: Floats) -> tuple[Floats, Floats]:
         """Count the states and the transitions that a group sends.
 
-        Each run of a document but the last sends a state, and of these each but the first sends a transition too, as
-        a state passes through it. Under "contiguous" each of the degree − 1 boundaries between slots cuts one document,
-        whose state goes on; the first run of each document sends no transition.
+        Every run of a document but the last sends a state. A run that is not the first either also sends a transition,
+        as the state before it passes through. Under "contiguous" each of the degree − 1 boundaries between slots cuts
+        one document, whose state goes on; the first run of each document sends no transition.
         """
         if self.partition == "contiguous":
             return degree - 1, np.maximum(degree - 1 - documents, 0)

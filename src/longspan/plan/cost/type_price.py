@@ -55,10 +55,11 @@ class AttentionCall:
         return self.head_dim + (self.value_dim or self.head_dim)
 
     def squares(self, lengths: Sequence[int]) -> float:
-        """Return the sum of squared lengths of causal documents with as many pairs of rows that see each other.
+        """Return twice the pairs of rows that see each other in documents of these lengths.
 
-        That sum is twice the pairs. A causal document of n rows has n² / 2 of them, under a window of w rows n · w and
-        in chunks of c rows n · c / 2, if these are fewer. Without a causal mask there are twice as many.
+        A causal document of n rows has n² / 2 pairs, so that without limits this is the sum of squared lengths. A
+        window of w rows leaves n · w pairs and chunks of c rows n · c / 2, if these are fewer. Without a causal mask
+        there are twice as many.
         """
         pairs = sum(n * min(n, 2 * (self.window or n), self.chunk or n) for n in lengths)
         return float(pairs) * (1 if self.causal else 2)
@@ -104,7 +105,7 @@ Ways = tuple[tuple[str, int], ...]
 def type_ways(group: Group) -> Ways:
     """Return every type with the members that exchange heads, a2a+p2p with the group's sizes or every pair of levels.
 
-    A prime degree has no two levels: its first is 1, which is a ring.
+    A prime degree has no two levels: its a2a+p2p has one member that exchanges heads, and so is a ring.
     """
     degree, sizes = group.degree, group.hierarchical_context_parallel_sizes
     inner = [sizes[0]] if sizes else [i for i in range(2, degree) if degree % i == 0] or [1]
@@ -116,8 +117,9 @@ def price_type(
 ) -> TypePrice:
     """Price a type by the cost of one layer: the seconds of its kernels and those of the messages that show.
 
-    `way` is the type and its members that exchange heads, `nodes` are the hosts of the slots. A ring sends the share
-    `sent` of its rows. Where that is below 1, rows go straight to those that see them, and nothing is merged.
+    `way` is the type and its members that exchange heads, `nodes` are the hosts of the slots. Members send the share
+    `sent` of the rows of a ring. Where that is below 1, rows go straight to the members that see them, and no partial
+    outputs are merged. A number of query heads that the exchanging members do not divide makes the type impossible.
     """
     (kind, inner), degree = way, group.degree
     around = degree // inner  # members of a ring
@@ -197,9 +199,9 @@ def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | N
 
 
 def ring_share(call: AttentionCall, way: tuple[str, int], group: Group) -> float:
-    """Return the share of its rows that a ring sends: 1, or under a narrow window or chunk what others see of them.
+    """Return the share of the rows that a ring would send: 1, or under a narrow window or chunk those that others see.
 
-    A gather always sends all rows.
+    `way` is the type and its members that exchange heads. A gather always sends all rows.
     """
     (kind, inner), lengths = way, group.lengths
     around = group.degree // inner  # members of a ring
@@ -212,11 +214,12 @@ def ring_share(call: AttentionCall, way: tuple[str, int], group: Group) -> float
 def bytes_by_level(
     cost: Cost, kind: str, sizes: tuple[int, int], tokens: int, nodes: Sequence[int]
 ) -> dict[Level, float]:
-    """Return what all members send under a type, by whether it stays in a host: of all layers of a cost.
+    """Return the bytes that all members send under a type in all layers of a cost: inside a host, and across hosts.
 
     `sizes` are the members that exchange heads and those of a ring, `nodes` the hosts of the members. A gather counts
-    as a ring of all members, as NCCL runs it where the group has a communicator; its gradients are exchanged. Of each
-    part as large a share of the bytes crosses hosts as of its steps or pairs.
+    as a ring of all members, as NCCL runs it where the group has a communicator; its gradients are exchanged. All steps
+    of a ring carry equally many bytes, and so do all pairs of an exchange: the share of steps or pairs that lead to
+    another host is the share of bytes that cross hosts.
     """
     inner, degree = sizes[0], len(nodes)
     turns, gradients, exchanged = _message_bytes(cost, sizes, tokens)
@@ -254,13 +257,13 @@ def _message_bytes(cost: Cost, sizes: tuple[int, int], tokens: int) -> tuple[flo
 
 
 def _cross_host_share_of_rings(rings: Sequence[Sequence[int]]) -> float:
-    """Return the share of the steps around rings of members on these hosts that lead to another host."""
+    """Return the share of the steps around rings that lead to another host; `rings` have the members' hosts."""
     steps = [(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
     return sum(a != b for a, b in steps) / len(steps)
 
 
 def _cross_host_share_of_pairs(sets: Sequence[Sequence[int]]) -> float:
-    """Return the share of the pairs of members in these sets that are on two hosts."""
+    """Return the share of pairs on two hosts, of all pairs of members of one set; `sets` have the members' hosts."""
     pairs = sum(len(members) * (len(members) - 1) for members in sets)
     same_host = sum(members.count(node) ** 2 for members in map(list, sets) for node in set(members))
     return (sum(len(members) ** 2 for members in sets) - same_host) / pairs if pairs else 0.0
@@ -282,8 +285,11 @@ def _busiest_ratio(group: Group, call: AttentionCall, around: int) -> float:
 
 
 def _key_counts(stop: Integers, length: Integers, call: AttentionCall) -> Floats:
-    """Count the keys that the first `stop` rows of documents of `length` rows see together, to half a key a row."""
-    rows = np.minimum(stop, length).astype(np.float64)  # the rest pads the document out
+    """Count the keys that the first `stop` rows of documents of `length` rows see together.
+
+    Half a key a row is left out: n causal rows count as n² / 2, not n (n + 1) / 2.
+    """
+    rows = np.minimum(stop, length).astype(np.float64)  # rows beyond the length are padding
     if not call.causal:
         return rows * length
     if call.chunk is not None:

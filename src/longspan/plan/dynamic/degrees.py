@@ -83,9 +83,9 @@ class DegreeTable:
 
         Both are (classes, micro-batches); seconds are inf where no degree fits. A document on c slots for a micro-batch
         of T seconds wastes c · (T − fillable) slot seconds less its work. It leaves T − `seconds` free on each slot,
-        less a share of the wait for messages; fillers take of these what their rows under the cap allow, and `GAP_LOST`
-        of that counts as lost. Slots that short documents could not keep busy for T seconds, because the cap is full
-        before, cost less, by `reach` of what they would lose.
+        less half the latency of a group of fillers, which is no wider than a block. Fillers take of these seconds what
+        their rows under the cap allow, and `GAP_LOST` of that counts as lost. With short documents alone a slot may be
+        full before T seconds are over; the share `reach` of those idle seconds is taken off its waste.
         """
         problem, cost = self.problem, self.problem.request.cost
         room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
@@ -106,16 +106,16 @@ class DegreeTable:
         Returns the cost in slot seconds (inf if the item does not fit), the degree, and the item's seconds at that
         degree. The item takes its slots for the whole micro-batch, and all slots wait as long as it makes that longer.
         """
-        row = int(self.item_class[item])
-        seconds = self.seconds[row]
+        item_class = int(self.item_class[item])
+        seconds = self.seconds[item_class]
         cost = self.degrees * np.maximum(seconds, duration)
         cost = cost + self.problem.request.slots * np.maximum(seconds - duration, 0.0)
-        cost = np.where(self.fits[row] & (self.degrees <= free), cost, np.inf)
+        cost = np.where(self.fits[item_class] & (self.degrees <= free), cost, np.inf)
         best = int(cost.argmin())
         return float(cost[best]), int(self.degrees[best]), float(seconds[best])
 
     def least_seconds(self) -> float:
-        """Return the least seconds of the longest document at degrees whose slot seconds are hardly above the least."""
+        """Return how fast the longest document can be at no more than `LITTLE_MORE` times its least slot seconds."""
         seconds = np.where(self.fits[-1], self.seconds[-1], np.inf)
         cost = seconds * self.degrees
         return float(seconds[cost <= LITTLE_MORE * cost.min()].min())
@@ -124,8 +124,8 @@ class DegreeTable:
 def _longest_by_class(lengths: Ints) -> Ints:
     """Return the longest length of each class of sorted, distinct lengths, so that the table stays small.
 
-    A class has lengths of as many bits whose first seven agree, so that they differ by less than 1 / 64. Up to CLASSES
-    lengths are each a class of their own.
+    The lengths of a class have equally many bits and the same first seven, so that they differ by less than 1 / 64. Up
+    to CLASSES lengths are each a class of their own.
     """
     if not len(lengths):  # no item may be an anchor: a class without items, since the table has at least one
         return np.ones(1, dtype=np.int64)
@@ -138,12 +138,12 @@ def _longest_by_class(lengths: Ints) -> Ints:
 
 
 def _degrees_to_try(problem: Problem) -> Ints:
-    """Choose the degrees that the table has: all low ones, and then steps of a sixth, in whole nodes where possible."""
+    """Choose the degrees of the table: all low ones, then each a sixth or a node higher, in whole nodes if possible."""
     degrees, least, most = problem.degrees, problem.min_cp, problem.max_cp
     near = list(degrees[: bisect_right(degrees, max(EXACT_DEGREES, 2 * least))])
     far, node = near[-1], problem.request.node_size
     while far < most:
         farther = min(most, max(far + 1, (far + max(node, far // 6)) // node * node))
-        far = degrees[bisect_left(degrees, farther)]
+        far = degrees[bisect_left(degrees, farther)]  # the next degree that a group may have
         near.append(far)
     return np.array(near, dtype=np.int64)

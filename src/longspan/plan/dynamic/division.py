@@ -74,26 +74,27 @@ class _FilledBins:
         self.base_rows = np.where(apart, rows[anchor], 0)
 
     def even_seconds(self) -> Floats:
-        """Return when each bin would end if its work were divided evenly at no cost."""
+        """Return when each bin would end, in seconds, if its slots divided all its work evenly without messages."""
         tokens = self.first_tokens[:, -1] + self.anchor_tokens
         squares = self.first_squares[:, -1] + self.anchor_squares
         return self.base_seconds + self.problem.request.cost.work_seconds(tokens, squares) / self.width
 
-    def try_sharing(self, rows: Ints, shared: int) -> tuple[Floats, Ints]:
+    def try_sharing(self, chosen: Ints, shared: int) -> tuple[Floats, Ints]:
         """Price bins whose first `shared` fillers go to all slots, and the others to the least loaded slot each.
 
         Returns the seconds of each bin, inf where the cap forbids it, and the slot of each filler, −1 if it is shared.
-        `rows` are the bins, by falling numbers of fillers. All slots of a bin begin with the shared group, then take
-        the other fillers, longest first, in all bins at the same time: one column of the arrays after the other.
+        `chosen` are bins, as indices into these arrays, by falling numbers of fillers. All slots of a bin begin with
+        the shared group, then take the other fillers, longest first, in all bins at the same time: one column of the
+        arrays after the other.
         """
-        start, shared_rows = self._price_shared_groups(rows, shared)
-        outside = np.arange(int(self.width.max())) >= self.width[rows][:, None]  # of the bin: (bins, widest)
+        start, shared_rows = self._price_shared_groups(chosen, shared)
+        outside = np.arange(int(self.width.max())) >= self.width[chosen][:, None]  # of the bin: (bins, widest)
         slot_end = np.where(outside, np.inf, start[:, None])
         slot_rows = np.repeat(shared_rows[:, None], slot_end.shape[1], axis=1)
-        slot = np.full((len(rows), self.tokens.shape[1]), -1, dtype=np.int64)
-        for column in range(shared, int(self.count[rows[:1]].max(initial=0))):
-            with_filler = int((self.count[rows] > column).sum())
-            bins, index = rows[:with_filler], np.arange(with_filler)
+        slot = np.full((len(chosen), self.tokens.shape[1]), -1, dtype=np.int64)
+        for column in range(shared, int(self.count[chosen[:1]].max(initial=0))):
+            with_filler = int((self.count[chosen] > column).sum())
+            bins, index = chosen[:with_filler], np.arange(with_filler)
             least = slot_end[:with_filler].argmin(axis=1)
             slot_end[index, least] += self.work[bins, column]
             slot_rows[index, least] += self.tokens[bins, column]
@@ -102,15 +103,16 @@ class _FilledBins:
         over = (slot_rows > self.problem.cap).any(axis=1)
         return np.where(over, np.inf, seconds), slot
 
-    def _price_shared_groups(self, rows: Ints, shared: int) -> tuple[Floats, Ints]:
+    def _price_shared_groups(self, chosen: Ints, shared: int) -> tuple[Floats, Ints]:
         """Return when the group of the first `shared` fillers and the anchor ends, and its rows a slot, of each bin."""
-        count, width = np.minimum(shared, self.count[rows]), self.width[rows]
-        tokens = self.first_tokens[rows, count] + self.anchor_tokens[rows]
-        squares = self.first_squares[rows, count] + self.anchor_squares[rows]
-        documents = np.maximum(self.first_documents[rows, count] + self.merged[rows], 1)
+        count, width = np.minimum(shared, self.count[chosen]), self.width[chosen]
+        tokens = self.first_tokens[chosen, count] + self.anchor_tokens[chosen]
+        squares = self.first_squares[chosen, count] + self.anchor_squares[chosen]
+        documents = np.maximum(self.first_documents[chosen, count] + self.merged[chosen], 1)
         cost = self.problem.request.cost
-        seconds = cost.group_seconds(tokens, squares, width, self.shares_node[rows], documents)
-        return self.base_seconds[rows] + np.where(tokens > 0, seconds, 0.0), self.base_rows[rows] - (-tokens // width)
+        seconds = cost.group_seconds(tokens, squares, width, self.shares_node[chosen], documents)
+        slot_rows = self.base_rows[chosen] + -(-tokens // width)
+        return self.base_seconds[chosen] + np.where(tokens > 0, seconds, 0.0), slot_rows
 
 
 def _sums_of_first(values: Ints) -> Ints:
@@ -158,9 +160,9 @@ def _earliest_ends(
     floor = ends.copy()
     np.maximum.at(floor, member, filled.even_seconds())
     for shared in share_counts:
-        rows = np.flatnonzero((best > floor[member]) & (filled.count > shared))
-        if len(rows):
-            best[rows] = np.minimum(best[rows], filled.try_sharing(rows, shared)[0])
+        chosen = np.flatnonzero((best > floor[member]) & (filled.count > shared))
+        if len(chosen):
+            best[chosen] = np.minimum(best[chosen], filled.try_sharing(chosen, shared)[0])
     np.maximum.at(ends, member, best)
     return ends
 
@@ -177,14 +179,14 @@ def _choose_sharing(
     best = np.full(len(filled.index), np.inf)
     most = int(filled.count.max())
     for shared in (*share_counts, most):
-        rows = np.flatnonzero(is_late & ((filled.count > shared) | (shared == most)))
-        if not len(rows):
+        chosen = np.flatnonzero(is_late & ((filled.count > shared) | (shared == most)))
+        if not len(chosen):
             continue
-        seconds, slot = filled.try_sharing(rows, shared) if shared < most else (all_shared[rows], None)
-        is_better = seconds < best[rows]
-        better = rows[is_better]
+        seconds, slot = filled.try_sharing(chosen, shared) if shared < most else (all_shared[chosen], None)
+        is_better = seconds < best[chosen]
+        better = chosen[is_better]
         bins = filled.index[better]
         best[better] = division.seconds[bins] = seconds[is_better]
         division.shared[bins] = np.minimum(shared, filled.count[better])
         division.slot[bins] = -1 if slot is None else slot[is_better]
-        is_late[rows] = best[rows] > goal[rows]
+        is_late[chosen] = best[chosen] > goal[chosen]

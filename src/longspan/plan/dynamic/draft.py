@@ -79,10 +79,11 @@ class LeastLoaded:
         """Give items, from position `first` on, to the bins that end earliest with them.
 
         Returns the position of the first item that fits no bin, or the number of items. Bins of one width share two
-        heaps: `idle` holds bins by when they end, `full` those without room for some earlier item, by the room that
-        they have. An item takes the bin at the top of `idle` of the width under which it ends earliest.
+        heaps: `idle` holds bins by when they end; `full` holds bins without room for some earlier item, by their room.
+        The tops of the `idle` heaps, one for each width, are compared, and the bin that ends earliest with the item
+        takes it. `tokens` and `work` are by item.
         """
-        room, late, total, fillers = self.bins.room, self.late, self.bins.seconds, self.bins.fillers
+        room, late, busy, fillers = self.bins.room, self.late, self.bins.seconds, self.bins.fillers
         heaps = self.heaps
         for position in range(first, len(items)):
             item = items[position]
@@ -101,7 +102,7 @@ class LeastLoaded:
             b = chosen[0][1]
             heapreplace(chosen, (earliest, b))
             late[b] = earliest
-            total[b] += seconds / chosen_width
+            busy[b] += seconds / chosen_width
             room[b] -= rows
             fillers[b].append(item)
         return len(items)
@@ -123,9 +124,10 @@ class Draft:
 
 
 def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
-    """Return the time in lockstep of micro-batches of these durations (0: without documents), with all launches.
+    """Return the seconds in lockstep of micro-batches of these durations, with all launches.
 
-    Dummy micro-batches, up to the request's multiple, are launched too.
+    Micro-batches of duration 0 have no documents and are left out. Dummy micro-batches, which fill the number up to the
+    request's multiple, are launched too.
     """
     multiple = problem.request.micro_batch_multiple
     count = -(-sum(duration > 0.0 for duration in durations) // multiple) * multiple
@@ -174,7 +176,7 @@ def _make_group(problem: Problem, slots: tuple[int, ...], items: list[int]) -> G
 
 
 def sort_documents(batch: MicroBatch) -> MicroBatch:
-    """Sort the documents of each group by falling length, as plans of drafts have them; equal lengths by id."""
+    """Sort the documents of each group by falling length, equal lengths by id: the order in plans made from drafts."""
     groups: list[Group] = []
     for group in batch.groups:
         order = sorted(range(len(group.documents)), key=lambda i: (-group.lengths[i], group.documents[i]))

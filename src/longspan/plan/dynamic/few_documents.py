@@ -86,7 +86,7 @@ def _items_by_place(items: range | list[int], places: list[int], count: int) -> 
 
 
 def _best_arrangement(problem: Problem, items: list[int]) -> SideBySide | None:
-    """Arrange items in the number of groups whose slowest ends earliest; None if they fit in none."""
+    """Arrange items in as many groups as make the slowest end earliest; None if no number of groups holds all items."""
     tokens, work = problem.tokens[items].tolist(), problem.work[items].tolist()
     best: SideBySide | None = None
     for count in range(1, min(len(items), problem.request.slots // problem.min_cp, MOST_GROUPS) + 1):
@@ -116,7 +116,7 @@ def _improve_arrangement(problem: Problem, arrangement: SideBySide) -> SideBySid
 def _groups_after_moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
     """Yield the groups after one item of the slowest, shortest first, has gone to another group.
 
-    A group that has lost its only item is left out.
+    A slowest group whose only item has gone is left out.
     """
     groups = list(arrangement.items)
     slowest = groups.pop(arrangement.slowest)
@@ -149,10 +149,10 @@ def _arrange_groups(problem: Problem, groups: list[list[int]]) -> SideBySide | N
 
 
 def _group_widths(problem: Problem, sizes: _Sizes) -> Ints | None:
-    """Find the fewest slots of each group (groups,) with which all end at the earliest possible time; None: no room.
+    """Find the fewest slots of each group (groups,) with which the slowest ends earliest; None if there is no room.
 
-    That time is one at which some group ends at some degree. All these times, sorted, are searched by halving, as more
-    time never needs more slots.
+    The slowest group ends at one of the times of any group at any degree. These times, sorted, are searched by halving:
+    with more time groups never need more slots.
     """
     seconds = _group_seconds(problem, sizes)
     ends = np.unique(seconds[np.isfinite(seconds)])

@@ -23,7 +23,7 @@ MOST_LANES = 16  # in a gang that is made to end earlier
 
 @dataclass(frozen=True, eq=False)
 class FreePlan:
-    """A draft in which each lane has micro-batches of its own, and when its last lane ends."""
+    """A draft in which each lane has micro-batches of its own, and the seconds until its last lane ends."""
 
     draft: Draft
     division: Division
@@ -31,17 +31,17 @@ class FreePlan:
 
 
 def plan_free(problem: Problem) -> FreePlan:
-    """Make the best plan for a few times at which lanes should end."""
+    """Plan for each of a few times at which lanes should end, and return the plan whose last lane ends first."""
     mean = problem.mean_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
     return min((_plan_to_goal(problem, goal * mean) for goal in goals), key=lambda plan: plan.seconds)
 
 
 def _plan_to_goal(problem: Problem, goal: float) -> FreePlan:
-    """Place all items on lanes, with gangs of lanes for documents that one would end after `goal` seconds.
+    """Place all items on lanes, and on gangs of lanes documents with which one lane would end after `goal` seconds.
 
     Documents that no lane holds come first, then large items, which not every lane holds or which take much of the
-    step, while there is a choice; small ones level the rest.
+    step: for these many lanes must still be free. Small items come last, and make lanes end together.
     """
     lanes = _Lanes(problem)
     width = lanes.width[lanes.usable]
@@ -83,9 +83,9 @@ class _Lanes:
         self.work = problem.work + share  # seconds on one slot with its share of launches and latency
 
     def place_gang(self, item: int) -> None:
-        """Give a document that fits no lane to the lanes that are free first, as many as take fewest slot seconds.
+        """Give a document that fits no lane to several lanes that are free first: as many as take least slot seconds.
 
-        More lanes are tried until they take half as many slot seconds again as the best.
+        More and more lanes are tried, until they take 1.5 times as many slot seconds as the best number of lanes.
         """
         order = np.argsort(self.end, kind="stable")
         best, chosen = (np.inf, np.inf), order
@@ -105,7 +105,10 @@ class _Lanes:
         self._make_gang(item, chosen)
 
     def place_large_item(self, item: int, goal: float) -> None:
-        """Give an item to the lane that ends earliest with it; to several if that is after the goal."""
+        """Give an item to the lane that ends earliest with it; if that is after the goal, to several that end earlier.
+
+        Some usable lane has room for the item.
+        """
         fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.usable
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
         lane = int(ends.argmin())
@@ -141,7 +144,7 @@ class _Lanes:
         return best, earliest
 
     def _gang_degree(self, lanes: Ints) -> int:
-        """Return the slots of a gang of these lanes; of the last it takes as many as a degree allows."""
+        """Return the slots of a gang of these lanes: all, or fewer of the last, as many as a degree allows."""
         return self.problem.widest_degree(int(self.width[lanes].sum()))
 
     def _gang_seconds(self, item: int, lanes: Ints) -> float:
@@ -153,8 +156,8 @@ class _Lanes:
     def _make_gang(self, item: int, lanes: Ints) -> None:
         """Let these lanes work on a document together, after the gangs that they already are in.
 
-        A gang begins when the last of its lanes is free of earlier gangs; each lane does its local work after all its
-        gangs. The last lane gives only as many slots as the degree needs.
+        A gang begins when the last of its lanes has ended its earlier gangs; each lane works on its own items after all
+        its gangs. The last lane gives only as many slots as the degree needs.
         """
         seconds, local = self._gang_seconds(item, lanes), self.end[lanes] - self.gang_end[lanes]
         self.gang_end[lanes] = self.gang_end[lanes].max() + seconds
@@ -183,7 +186,10 @@ class _Lanes:
             lane_items.extend(fillers)
 
     def make_plan(self) -> FreePlan:
-        """Cut the items of each lane into micro-batches, and compute when the last lane ends."""
+        """Cut the items of each lane into micro-batches, and compute when the last lane ends.
+
+        The draft's micro-batches have durations of 0: in free mode no lane waits for the end of a micro-batch.
+        """
         bins, lane_of_bin = Bins(), list[int]()
         for lane in range(len(self.parts)):
             lane_of_bin += [lane] * self._add_lane_bins(bins, lane)
@@ -195,7 +201,10 @@ class _Lanes:
         return FreePlan(draft, division, float(end.max()))
 
     def _add_lane_bins(self, bins: Bins, lane: int) -> int:
-        """Add a bin for each micro-batch of a lane, with its items, longest first (by number); returns how many."""
+        """Add a bin for each micro-batch of a lane's own items, longest first; returns how many bins.
+
+        Items are numbered longest first, and a micro-batch takes as many as its slots have rows for.
+        """
         if not self.items[lane]:
             return 0
         items, part, first = sorted(self.items[lane]), self.parts[lane], len(bins.seconds)

@@ -75,12 +75,12 @@ class Search:
             self.try_settings(_change_settings(self.best, self.settings, random))
 
     def rank_settings(self) -> list[int]:
-        """Return numbers of the settings tried, best first."""
+        """Return the settings tried so far, best first, by the number of the trial (from 0)."""
         return sorted(range(len(self.tried)), key=lambda i: (self.tried[i], i))
 
 
 def search_draft(problem: Problem, effort: Effort) -> Draft:
-    """Search for the best draft, from initial settings or those of a sample on, by `effort.steps` changes."""
+    """Try initial settings, or on many slots those that a sample finds, then change the best `effort.steps` times."""
     full = Search(problem)
     if problem.sample_factor == 1:
         candidates = list(initial_settings(problem, full.degrees))[:: problem.stride]
@@ -95,7 +95,7 @@ def search_draft(problem: Problem, effort: Effort) -> Draft:
 
 def _search_sample(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
     """Search on a sample; returns settings for the whole problem: the sample's best, and initial ones that did well."""
-    # Initial settings of the problem and of its sample correspond by number.
+    # Initial settings of the problem and of its sample are taken to correspond by number.
     sample, settings_of_problem = Search(problem.make_sample()), list(initial_settings(problem, degrees))
     for settings in initial_settings(sample.problem, sample.degrees):
         sample.try_settings(settings)
@@ -181,7 +181,7 @@ def _change_durations(best: Draft, durations: Floats, change: int, micro_batch: 
 def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:
     """Return the seconds that one of these anchors takes at a degree close to the one that it has.
 
-    The degree changes at random by a quarter and 2 at most, down or up, and then falls to one that groups may have.
+    The degree goes down or up at random, by at most a quarter and 2, and then down to a degree that groups may have.
     """
     anchor = anchors[int(len(anchors) * random.random())]
     degree = sum(count for _, count in anchor.parts)
@@ -223,7 +223,7 @@ class _Drafting:
     def place_anchors(self, items: list[int], reach: float) -> None:
         """Give each item the slots that waste least, in the first micro-batch that has them; longest first.
 
-        Micro-batches are tried by what the item's class wastes there, those without a degree that fits are left out.
+        Micro-batches in which some degree fits are tried in the order of what the item's class wastes in them.
         """
         if not items:
             return
@@ -245,7 +245,7 @@ class _Drafting:
         return self.degrees.item_seconds[int(in_block), rows, np.searchsorted(self.degrees.degrees, width)]
 
     def _try_anchor(self, item: int, micro_batch: int, width: int, in_block: float, across: float) -> bool:
-        """Place an anchor if enough slots are free and it ends in time; returns whether it did."""
+        """Place an anchor if slots are free and it ends in time, in one block or several; returns whether it did."""
         free = self.free[micro_batch]
         if width > free.total:
             return False
@@ -258,7 +258,8 @@ class _Drafting:
     def _place_anchor(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
         """Place an anchor on free slots of a micro-batch; the rows that it leaves on them become bins.
 
-        Where slots of one block turn out to be in two nodes, it takes the seconds of a group across nodes.
+        `seconds` are those within a block. If that block has also taken in a smaller last node, and the slots are in
+        two nodes, the anchor takes the seconds of a group across nodes.
         """
         parts, problem = self.free[micro_batch].take_slots(width), self.problem
         if len(parts) == 1 and width <= problem.widest_in_node and not problem.shares_node(*parts[0]):
@@ -271,8 +272,8 @@ class _Drafting:
     def _place_late_anchor(self, item: int) -> None:
         """Place an anchor that no micro-batch has time and slots for.
 
-        One that fits a bin waits for the fillers. Another makes a micro-batch longer, or a new one: where that wastes
-        least.
+        An anchor that fits a bin is placed with the fillers later. Any other makes a micro-batch longer, or a new one,
+        whichever wastes least.
         """
         if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
             self.unplaced.append(item)
@@ -316,9 +317,9 @@ class _Drafting:
             self.bins.add_bin(micro_batch, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
 
     def draft(self) -> Draft:
-        """Return the draft of what has been placed.
+        """Return the draft of what has been placed, with the ends of micro-batches as durations.
 
-        A bin with fillers waits for their messages as well, which its seconds do not have yet.
+        The slots of a bin also wait for messages of the fillers that they share, which its seconds lack so far.
         """
         bins = self.bins
         latency = self.problem.request.cost.latency_seconds(np.arange(1, self.problem.widest_block + 1)).tolist()

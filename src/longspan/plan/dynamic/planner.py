@@ -26,7 +26,7 @@ CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other ki
 COMPARED_SLOTS, COMPARED_DOCUMENTS = 1024, 20000  # up to which fixed degrees are tried; above, from DISTANT on
 DISTANT = 1.05
 CANDIDATES_PRICED = 4
-HALVED_SLOTS = 64  # up to which degrees that halve the slots are searched on their own, on measured links
+HALVED_SLOTS = 64  # up to which plans of degrees that are powers of two are searched too, on measured links
 
 
 @shows_options
@@ -95,7 +95,7 @@ def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degr
         raise PlanError(f"min_cp {min_cp} is above max_cp {max_cp}; lower min_cp or raise max_cp")
     check_first_size(request)
     degrees = request.degrees(least=int(min_cp), most=widest)
-    if not degrees:  # a2a allows none of them, which this raises as an error
+    if not degrees:  # a2a allows no degree of the range: this raises the error that says why
         check_heads(request, widest)
     wider = "use a home of more slots" if widest == slots else "raise max_cp"
     limited = f"use a cp_comm_type other than a2a, which the heads limit to cp {degrees[-1]}"
@@ -107,9 +107,9 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
     """Plan in several ways and return the fastest; a way is left out if those before it come close to the goal.
 
     In order: in free mode a search without lockstep; the search in lockstep; the best of all plans of few items;
-    lockstep with degrees halved. Plans of one degree are compared if there are few slots and documents, which makes it
-    cheap, or if all others stay far from the goal. Each candidate is its predicted seconds and a function that makes
-    its micro-batches. Where the cost knows the network, the best are priced once more with their messages.
+    lockstep with powers of two as degrees. Plans of one degree are compared too where few slots and documents make that
+    cheap, or where all other plans stay far from the goal. Each candidate is its predicted seconds and a function that
+    makes its micro-batches. Where the cost knows the network, the best are priced once more with their messages.
     """
     candidates = [_search_free(problem)] if problem.request.mode == "free" else []
     if not candidates or candidates[0][0] > CLOSE * goal:
@@ -117,8 +117,8 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
         is_close = min(candidates, key=_candidate_seconds)[0] <= CLOSE * goal
         if not is_close and (few := plan_few_items(problem)) is not None:
             candidates.append((few[0], lambda: few[1]))
-        if not is_close and (halved := _halve_degrees(problem)) is not None:
-            candidates.append(_search_lockstep(halved, _choose_effort(effort, halved)))
+        if not is_close and (powers := _keep_powers_of_two(problem)) is not None:
+            candidates.append(_search_lockstep(powers, _choose_effort(effort, powers)))
     best = min(candidates, key=_candidate_seconds)[0]
     small = problem.request.slots <= COMPARED_SLOTS and len(problem.request.lengths) <= COMPARED_DOCUMENTS
     if small or best > DISTANT * goal:
@@ -128,10 +128,11 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
     return _choose_fastest_candidate(problem, candidates)
 
 
-def _halve_degrees(problem: Problem) -> Problem | None:
-    """Return the problem with powers of two as degrees, which fill hosts; None where this is not worth the time.
+def _keep_powers_of_two(problem: Problem) -> Problem | None:
+    """Return the problem with only powers of two as degrees; None where planning it as well is not worth the time.
 
-    On measured links a group of other degrees has slower types, or leaves slots of a host over.
+    On measured links groups of other degrees have slower types, or leave slots of a host over. Ideal links show no
+    difference, many slots take long, and where all or none of the degrees are powers of two nothing is left to plan.
     """
     request = problem.request
     degrees = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
@@ -143,8 +144,8 @@ def _halve_degrees(problem: Problem) -> Problem | None:
 def _choose_fastest_candidate(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
     """Choose the fastest of the best few candidates, priced with every group on its own slots.
 
-    Drafts price a group across nodes as if it filled all its nodes but the last, and measured links may make the
-    difference larger than that between candidates.
+    Drafts price a group across nodes as if it filled all its nodes but the last. On measured links that may change its
+    seconds by more than candidates differ.
     """
     request, best = problem.request, sorted(candidates, key=_candidate_seconds)[:CANDIDATES_PRICED]
     batches_by_candidate = [make() for _, make in best]
@@ -161,7 +162,7 @@ def _candidate_seconds(candidate: Candidate) -> float:
 
 
 def _choose_effort(name: EffortName, problem: Problem) -> Effort:
-    """Choose how many drafts are made: fewer of more items and slots, where one takes longer and luck matters less.
+    """Choose how many drafts are made: the more items and slots, the fewer, as each takes longer and luck matters less.
 
     "balanced" makes 4 times as many as "fast", and "thorough" 16 times.
     """

@@ -103,7 +103,7 @@ class FreeSlots:
         return parts
 
     def has_block(self, width: int) -> bool:
-        """Return whether one block has so many free slots."""
+        """Return whether one block has at least `width` free slots."""
         return bool(self._smallest_fit(width, whole=False))
 
     def remaining_runs(self) -> Parts:
@@ -182,12 +182,12 @@ class Problem:
         return self.degrees[-1]
 
     def widest_degree(self, slots: int) -> int:
-        """Return the highest degree of so many slots or fewer; 0 if there is none."""
+        """Return the highest degree of at most `slots`; 0 if there is none."""
         at = bisect_right(self.degrees, slots)
         return self.degrees[at - 1] if at else 0
 
     def split_into_runs(self, part: tuple[int, int]) -> Parts:
-        """Split these slots into runs that hold a group, and what is left, if anything is."""
+        """Split a part (first slot, slots) into runs that hold a group each, and a last run of what is left, if any."""
         start, slots = part
         pieces = [(start + offset, width) for offset, width in even_runs(slots, self.degrees)]
         used_slots = sum(width for _, width in pieces)
@@ -197,8 +197,8 @@ class Problem:
     def sample_factor(self) -> int:
         """How many times smaller a sample is on which settings are searched; 1: none is needed or possible.
 
-        A sample has at least `SAMPLED_SLOTS` slots, four times as many as its longest document needs or a group must
-        have, and half as many items as `SAMPLED_SLOTS`.
+        A sample has `SAMPLED_SLOTS` slots or more, at least four times as many as its longest document needs and as the
+        smallest group has, and at least half as many items as `SAMPLED_SLOTS`.
         """
         slots, widest = self.request.slots, -(-int(self.tokens[0]) // self.cap)
         if slots < 2 * SAMPLED_SLOTS:
@@ -214,7 +214,7 @@ class Problem:
         return max(1, size // LARGE_DRAFT)
 
     def make_sample(self) -> "Problem":
-        """Make a problem of fewer slots and items, by `sample_factor`: of that many neighbours the middle one stays."""
+        """Make a problem of fewer slots and items: of each `sample_factor` neighbouring items the middle one stays."""
         factor = self.sample_factor
         slots, sampled = self.request.slots // factor, slice(factor // 2, None, factor)
         degrees = self.degrees[: bisect_right(self.degrees, slots)]
@@ -240,7 +240,7 @@ class Problem:
 
     @cached_property
     def light_density(self) -> float:
-        """The seconds of work a row of the short documents that hold half of all rows."""
+        """Seconds of work for each row of short documents: of the shortest items, which hold half of all rows."""
         light = 2 * np.cumsum(self.tokens) > int(self.tokens.sum())
         tokens, squares = int(self.tokens[light].sum()), int(self.squares[light].sum())
         return float(self.request.cost.work_seconds(tokens, squares)) / tokens
@@ -260,8 +260,8 @@ class Problem:
     def least_anchor_work(self) -> float:
         """The seconds of work below which a document is never an anchor.
 
-        This is `SMALLEST_ANCHOR` of what the widest block does in the shortest mean micro-batch that is tried, or if
-        less the work of a document that fits no block, which must be an anchor.
+        That is `SMALLEST_ANCHOR` of what the widest block does in the shortest mean micro-batch that is tried. It is at
+        most the work of the shortest document that fits no run of slots, as such a document must be an anchor.
         """
         if self.has_few_items:  # then any item may be an anchor
             return 0.0
@@ -276,7 +276,7 @@ class Problem:
 
     @cached_property
     def widest_run(self) -> int:
-        """Slots of the widest group that a block without anchors makes."""
+        """Slots of the widest run into which a block without anchors is divided."""
         return max(w for _, size in self.blocks for _, w in even_runs(size, self.degrees))
 
     def shares_node(self, start: int, slots: int) -> bool:
@@ -285,7 +285,7 @@ class Problem:
 
     @cached_property
     def widest_in_node(self) -> int:
-        """Slots of the largest block within one node; 0 if none is. The last may take in a smaller last node."""
+        """Slots of the largest block within one node; 0 if none is: the last block may take in a smaller last node."""
         return max((size for start, size in self.blocks if self.shares_node(start, size)), default=0)
 
     @cached_property

@@ -83,8 +83,8 @@ class EncoderShape:
         """Count the FLOPs of forward and backward by the convention of `model_flops`; `images` are the rows of each.
 
         A pair of patches that see each other takes 12 x width. Of parts that are not `trained` only forward counts.
-        With `grids`, (t, h, w) in patches of each image, windows at edges count as they are, without them as whole
-        ones.
+        `grids` are (t, h, w) of each image in patches. With them windows that an edge cuts count by the patches that
+        they have; without them every window counts as a whole one.
         """
         grid_of: Sequence[Grid | None] = [None] * len(images) if grids is None else grids
         pair = (12 if trained == "all" else 4) * self.width
@@ -94,11 +94,11 @@ class EncoderShape:
         )
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
-        """Count the FLOPs of weights, forward and backward, for `rows` rows.
+        """Count the FLOPs of weights, forward and backward, for an image of `rows` rows.
 
-        A weight takes 2 FLOPs a row forward, 2 for the gradient of its input, and 2 for its own, which frozen parts
-        have not. The first layer that is trained (the patch embedding, or the projector's entry) has no gradient of its
-        input.
+        A weight takes 2 FLOPs for each patch or row forward, 2 for the gradient of its input, and 2 for its own
+        gradient. Frozen parts run forward only. The first layer that is trained (the patch embedding, or the
+        projector's entry) needs no gradient of its input.
         """
         patches, tower, projector = self.patch_count(rows), trained == "all", trained != "none"
         flops = (4 if tower else 2) * self.embed_weights * patches
@@ -109,7 +109,8 @@ class EncoderShape:
     def _count_pairs(self, patches: int, grid: Grid | None) -> int:
         """Count the pairs of patches that see each other, in all layers.
 
-        Full layers pair all patches of a frame, with the class row; windowed ones those of a window, which borders cut.
+        Full layers pair all patches of a frame, and the class row. Layers with windows pair the patches of a window;
+        windows at the edge of a `grid` are smaller, and without a grid (None) all are whole.
         """
         frames, tall, wide = grid or (1, 1, patches)
         pairs_in_windows = patches * self.window**2
@@ -129,7 +130,7 @@ class EncoderShape:
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         machine = Machine.known("H200") if gpu else Machine.cpus()
         attention = machine.attention_flops_per_second * (self.head_size / padded if gpu else 1)
-        again = again if trained != "none" else 0
+        again = again if trained != "none" else 0  # nothing is trained: there is no backward pass
         pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / attention
         rows = self.rows or 1
         patches = (self.patch_count(rows) + self.class_rows) / rows
@@ -144,7 +145,7 @@ class EncoderShape:
 
 
 def _window_squares(side: int, window: int) -> int:
-    """Return the sum of squared pieces (patches) of an image's side that is cut into windows; the last may be less."""
+    """Return the sum of squared lengths, in patches, of the windows along a side; the last window may be shorter."""
     return side // window * window**2 + (side % window) ** 2
 
 
@@ -157,25 +158,23 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
     if full is None or not (pixels := vision.count("window_size")):
         return 0, 0
     windows = sum(layer not in full for layer in range(layers))
-    return windows, pixels // _first_side(vision, "patch") if windows else 0
+    return windows, pixels // _read_size(vision, "patch") if windows else 0
 
 
 def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Return the shape of Qwen's towers, in which two linears merge patches, those of deeper layers too (DeepStack).
+    """Return the shape of Qwen's towers, whose mergers of two linears make rows of patches.
 
     A block has four square projections of attention and an MLP of two matrices, three with a gate. A merger takes
     merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it. There is
-    one merger, and another for each deeper layer. A patch has the pixels of some frames.
+    one merger, and another for each layer that DeepStack reads. A patch has the pixels of one frame or several.
     """
-    width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _first_side(vision, "merge")
+    width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _read_size(vision, "merge")
     mlp_width = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     gated = family.startswith(_GATED)
     windows, window = window_layers(vision, layers)
     mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
     pixels = (
-        (vision.count("in_channels", "in_chans") or 3)
-        * _first_side(vision, "patch") ** 2
-        * _first_side(vision, "frames")
+        (vision.count("in_channels", "in_chans") or 3) * _read_size(vision, "patch") ** 2 * _read_size(vision, "frames")
     )
     return EncoderShape(
         width=width,
@@ -198,7 +197,7 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
     """
     width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
     patches, class_rows = (
-        (vision.count("image_size") // _first_side(vision, "patch")) ** 2,
+        (vision.count("image_size") // _read_size(vision, "patch")) ** 2,
         int("clip" in vision.family),
     )
     layers_read, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
@@ -220,7 +219,7 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
         head_size=width // vision.count("num_attention_heads"),
         full_layers=max(layers_read),
         block_weights=max(layers_read) * width * (4 * width + 2 * vision.count("intermediate_size")),
-        embed_weights=width * (vision.count("num_channels") or 3) * _first_side(vision, "patch") ** 2,
+        embed_weights=width * (vision.count("num_channels") or 3) * _read_size(vision, "patch") ** 2,
         projector_weights=projector,
         entry_weights=entry,
         patches=patches,
@@ -232,8 +231,8 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
 _NAMES = {"merge": "spatial_merge_size", "patch": "patch_size", "frames": "temporal_patch_size"}
 
 
-def _first_side(vision: ConfigReader, size: str) -> int:
-    """Return a size; the first, if there is one for each side."""
+def _read_size(vision: ConfigReader, size: str) -> int:
+    """Read the "merge", "patch" or "frames" size of a tower; the first number where there is one for each side."""
     value: Any = vision.value(_NAMES[size])
     return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(_NAMES[size])  # pyright: ignore[reportUnknownArgumentType]
 
@@ -307,8 +306,8 @@ class EncoderLoad:
 def _replication_seconds(plan: Plan, image_seconds: Sequence[float], cost: Cost) -> float:
     """Return the seconds in which every slot encodes all images of its groups' documents.
 
-    `image_seconds` are those of each document's images. In a micro-batch all slots wait for the slowest; one without
-    images launches nothing.
+    `image_seconds` are those of each document's images. In a micro-batch all slots wait for the slowest slot; a
+    micro-batch without images launches nothing.
     """
     seconds = 0.0
     for batch in plan.micro_batches:

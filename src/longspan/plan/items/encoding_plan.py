@@ -86,7 +86,7 @@ class ModalityPlan:
 
     @property
     def balance(self) -> float:
-        """The predicted work of the busiest slot over the mean of all; 1 where all have as much."""
+        """The predicted work of the busiest slot over the mean of all slots; 1 where nothing is encoded."""
         work = self.plan.timeline().busy.sum(0)
         return float(work.max() / work.mean()) if work.any() else 1.0
 
@@ -95,7 +95,7 @@ class ModalityPlan:
 def _plan_encoding(counts: tuple[int, ...], planning: EncoderPlanning) -> Plan:
     """Plan which slots encode which items together; the rows of an item are a document of this plan.
 
-    Rows of an item see each other both ways, so that contiguous shares are as much attention as zigzag ones.
+    Every row of an item sees all rows of the item, so that contiguous shares have equal attention, as zigzag ones do.
     """
     return plan_dynamic(
         counts,
@@ -142,7 +142,10 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
 
 
 def _order_rows(depths: Sequence[Sequence[ItemRows]]) -> Integers:
-    """Order the rows that a rank needs: micro-batch by micro-batch, and in each of these depth after depth."""
+    """Return the ids of the rows that a rank needs: micro-batch by micro-batch, in each micro-batch depth after depth.
+
+    `depths` has a list for the rank's own tokens and one for each depth, with the rows of every micro-batch.
+    """
     parts = [part.row for of_micro_batch in zip(*depths, strict=True) for part in of_micro_batch]
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
@@ -190,7 +193,7 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
 
 
 def find_encoded_rows(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dict[int, Integers]:
-    """Return for every rank the rows that it has once a wave is encoded; documents of a wave are items."""
+    """Return for every rank the ids of the rows that it has once a wave is encoded; documents of a wave are items."""
     rows_by_rank: dict[int, Integers] = {}
     for slot in range(home.slots):
         parts = [_NONE]
@@ -222,16 +225,16 @@ def _item_rows_of_slots(
 
 
 def _join_rows(parts: Sequence[ItemRows]) -> ItemRows:
-    """Concatenate the local rows and the row ids of these parts; none of them make empty arrays."""
+    """Concatenate the local indices and the row ids of these parts; no parts make empty arrays."""
     return ItemRows(
         np.concatenate([_NONE, *(part.local for part in parts)]), np.concatenate([_NONE, *(part.row for part in parts)])
     )
 
 
 def _part_rows(slot_rows: ItemRows, size: int, tp: int) -> ItemRows:
-    """Return the rows of items among the `size` rows of a slot that its tensor-parallel rank `tp` has.
+    """Return the item rows in the part of a slot's rows that its tensor-parallel rank `tp` holds, `size` rows long.
 
-    Local indices then count from the beginning of that part.
+    Local indices count from the beginning of that part.
     """
     is_local = slot_rows.local // size == tp
     return ItemRows(slot_rows.local[is_local] - tp * size, slot_rows.row[is_local])

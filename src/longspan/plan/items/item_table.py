@@ -73,8 +73,8 @@ class ModalityRows:
         """Find the rows of items among those of a member of a group over these documents of the plan.
 
         Positions of all documents are keys on one line, `document · stride + position`, so that two sorted searches
-        give the spans of items that each segment meets. What is returned is each met row's place in the segment's rows,
-        and its number among the items' rows.
+        give the spans of items that each segment meets. Returned are, for each row of an item, its index among the
+        member's rows and its row id.
         """
         document = np.asarray(documents, dtype=np.int64)[segments.document]
         end = (document + 1) * self.stride  # a document may be laid out longer, up to where the next one has keys
@@ -136,7 +136,7 @@ class ItemTable:
         return expand_runs(start, stop)
 
     def runs(self, document: int, modalities: Sequence[str]) -> list[tuple[int, int]]:
-        """Return the runs of positions of a document that items of these modalities take, joined where two touch."""
+        """Return the runs (start, stop) of positions that items of these modalities take, joined where spans touch."""
         first_span, end_span = np.searchsorted(self._spans.document, (document, document + 1))
         numbers = [self.modalities.index(modality) for modality in modalities if modality in self.modalities]
         indices = first_span + np.flatnonzero(np.isin(self._spans.modality[first_span:end_span], numbers))
@@ -163,7 +163,7 @@ class ItemTable:
         return ModalityRows(make_read_only(items), make_read_only(base), self._stride, spans)
 
     def digest(self) -> str:
-        """Return a digest of lengths and items, the same on every rank that was given the same."""
+        """Return a digest of lengths and items, which ranks compare."""
         return self._digest
 
     @cached_property
@@ -223,7 +223,7 @@ class ItemTable:
 
 
 def _check_types(index: int, item: object) -> None:
-    """Raise DataError unless this is an Item of integers."""
+    """Raise DataError unless `item` is an Item whose document and spans are integers; `index` names it in the error."""
     if not isinstance(item, Item):
         raise DataError(f"item {index} is {item!r}; give Item(document, spans, modality)")
     try:

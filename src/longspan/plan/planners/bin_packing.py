@@ -39,11 +39,11 @@ def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) -> list[int] | None:
-    """Choose the bin of each document: the bin with the least work of those with room; None if one fits nowhere.
+    """Choose the bin of each document: of `bins` bins with `room` rows each the one with the least work that has room.
 
-    Lengths (rows) must be in falling order; `work` are the seconds of each document. `idle` is a heap of (load, bin).
-    Bins that are too full for a document wait in `full` until the documents have become short enough for the room that
-    is left in them.
+    None if a document fits no bin. Lengths (rows) must be in falling order; `work` are the seconds of each document.
+    `idle` is a heap of (load, bin). Bins that are too full for a document wait in `full` until the documents have
+    become short enough for the room that is left in them.
     """
     room_left = [room] * bins
     idle = [(0.0, b) for b in range(bins)]

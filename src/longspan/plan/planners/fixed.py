@@ -69,9 +69,10 @@ def plan_fixed(
 
 
 def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
-    """Return the smallest degree that slots and heads allow and that holds the longest document.
+    """Return the smallest degree that slots and heads allow and whose caps hold the longest document.
 
-    All slots if none does: a planner then raises the error that says why.
+    Caps count as they are given, not in whole row multiples. If no degree does, all slots are returned: a planner then
+    raises the error that says why.
     """
     cap, types = options.max_tokens_per_slot, check_comm_types(options.cp_comm_type)
     fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
@@ -135,7 +136,7 @@ class Packer:
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
 
     def micro_batches(self, assignment: Ints) -> list[MicroBatch]:
-        """Make groups of the documents that share a place, ids rising; a place without documents has no group."""
+        """Make the micro-batches of an assignment: a group of the documents of each place, ids rising, none without."""
         documents_of: dict[int, list[int]] = {}
         for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
             documents_of.setdefault(place, []).append(document)
@@ -146,7 +147,7 @@ class Packer:
         return [MicroBatch(tuple(groups)) for groups in batches]
 
     def _sort_bins(self, bins: Sequence[int]) -> Ints:
-        """Number bins by falling time, so that those of one micro-batch are alike.
+        """Return an assignment that numbers these bins by falling time, so that bins of one micro-batch are alike.
 
         The groups of bins are not chosen yet, so every bin is priced inside a node.
         """
@@ -174,8 +175,8 @@ class Packer:
     def _place_bins(self, assignment: Ints) -> Ints:
         """Give the bins of each micro-batch to groups, the slowest bins first.
 
-        In lockstep groups inside a node come first, where messages are faster; in free mode those with the least work
-        in the micro-batches before, as only their total counts.
+        In lockstep groups inside a node get the slowest bins, as messages are faster there. In free mode groups with
+        the least work in the micro-batches before get them, as only a group's total counts.
         """
         groups, matrix = len(self.inside), self._seconds_of_places(assignment, inside=True)
         load, place = np.zeros(groups), np.empty(matrix.shape, dtype=np.int64)
@@ -205,7 +206,7 @@ class Packer:
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
 
     def _bin_seconds(self, bins: Ints, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
-        """Return the seconds of each bin (count,), the price of no documents being 0; `inside` as in group_seconds."""
+        """Return the seconds of each bin (count,), 0 without documents; `inside`: whether its group is in a node."""
         rows = np.array(self.lengths, dtype=np.int64)
         tokens, squares = np.zeros((2, count), dtype=np.int64)
         np.add.at(tokens, bins, rows)
@@ -232,7 +233,7 @@ def plan_padded(
     options: PlanOptions | None = None,
     **keywords: Unpack[PlanKeywords],
 ) -> Plan:
-    """Give documents in order to groups of `cp` slots, each document padded to the longest of the batch.
+    """Give documents in order to groups of `cp` slots, each document padded to the longest of all documents.
 
     >>> plan = plan_padded([900, 300, 20], Layout(ranks=8), cp=4, max_tokens_per_slot=512)
     >>> [[group.documents for group in batch.groups] for batch in plan.micro_batches]
@@ -251,7 +252,7 @@ def plan_padded(
 
 
 def _divide_documents(request: Request, cp: int, groups: int) -> list[range]:
-    """Divide the documents, in order, into the ranges of the micro-batches, each as many as all groups hold at once.
+    """Divide the documents, in order, into one range for each micro-batch: as many as all groups hold when padded.
 
     Without a limit of rows there is one micro-batch.
     """

@@ -91,9 +91,9 @@ def shows_options(planner: Planner) -> Planner:
 
 
 def call_options(planner: Callable[..., Any], options: PlanOptions | None, keywords: PlanKeywords) -> PlanOptions:
-    """Gather the options of one call.
+    """Return the options of one call of a planner: `options`, or the defaults, with the keywords in place of fields.
 
-    Raises TypeError for a keyword that the planner does not have, with the nearest one.
+    Raises TypeError for a keyword that the planner does not have; the message names the most similar one.
     """
     names = [*inspect.signature(planner).parameters]
     for name in keywords:

@@ -124,7 +124,7 @@ class Request(PlanOptions):
         return tuple(d for d in range(least, most + 1) if heads_allow(d, self.heads, self.types, self.tp))
 
     def check_degree(self, home: Layout, cp: int) -> int:
-        """Return the degree if it divides the slots and every document fits its cap; else raise PlanError."""
+        """Return the degree. Raises PlanError if slots, heads or sizes do not allow it, or a document does not fit."""
         check_count("cp", cp)
         if self.slots % cp:
             fit = [str(d) for d in range(1, self.slots + 1) if self.slots % d == 0]
@@ -158,13 +158,19 @@ class Request(PlanOptions):
         return -(-longest // (cp * self.row_multiple)) * self.row_multiple
 
     def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
-        """Return a group of these slots and documents, with the request's types, sizes and partition."""
+        """Return a group of these slots and documents, with the request's types, sizes and partition.
+
+        `pad_to` is the rows to which every document is padded (None: none is).
+        """
         lengths = tuple(self.lengths[d] for d in documents)
         sizes, partition = self.level_sizes(len(slots)), self.partition_kind(len(slots))
         return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to)
 
     def level_sizes(self, degree: int) -> tuple[int, int] | None:
-        """Return the two sizes of a group of this degree; the first divides the degree and the size in the options."""
+        """Return the two sizes of a group of this degree; None if no layer has a2a+p2p, or the options have no size.
+
+        The first is the greatest common divisor of the degree and the first size in the options.
+        """
         sizes = self.hierarchical_context_parallel_sizes
         if "a2a+p2p" not in self.types or sizes is None:
             return None
@@ -230,7 +236,7 @@ class Request(PlanOptions):
         return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
 
     def lower_bound(self, max_cp: int | None = None) -> Bound:
-        """Return what no plan of this request can beat; `max_cp` limits the degree of a group."""
+        """Return the bound in seconds that no plan of this request can beat; `max_cp` limits degrees (None: slots)."""
         cap, cost = self.max_tokens_per_slot, self.cost
         return lower_bound_seconds(
             self.lengths, self.slots, cap, cost, self.mode, max_cp=max_cp, node_size=self.node_size
@@ -238,7 +244,7 @@ class Request(PlanOptions):
 
 
 def check_heads(request: Request, degree: int) -> None:
-    """Raise PlanError if `a2a` would deal the query heads to a group of a degree that does not divide them.
+    """Raise PlanError if `a2a` would deal the query heads of a rank to a group whose degree does not divide them.
 
     Key/value heads limit nothing: where there are fewer than slots, the same head goes to several.
     """

@@ -24,7 +24,10 @@ class ConfigReader:
 
     @classmethod
     def of(cls, config: Any) -> "ConfigReader":
-        """Read an object or dict, a config.json or its folder. Raises PlanError for a file without a configuration."""
+        """Read the language model's configuration in an object or dict, a config.json or its folder.
+
+        Raises PlanError for a file without a configuration.
+        """
         read = cls.read_whole(config)
         where = read.where
         text = read.value("text_config")
@@ -32,7 +35,7 @@ class ConfigReader:
 
     @classmethod
     def read_whole(cls, config: Any) -> "ConfigReader":
-        """Read a whole model's configuration, also where those of its text model and encoders are sections of it."""
+        """Read a whole model's configuration, of which those of a text model and of encoders may be sections."""
         where = type(config).__name__
         if isinstance(config, (str, Path)):
             config, where = _read_config_json(Path(config))
@@ -67,7 +70,7 @@ class ConfigReader:
         return ConfigReader(self.value(name) or {}, f"{name} of {self.where}")
 
     def experts(self) -> tuple[str, int]:
-        """Return the name and the count of a layer's experts; "" and 0 without experts."""
+        """Return the attribute that counts a layer's experts, and its count; "" and 0 without experts."""
         return next(((name, count) for name in _EXPERTS if (count := self.count(name))), ("", 0))
 
     def check_counts(self, *names: str, one_of: Sequence[str] = ()) -> None:

@@ -45,7 +45,7 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
 
 
 def layer_types(read: ConfigReader) -> list[str]:
-    """Return the type of each layer by today's names; empty if the configuration has none: all attend."""
+    """Return the type of each layer by today's names; empty if the configuration tells no types: all layers attend."""
     if (types := _read_types(read)) is None:
         types = _infer_types(read, read.count("num_hidden_layers"))
     return [_OLDER_NAMES.get(kind, kind) for kind in types]
@@ -54,8 +54,9 @@ def layer_types(read: ConfigReader) -> list[str]:
 def depth_types(config: Any, types: Sequence[str]) -> list[str]:
     """Return the types of the layers of a depth of multi-token prediction, if the configuration names them.
 
-    `types` are those of the model's own layers. If none of these has experts, an MLP stands for experts in the depth,
-    and the other way round. Empty if the configuration names no types: a depth then has a layer like the last one.
+    `types` are those of the model's own layers. If no layer of the model has experts, the depth has an MLP in place of
+    experts; if no layer is an MLP, it has experts in place of an MLP. Empty if the configuration names no types for a
+    depth, which then has a layer like the model's last one.
 
     >>> depth_types({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
     ['full_attention', 'mlp']
@@ -66,7 +67,8 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
 def _read_depth_types(read: ConfigReader, types: Sequence[str]) -> list[str]:
     """Read the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does.
 
-    `types` are those of the model's own layers. If these have no experts, "moe" becomes "mlp", and the other way round.
+    `types` are those of the model's own layers. If these have no "moe", a depth's "moe" becomes "mlp", and likewise
+    "mlp" becomes "moe".
     """
     type_names: Sequence[str] = read.value("mtp_layers_block_type") or [
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
@@ -82,7 +84,7 @@ def depth_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
 
 
 def sliding_window(read: ConfigReader) -> int:
-    """Return the window of sliding layers; 0 if it is not used."""
+    """Return the rows of the window of sliding layers; 0 without a window, or if the configuration switches it off."""
     return 0 if read.value("use_sliding_window") is False else read.count("sliding_window")
 
 
@@ -114,8 +116,8 @@ def _read_types(read: ConfigReader) -> list[str] | None:
 def _infer_types(read: ConfigReader, layers: int) -> list[str]:
     """Infer the types of a configuration that names none from its other attributes.
 
-    Some list the layers that attend, some name the interval at which one does, and some have keys of models that are
-    all mixers or hybrids. The result is empty where nothing speaks of mixers: all layers attend.
+    Some configurations list the layers that attend, some name the interval at which a layer attends, and some have keys
+    of models whose layers are all mixers or all hybrids. Empty if no attribute is one of mixers: all layers attend.
     """
     linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
@@ -147,8 +149,9 @@ def has_shared_blocks(read: ConfigReader) -> bool:
 def _visits_experts(read: ConfigReader, layer: int) -> bool:
     """Return whether a layer has experts, by any of the keys with which configurations say so.
 
-    They give the layers with experts, or a type for each layer, or else three conditions: no layer of a list, every
-    so-many-th layer, none of the first. No layer has any where a token visits none, or a count of 0 is stated.
+    Keys list the layers with experts, or a type for each layer. Otherwise a layer must meet three conditions: not in
+    the list of dense layers, at the interval of sparse ones, and not among the first, dense ones. No layer has experts
+    if a token visits none, or if the count of experts is 0.
     """
     if not read.count("num_experts_per_tok", "num_experts_per_token") or read.value("num_local_experts") == 0:
         return False
@@ -188,8 +191,8 @@ class Widths(NamedTuple):
 def attention_widths(read: ConfigReader) -> Widths:
     """Return the widths of queries and keys.
 
-    Latent attention counts as it is computed, with full heads, whose size is the mean of key and value size: a pair of
-    rows takes one product of each. A shared block attends to rows of twice the hidden size.
+    Latent attention counts as it is computed, with full heads. Their size is the mean of key and value size, as a pair
+    of rows takes a product of keys and one of values. A shared block attends to rows of twice the hidden size.
     """
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     if has_latent_attention(read):
@@ -200,7 +203,7 @@ def attention_widths(read: ConfigReader) -> Widths:
 
 
 def key_value_heads(read: ConfigReader) -> int:
-    """Return the key/value heads of a layer that attends, at least 1; latent attention has as many as query heads."""
+    """Return the key/value heads of a layer that attends, at least 1: as many as query heads in latent attention."""
     heads = read.count("num_attention_heads")
     return max(1, heads if has_latent_attention(read) else read.count("num_key_value_heads") or heads)
 

@@ -45,7 +45,7 @@ class MixerShape:
 
     @property
     def halo(self) -> int:
-        """How many numbers the rows before a run have that its convolution reads."""
+        """How many numbers a run's convolution reads of the `width` − 1 rows before the run."""
         return self.channels * (self.width - 1)
 
     @property
@@ -193,14 +193,14 @@ def _mamba2_shape(read: ConfigReader, hidden: int) -> MixerShape:
 def _mamba2_heads(read: ConfigReader) -> int:
     """Return the heads of a Mamba 2 layer; 0 for Mamba 1.
 
-    Mamba 1 has no heads, but for the first Zamba, which has no groups: heads of Zamba count if it has groups (Zamba 2).
+    `n_mamba_heads` counts only beside groups, as in Zamba 2: the first Zamba has that key too, and layers of Mamba 1.
     """
     heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
     return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))
 
 
 def _inner_width(read: ConfigReader, hidden: int, heads: int) -> int:
-    """Return the width of a row between a Mamba 2 layer's projections."""
+    """Return the width of a row between a Mamba 2 layer's projections: that of its heads, or as it is configured."""
     size = read.value("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
     if isinstance(size, int):  # it may be "auto"
         return heads * size

@@ -71,7 +71,7 @@ class ModelShape:
     logits: int = 0
 
     def __post_init__(self) -> None:
-        """Count as many decoder layers as attend, if none are given."""
+        """Set `decoder_layers` to the layers that attend, if it is 0."""
         object.__setattr__(self, "decoder_layers", self.decoder_layers or self.layers)
 
     @classmethod
@@ -121,7 +121,7 @@ class ModelShape:
 
 
 def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> Weights:
-    """Count the weights of a whole layer; its last product is that of its MLP, else of its mixer, else of attention."""
+    """Count the weights of a whole layer; the last product is that of its MLP, or else mixer, or else attention."""
     parts: list[Weights] = []
     if kind.attention:
         parts.append(attention_weights(read))
@@ -179,7 +179,7 @@ def read_query_heads(config: Any) -> int | None:
 
 
 def has_mixers(config: Any) -> bool:
-    """Return whether a configuration is one of a hybrid whose state-space layers run over ranks.
+    """Return whether a configuration has state-space layers of a kind that groups of several ranks can run.
 
     >>> has_mixers({"num_hidden_layers": 2, "conv_L_cache": 3, "full_attn_idxs": [1]})
     True

@@ -64,7 +64,7 @@ class PlannerComparison:
         yield "dynamic", self._fastest_simulation(dynamic, None)
 
     def sensitivity(self) -> Iterator[Sensitivity]:
-        """Yield how the dynamic plan changes with each constant of the cost that is wrong."""
+        """Yield how the dynamic plan changes if one constant of the cost is wrong, constant by constant."""
 
         def make_plan(cost: Cost) -> Plan:
             degrees: dict[str, Any] = {"min_cp": self.min_cp, "max_cp": self.max_cp or None}
@@ -78,8 +78,8 @@ class PlannerComparison:
     def degrees(self) -> list[int]:
         """List the degrees to compare: the one that is given, or the lowest powers of two that are possible.
 
-        These divide the slots, hold the longest document and suit the query heads; if none does, all slots are one
-        group.
+        Possible degrees divide the slots, hold the longest document (by the cap as it is given) and suit the query
+        heads. If there is none, the only degree is that of all slots.
         """
         if self.cp:
             return [self.cp]
@@ -92,8 +92,8 @@ class PlannerComparison:
     def _fastest_simulation(self, planner: Callable[..., Plan], cp: int | None) -> Simulation | str:
         """Return the fastest simulation over communication types, at a degree or (None) of dynamic degrees.
 
-        If no type has a plan, the first type's error is returned, as text. Types of a hybrid are compared together with
-        partitions (`plan_with_partition`), not here.
+        If no type has a plan, the first type's error is returned, as text. A hybrid's types are compared together with
+        partitions, by `plan_with_partition` in `_simulate_planner`.
         """
         hybrid = self.options.cost.states is not None
         choices = [self.options] if hybrid else list_type_options(self.options, self.home, cp)

@@ -37,7 +37,7 @@ def sample_lengths(
 
 
 def _draw_lengths(name: str, random: np.random.Generator, count: int) -> NDArray[np.float64]:
-    """Draw `count` lengths of a distribution of this name, before they are rounded; "files" is what remains."""
+    """Draw `count` lengths of the distribution `name`, as floats that are not rounded yet."""
     if name == "lognorm":
         return np.exp(np.log(2048) + 1.4898 * random.standard_normal(count))  # ln(64K / 2K) / 2.326, the 99 % quantile
     if name == "bimodal":
@@ -46,12 +46,12 @@ def _draw_lengths(name: str, random: np.random.Generator, count: int) -> NDArray
         return random.integers(1024, 65537, count).astype(np.float64)
     if name == "expo":
         return random.exponential(8192, count)
-    return random.choice(_file_tokens(), count)
+    return random.choice(_file_tokens(), count)  # "files"
 
 
 @cache
 def _file_tokens() -> NDArray[np.float64]:
-    """Return the lengths of this Python's own modules, four bytes a token, without those of 16 tokens or fewer."""
+    """Return the tokens of each module of this Python's library, four bytes a token, without files of 16 or fewer."""
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     sizes = [file.stat().st_size // 4 for file in files if "site-packages" not in file.parts]
     return np.array([size for size in sizes if size > 16], np.float64)

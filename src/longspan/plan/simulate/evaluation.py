@@ -70,9 +70,9 @@ def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
 def _lower_limits(lengths: Sequence[int], home: Layout, options: PlanOptions, widest: int) -> Iterator[int]:
     """Yield limits of rows below that of the options, the highest first, each half of the one before.
 
-    The limits are the least rows that hold the longest document, doubled again and again. Left out are limits above
-    twice a slot's mean rows, which would limit nothing, and those that would make more than `MOST_ROUNDS` micro-batches
-    for each stage.
+    The limits are the least rows a slot that hold the longest document in a group of `widest` slots, doubled again and
+    again. Left out are limits above twice a slot's mean rows, which would limit nothing, and limits that would make
+    more than `MOST_ROUNDS` micro-batches for each stage.
     """
     multiple, share = options.row_multiple, sum(lengths) / home.slots
     least_rows = -(-max(lengths) // (widest * multiple)) * multiple
@@ -88,9 +88,9 @@ NAMED = 4  # degrees after the best, in a line of reasons
 class DegreeChoice:
     """One degree: `groups` of `cp` slots. A document-step is one document through the model once.
 
-    Filled, an evaluation makes so many `passes` of the micro-batches that fill the pipeline; of its `filled_steps`
-    those beyond the number of documents are wasted. `planned` has each document once, under the type and at the cap
-    that were found best; `options` are those of its plan.
+    A filled evaluation makes `passes` passes of the micro-batches that fill the pipeline; of its `filled_steps`
+    document-steps those beyond the number of documents are wasted. `planned` has each document once, under the fastest
+    type and at the best cap. `options` are those of its type, with the cap of the comparison.
     """
 
     cp: int
@@ -122,7 +122,7 @@ class DegreeComparison:
 
     @property
     def best(self) -> DegreeChoice:
-        """The degree whose planned evaluation is fastest; the lowest of several."""
+        """The degree whose planned evaluation is fastest; of equally fast ones the first that was tried."""
         return min(self.choices, key=lambda choice: choice.planned.seconds)
 
     def reason(self, name: str = "") -> str:
@@ -146,7 +146,7 @@ class DegreeComparison:
         return "; ".join([choice_text, *filter(None, [slower]), *dynamic, *self.left_out])
 
     def _time_text(self, simulation: Simulation) -> str:
-        """Write a time in seconds, or as a ratio to the best under a cost that is of no machine."""
+        """Write a simulation's seconds, or under a cost that is of no machine their ratio to the best degree's."""
         if simulation.cost.source:
             return f"{simulation.seconds:.3g} s"
         return f"{simulation.seconds / self.best.planned.seconds:.2f} x as long"
@@ -168,11 +168,11 @@ class _Evaluation:
         return self.options.max_tokens_per_slot or self.least_cap(1)
 
     def least_cap(self, cp: int) -> int:
-        """Return the rows of a slot below which the longest document does not fit a group."""
+        """Return the least rows of a slot, in whole row multiples, at which `cp` slots hold the longest document."""
         return -(-max(self.lengths) // (cp * self.options.row_multiple)) * self.options.row_multiple
 
     def simulation(self, plan: Plan) -> Simulation:
-        """Simulate a plan of this evaluation through the stages."""
+        """Simulate the forward passes of a plan of this evaluation through the stages."""
         return simulate(plan, pp=self.home.pp, vpp=self.vpp, backward=False)
 
 
@@ -245,7 +245,7 @@ def _price_degree(evaluation: _Evaluation, cp: int) -> DegreeChoice:
 def _fill_passes(
     lengths: tuple[int, ...], slots: int, cp: int, accumulation: int, options: PlanOptions
 ) -> list[MicroBatch]:
-    """Fill whole passes of `accumulation` micro-batches, each group with one document.
+    """Fill whole passes of `accumulation` micro-batches, each group of `cp` slots with one document.
 
     After the last document the first one follows again, and so on until the last pass is full.
     """
@@ -265,7 +265,7 @@ def _fill_passes(
 def _find_fastest_type(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
     """Simulate a plan under each communication type; return the fastest simulation and the options of its type.
 
-    The limit of rows that suits the pipeline is searched under the first type only, and suits every type.
+    The limit of rows that suits the pipeline is searched under the first type only, and taken for all types.
     """
     lengths, home = evaluation.lengths, evaluation.home
     first_options, *further_options = list_type_options(evaluation.options, home, cp)

@@ -72,7 +72,8 @@ class RowBytes:
         row = read.count("hidden_size") * bytes_per_value
         with_embedding = has_shared_blocks(read)
         settings = MemorySettings(compute_bytes=bytes_per_value)
-        tapes, load = LayerTapes(read, settings), SlotLoad(1, int(exchanged), float(exchanged))  # of one row
+        # One row; under a2a it is exchanged too, with its key/value heads as they are, without copies.
+        tapes, load = LayerTapes(read, settings), SlotLoad(1, int(exchanged), float(exchanged))
         kinds = layer_kinds(read) + depth_kinds(read) * depths
         return cls(
             activations=sum(

@@ -64,7 +64,7 @@ def plan_sensitivity(
 
 
 def rows_by_way(plan: Plan) -> Counter[tuple[int, str]]:
-    """Count the rows of a plan by the degree of their group, and its type if it has several slots."""
+    """Count the rows of a plan by the degree and the type of their group; the type of a group of one slot is ""."""
     rows = Counter[tuple[int, str]]()
     for group in (group for batch in plan.micro_batches for group in batch.groups):
         kind = group.cp_comm_type if isinstance(group.cp_comm_type, str) else "/".join(group.cp_comm_type)
@@ -73,9 +73,10 @@ def rows_by_way(plan: Plan) -> Counter[tuple[int, str]]:
 
 
 def wrong_costs(cost: Cost, share: float = SHARE) -> Iterator[tuple[str, float, Cost]]:
-    """Yield each constant's name, the factor that is put on it, and the cost with it.
+    """Yield each constant's name, a factor of 1 − `share` or 1 + `share`, and the cost in which it is multiplied.
 
-    Constants that are 0 are left out.
+    Times that are 0 are left out. Those of state-space layers are of summaries and messages: their scans are among the
+    linear layers.
     """
     for factor in (1 - share, 1 + share):
         for constant, name in OF_COST.items():

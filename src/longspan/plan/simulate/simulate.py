@@ -67,7 +67,7 @@ def run_pipeline(
 
 
 def _pipeline_order(micro_batches: int, stages: int, chunks: int, backward: bool) -> tuple[tuple[Action, ...], ...]:
-    """List the actions of every stage."""
+    """List the actions of every stage, in order; without `backward` forward passes alone."""
     return tuple(tuple(_stage_order(stage, micro_batches, stages, chunks, backward)) for stage in range(stages))
 
 
@@ -293,8 +293,8 @@ def _link_bytes(plan: Plan, cost: Cost) -> tuple[float, float]:
         sent = bytes_by_level(cost, kind, (inner, group.degree // inner), rows, nodes)
         states = 0.0
         if cost.states:
-            partition = cost.states.for_partition(group.partition)
-            states = float(partition.wire_bytes(float(len(group.lengths)), float(rows), float(group.degree)))
+            state_cost = cost.states.for_partition(group.partition)
+            states = float(state_cost.wire_bytes(float(len(group.lengths)), float(rows), float(group.degree)))
         crosses = len(set(nodes)) > 1
         inside, across = inside + sent["inside"] + states * (not crosses), across + sent["across"] + states * crosses
     return inside, across

@@ -32,7 +32,7 @@ def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None)
     """
     if options.cp_comm_type != "auto":
         return [options if cp is None else fit_to_degree(options, cp)]
-    if cp == 1:
+    if cp == 1:  # one slot sends nothing, so that all types are the same
         return [_with_type(options, "p2p")]
     rings = [_with_type(options, "p2p"), _with_type(options, "all_gather")]
     exchanged = options.heads is not None and (cp is None or heads_allow(cp, options.heads, ("a2a",), home.tp))
@@ -52,7 +52,9 @@ def fit_to_degree(options: PlanOptions, cp: int) -> PlanOptions:
 
 
 def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:
-    """Return a type, or those of a list, with its levels (a2a, p2p) where it has two; of several levels the widest a2a.
+    """Write a communication type, or those of a list, with its levels (a2a, p2p); of several levels the widest a2a.
+
+    `sizes` are the levels of all groups; None and single numbers are left out.
 
     >>> type_text("a2a+p2p", [(4, 2)]), type_text("a2a+p2p", [(2, 2), (4, 3)]), type_text(["p2p", "a2a", "p2p"])
     ('a2a+p2p (4, 2)', 'a2a+p2p, a2a of 4 at most', 'p2p/a2a')
@@ -80,10 +82,10 @@ def _with_type(options: PlanOptions, kind: str, sizes: int | tuple[int, int] | N
 
 
 def _possible_levels(options: PlanOptions, home: Layout, cp: int | None) -> Iterator[int | tuple[int, int]]:
-    """Yield the numbers of neighbours that may exchange heads under a2a+p2p, inside a node and as the heads allow.
+    """Yield the numbers of neighbours that may exchange heads under a2a+p2p: they divide a node and a rank's heads.
 
-    At a degree both levels are given, in a dynamic plan only the first. Nothing is yielded if the heads are not known,
-    nor for contiguous rows, whose rings are uneven.
+    At a degree `cp` both levels are yielded, in a dynamic plan (None) the first alone, which divides the slots. Nothing
+    is yielded if the heads are not known, nor for contiguous rows, whose rings are uneven.
     """
     if options.heads is None or options.partition == "contiguous":
         return
@@ -165,9 +167,9 @@ def which_partition(
 def plan_with_partition(
     make: Callable[[PlanOptions], Plan], options: PlanOptions, partition: Literal["auto"] | PartitionKind = "auto"
 ) -> tuple[Plan, str]:
-    """Make the plan of these options, priced under their type; of a hybrid also why its rows are dealt out so, else "".
+    """Make the plan of these options; also returns why the rows of a hybrid are dealt out as they are ("" for others).
 
-    A `partition` "auto" is zigzag unless the model is a hybrid.
+    `partition` "auto" is the fastest partition for a hybrid, and zigzag for other models.
     """
     if options.cost.states is None:
         return make(replace(options, partition="zigzag" if partition == "auto" else partition)), ""
@@ -183,7 +185,7 @@ def way_text(options: PlanOptions) -> str:
 
 
 def _way_options(options: PlanOptions, partition: str) -> Iterator[PlanOptions]:
-    """Yield the options under each partition and type that comes into question; of close ones the earlier wins."""
+    """Yield the options of each way, contiguous before zigzag and a2a before p2p: of close ways the first wins."""
     types = TYPES if options.cp_comm_type == "auto" else (options.cp_comm_type,)
     for kind in reversed(PARTITIONS) if partition == "auto" else (partition,):
         for cp_comm_type in types:
