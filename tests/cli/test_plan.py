@@ -13,9 +13,8 @@ import pytest
 from longspan.cli.main import main
 from longspan.config.file import load_config
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan
+from longspan.plan import Cost, CostSettings, Plan
 from longspan.plan.cost.machine import Machine
-from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.train.plans import find_run_cost
 
 
@@ -300,7 +299,7 @@ def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     config = load_config(None, {"model.path": model})
     assert plan.cost == find_run_cost(config, model, print, gpu=True, slots=2)  # as training prices it, FSDP2 included
     free, _ = planned(["--same", "4x900", "--slots", "2", "--model", model, "--mode", "free"], capsys)
-    assert free.cost == cost_on_h200(model)
+    assert free.cost == Machine.known("H200").cost(model, CostSettings(shards=2, free=True))
     assert main(["plan", "--same", "4x900", "--slots", "2", "--heads", "8", "--model", model]) == 2
     assert "--heads 8 and --model" in capsys.readouterr().err
 

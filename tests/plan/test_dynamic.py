@@ -209,6 +209,13 @@ def test_ratio_to_the_bound_at_1024_slots(name: str) -> None:
     assert free.ratio <= RATIOS[name][2]
 
 
+@pytest.mark.parametrize(("slots", "documents", "multiple"), [(512, 257, 1), (513, 257, 1), (512, 257, 4)])
+def test_a_sample_may_have_few_documents_where_the_problem_has_not(slots: int, documents: int, multiple: int) -> None:
+    lengths = np.random.default_rng(0).integers(1000, 60000, documents).tolist()
+    plan = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=16384, micro_batch_multiple=multiple)
+    assert plan.ratio <= 1.035 and len(plan.micro_batches) % multiple == 0
+
+
 def test_three_long_documents_share_sixteen_slots_side_by_side() -> None:
     plan = plan_dynamic([36000] * 3, Layout(16), max_tokens_per_slot=8192)
     assert plan.ratio <= 1.10

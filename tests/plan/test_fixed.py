@@ -197,6 +197,9 @@ def test_the_smallest_degree_holds_the_longest_document() -> None:
     longest = {100: 1, 101: 2, 200: 2, 201: 3, 400: 4, 401: 6, 1200: 12, 1201: 12}
     assert {length: smallest_degree([9, length], Layout(12), options) for length in longest} == longest
     assert smallest_degree([10**6], Layout(12), PlanOptions()) == 1
+    rows = PlanOptions(max_tokens_per_slot=1000, row_multiple=16)  # 992 rows a slot
+    assert smallest_degree([3990], Layout(8), rows) == 8
+    assert plan_fixed([3990], Layout(8), 8, options=rows).micro_batches[0].groups[0].degree == 8
 
 
 def test_targets_and_dummies() -> None:

@@ -91,6 +91,15 @@ def test_a_closing_has_the_measured_speeds_of_sharded_parameters() -> None:
     assert closing(replace(plain, across=across), 1) == pytest.approx(measured)  # one slot a host
 
 
+def test_a_free_step_updates_a_slots_shard_and_sums_copies_in_its_closing() -> None:
+    lockstep, free = (Machine().cost(QWEN3_8B, CostSettings(shards=8, free=free)) for free in (False, True))
+    copies = Machine().cost(QWEN3_8B, CostSettings(shards=4, dp_replicate=2, free=True))
+    weights = ModelShape.of(QWEN3_8B).stored_weights
+    assert free.update_seconds == lockstep.update_seconds == pytest.approx(13e-3 + 7e-12 * weights / 8)
+    assert copies.update_seconds == pytest.approx(13e-3 + 7e-12 * weights / 4)
+    assert (free.sharding_seconds, free.micro_batch_seconds) == (0.0, Machine().micro_batch_seconds)
+
+
 def test_sharded_parameters_bound_a_micro_batch_from_below() -> None:
     """FSDP2's messages hide behind as much work, and between slow hosts there is less."""
     home, lengths = Layout(ranks=4), (900, 700, 300, 200)

@@ -19,6 +19,7 @@ from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.shape.model_shape import read_experts
 from longspan.run.checks.config_check import check_config
 from longspan.train.plans import PlanChoice, find_run_cost, home_of, query_heads
+from longspan.train.plans.choice import plan_row_multiple
 from longspan.train.plans.partition import choose_partition
 
 if TYPE_CHECKING:
@@ -225,6 +226,7 @@ def _set_limits(
             max_tokens_per_slot=cap if isinstance(cap, int) and cap else None,
             heads=query_heads(configuration),
             cp_comm_type=context.cp_comm_type or "p2p",
+            row_multiple=plan_row_multiple(config.parallel),
         )
         degree = home.slots if flags.sequences else smallest_degree(documents.lengths, home, limits)
     return replace(config, context=replace(context, max_tokens_per_slot=cap, context_parallel_size=degree))

@@ -117,7 +117,7 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
         return machine
     if machine is None and not flags.model:
         return DEFAULT_COST
-    settings = CostSettings(depths=depths, shards=slots if mode == "lockstep" else 0, weight_ranks=tp)
+    settings = CostSettings(depths=depths, shards=slots // flags.dp_replicate, free=mode == "free", weight_ranks=tp)
     return (machine or Machine.known("H200")).cost(flags.model or QWEN3_8B, settings)
 
 

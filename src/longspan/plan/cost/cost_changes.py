@@ -39,9 +39,10 @@ class CostSettings:
     prediction, `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` ranks that share experts, and
     `forward` alone. FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in
     `dp_replicate` copies, gathers them for every micro-batch's forward pass, again for its backward pass unless
-    `gathered_once`, and sums gradients. `weight_ranks` of a slot share its weights (0: those of tp). In free mode
-    shards are 0: `Cost.with_closing` prices its gathers. Only the `target_share` of the rows predict a token: others
-    have no logits. Layers multiply in `float8` but for gradients of weights, and are `compiled` as in [train] on GPUs.
+    `gathered_once`, and sums gradients. `weight_ranks` of a slot share its weights (0: those of tp). In `free` mode
+    they are gathered and summed once a step, also over copies: `Cost.with_closing` prices that. Only the `target_share`
+    of the rows predict a token: others have no logits. Layers multiply in `float8` but for gradients of weights, and
+    are `compiled` as in [train] on GPUs.
     """
 
     recomputation: Recomputation = "none"
@@ -52,6 +53,7 @@ class CostSettings:
     tp: int = 1
     ep: int = 1
     shards: int = 0
+    free: bool = False
     weight_ranks: int = 0
     dp_replicate: int = 1
     gathered_once: bool = False

@@ -157,7 +157,7 @@ class Machine(MachineFigures):
         Each of w slots gets (w − 1) / w of the weights in each gather (forward, and backward unless weights stay
         gathered), and of their gradients in the sum, which travels in float32 at least.
         """
-        if not settings.shards:
+        if not settings.shards or settings.free:
             return cost
         weights, width = shape.stored_weights / (settings.weight_ranks or settings.tp), settings.shards
         forward = cost.passes == "forward"
@@ -182,12 +182,13 @@ class Machine(MachineFigures):
     def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
         """Return the seconds that end a step: of the optimizer, and of sums of gradients over copies of the shards.
 
-        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients in float32. Frozen weights have none.
+        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients in float32. Frozen weights have none;
+        in free mode the closing has them.
         """
         if settings.frozen:
             return self.update_seconds
         weights = shape.stored_weights / (settings.weight_ranks or settings.tp) / max(1, settings.shards)
-        copies = settings.dp_replicate
+        copies = 1 if settings.free else settings.dp_replicate
         link = self.inside if copies * settings.shards <= self.node_size else self.across
         summed = weights * 4 * 2 * (copies - 1) / copies / link.gather.bytes_per_second
         return self.update_seconds + self.weight_update_seconds * weights + summed

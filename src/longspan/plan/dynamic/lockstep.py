@@ -95,23 +95,26 @@ def search_draft(problem: Problem, effort: Effort) -> Draft:
 
 def _search_sample(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
     """Search on a sample; returns settings for the whole problem: the sample's best, and initial ones that did well."""
-    # Initial settings of the problem and of its sample are taken to correspond by number.
     sample, settings_of_problem = Search(problem.make_sample()), list(initial_settings(problem, degrees))
-    for settings in initial_settings(sample.problem, sample.degrees):
+    for settings in initial_settings(sample.problem, sample.degrees, whole=problem):  # as many, which correspond
         sample.try_settings(settings)
     ranked = sample.rank_settings()
     sample.improve_settings(effort.sample_steps)
     return [sample.settings, *[settings_of_problem[i] for i in ranked[: effort.drafts]]]
 
 
-def initial_settings(problem: Problem, degrees: DegreeTable) -> Iterator[DraftSettings]:
+def initial_settings(
+    problem: Problem, degrees: DegreeTable, *, whole: Problem | None = None
+) -> Iterator[DraftSettings]:
     """Yield the settings that a search begins with: numbers of micro-batches, their durations, and anchors.
 
     Durations are between all equal (steepness 0) and the shares of the sorted documents (1), and a little longer than
-    the work needs. The first micro-batch is long enough for the longest document.
+    the work needs. The first micro-batch is long enough for the longest document. A sample has the numbers and anchors
+    of the `whole` problem, though its rows may need another micro-batch, and its documents be few where those are not.
     """
-    few = problem.has_few_items
-    for count in _micro_batch_counts(problem):
+    whole = whole or problem
+    few = whole.has_few_items
+    for count in _micro_batch_counts(whole):
         steep = _steep_shares(problem, count)
         for steepness in STEEPNESS:
             shape = (1.0 - steepness) / count + steepness * steep

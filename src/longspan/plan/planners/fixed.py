@@ -71,10 +71,10 @@ def plan_fixed(
 def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
     """Return the smallest degree that slots and heads allow and whose caps hold the longest document.
 
-    Caps count as they are given, not in whole row multiples. If no degree does, all slots are returned: a planner then
-    raises the error that says why.
+    A cap counts in whole row multiples. If no degree does, all slots are returned: a planner then raises the error that
+    says why.
     """
-    cap, types = options.max_tokens_per_slot, check_comm_types(options.cp_comm_type)
+    cap, types = options.rows, check_comm_types(options.cp_comm_type)
     fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
     return next((d for d in fit if heads_allow(d, options.heads, types, home.tp)), home.slots)
 

@@ -56,6 +56,12 @@ class PlanOptions:
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))  # pyright: ignore[reportUnknownArgumentType]
 
+    @property
+    def rows(self) -> int | None:
+        """Rows that a slot can hold in whole row multiples; None: no limit."""
+        cap = self.max_tokens_per_slot
+        return None if cap is None else cap // self.row_multiple * self.row_multiple
+
 
 class PlanKeywords(TypedDict, total=False):
     """The fields of `PlanOptions` as keyword arguments, for type checkers and editors.

@@ -107,12 +107,6 @@ class Request(PlanOptions):
                 )
 
     @property
-    def rows(self) -> int | None:
-        """Rows that a slot can hold in whole row multiples; None for no limit."""
-        cap = self.max_tokens_per_slot
-        return None if cap is None else cap // self.row_multiple * self.row_multiple
-
-    @property
     def types(self) -> tuple[str, ...]:
         """The communication types, one for all layers or one for each."""
         return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type

@@ -208,4 +208,5 @@ def read_experts(config: Any) -> ExpertCounts:
     """
     read = ConfigReader.of(config)
     name, count = read.experts()
-    return ExpertCounts(count, name, read.count("num_experts_per_tok") if count else 0)
+    visited = read.count("num_experts_per_tok", "num_experts_per_token") if count else 0
+    return ExpertCounts(count, name, visited)

@@ -78,12 +78,12 @@ class PlannerComparison:
     def degrees(self) -> list[int]:
         """List the degrees to compare: the one that is given, or the lowest powers of two that are possible.
 
-        Possible degrees divide the slots, hold the longest document (by the cap as it is given) and suit the query
-        heads. If there is none, the only degree is that of all slots.
+        Possible degrees divide the slots, hold the longest document and suit the query heads. If there is none, the
+        only degree is that of all slots.
         """
         if self.cp:
             return [self.cp]
-        slots, cap, heads = self.home.slots, self.options.max_tokens_per_slot, self.options.heads
+        slots, cap, heads = self.home.slots, self.options.rows, self.options.heads
         types = check_comm_types(self.options.cp_comm_type)
         powers = [1 << i for i in range(slots.bit_length()) if slots % (1 << i) == 0]
         allowed = [cp for cp in powers if heads_allow(cp, heads, types, self.home.tp)]

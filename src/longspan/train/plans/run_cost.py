@@ -94,7 +94,8 @@ def run_cost_settings(
         frozen=config.lora.rank > 0,
         depths=config.mtp.depths,
         bytes_per_number=DTYPE_BYTES[computed] if config.run.machine else 2,
-        shards=slots // parallel.dp_replicate if config.context.mode == "lockstep" else 0,
+        shards=slots // parallel.dp_replicate,
+        free=config.context.mode == "free",
         weight_ranks=parallel.tp,  # ranks that share a slot's weights; plans divide a slot's cost by them later
         dp_replicate=parallel.dp_replicate,
         gathered_once=not parallel.reshard_after_forward,
