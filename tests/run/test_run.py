@@ -124,7 +124,7 @@ def test_every_plan_is_kept_and_its_groups_are_in_the_metrics(straight: tuple[Ru
 def test_loggers_get_every_row_once_in_a_session_from_the_first_rank(straight: tuple[RunConfig, TrainResult]) -> None:
     folder = Path(straight[0].run.dir)
     sessions = [json.loads(line) for line in (folder / "logged.jsonl").read_text().splitlines()]
-    assert sessions == [{"done": 0, "rows": read_metrics(folder / "metrics.jsonl"), "closed": True}]
+    assert sessions == [{"done": 0, "rows": read_metrics(folder / "metrics.jsonl"), "summary": False, "closed": True}]
 
 
 def test_the_last_evaluations_agree_over_degrees(straight: tuple[RunConfig, TrainResult]) -> None:
@@ -148,12 +148,14 @@ def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(
 ) -> None:
     config, _ = straight
     again = copy_cut_at(config, tmp_path, 3)
+    (Path(again.run.dir) / "summary.json").write_text('{"stopped": "SIGTERM"}')  # as the run before left it
     run(again, 2)
     assert rows_of(again) == rows_of(config)
     plans, before = (list(read_plans(Path(c.run.dir) / "plans.jsonl")) for c in (again, config))
     assert plans == before and [step for step, _ in plans] == [1, 2, 3, 4, 5, 6]
     sessions = [json.loads(line) for line in (Path(again.run.dir) / "logged.jsonl").read_text().splitlines()]
     assert [row["step"] for row in sessions[1]["rows"]] == [4, 4, 5, 6, 6, 6] and sessions[1]["done"] == 3
+    assert not sessions[1]["summary"], "a run that goes on shows the end of the one before"
     old, new = (load_file(Path(c.run.dir) / "model" / "model.safetensors") for c in (config, again))
     assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
 

@@ -14,7 +14,7 @@ from longspan.config.plan_section import ONE_DEGREE
 from longspan.errors import plural
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan.cost.correction import PARTS
-from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.chart import COLORS, Chart, Series, chart_figure
 from longspan.report.evaluation_rows import last_evaluations, number
 from longspan.report.evaluation_sections import (
     SAME,
@@ -49,7 +49,7 @@ def loss_chart(run: RunFolder, width: int) -> Chart:
         series.append(Series(f"training, averaged over {window} steps", run.step, smooth(loss, window), 0))
     for index, (name, rows) in enumerate(evaluations_by_degree(run)):
         x, y = np.array([r.step for r in rows]), np.array([r.loss for r in rows])
-        series.append(Series(name, x, y, 1 + index, "marks"))
+        series.append(Series(name, x, y, (1 + index) % COLORS, "marks"))
     uniform = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
     title, label = "Training and evaluation", "nats per predicted token"
     chart = Chart(title, tuple(series), label, width=width, height=360, references=uniform, y_format="loss")
@@ -128,7 +128,8 @@ def _column_curves(run: RunFolder, name: str, color: int, window: int | None = N
 def _averages(run: RunFolder, columns: Sequence[tuple[str, str]]) -> tuple[Series, ...]:
     """Return a curve of running means for each of `columns`, pairs of the name to show and that of the column."""
     window = _averaging_window(run)
-    return tuple(Series(label, run.step, smooth(run.train[name], window), i) for i, (label, name) in enumerate(columns))
+    curves = ((label, smooth(run.train[name], window)) for label, name in columns)
+    return tuple(Series(label, run.step, values, i % COLORS) for i, (label, values) in enumerate(curves))
 
 
 def _averaging_window(run: RunFolder) -> int:

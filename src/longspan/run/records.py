@@ -159,8 +159,7 @@ def open_records(
     names = ("metrics.jsonl", "plans.jsonl", "groups.jsonl")
     metrics_file, plans_file, groups_file = (run.dir / name if first else None for name in names)
     if run.done < run.config.train.steps:
-        text = as_json(asdict(facts), indent=1)
-        run_on_first_rank(world, lambda: write_atomically(run.dir / "run.json", text), RunFolderError)
+        run_on_first_rank(world, partial(_write_facts, run.dir, facts), RunFolderError)
         log(facts_text(facts))
     open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
     with run_on_every_rank(world, open_loggers, ConfigError) as loggers:
@@ -172,6 +171,12 @@ def open_records(
         ):
             open_groups = partial(GroupLog, world, groups_file, log)
             yield Records(metrics, plans, run_on_every_rank(world, open_groups, RunFolderError))
+
+
+def _write_facts(directory: Path, facts: RunFacts) -> None:
+    """Write run.json, and remove the summary of an earlier end, which a report would take for that of this run."""
+    write_atomically(directory / "run.json", as_json(asdict(facts), indent=1))
+    (directory / "summary.json").unlink(missing_ok=True)
 
 
 def note_facts(directory: Path, facts: Mapping[str, Any]) -> None:

@@ -13,13 +13,15 @@ class FileLogger:
 
     def __init__(self, start: RunStart) -> None:
         self._start, self._rows = start, list[Any]()
+        self._summary = False  # whether the first row came beside a summary of an earlier end
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
         assert row["step"] == step
+        self._summary |= not self._rows and (self._start.dir / "summary.json").exists()
         self._rows.append(json_values(row))
 
     def close(self) -> None:
-        session = {"done": self._start.done, "rows": self._rows, "closed": True}
+        session = {"done": self._start.done, "rows": self._rows, "summary": self._summary, "closed": True}
         with (self._start.dir / "logged.jsonl").open("a") as file:
             file.write(json.dumps(session) + "\n")
 
