@@ -131,7 +131,7 @@ class Answer:
         return values
 
     def _other_fit(self) -> dict[str, Any] | None:
-        """Return what fits in place of what was asked; None where nothing does."""
+        """Return the bytes, the number of GPUs and the keys of what would fit; None where nothing would."""
         if self.fit is None:
             return None
         return self.fit.memory.to_json() | {"gpus": self.fit.run.gpus.count, "keys": dict(self.keys)}
@@ -152,9 +152,10 @@ def _column_json(column: Column) -> dict[str, Any] | None:
 def run_keys(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     """Return the keys that were given and those that were chosen, as `longspan train` takes them.
 
-    Given keys are in a command or a file; chosen keys are those that differ from their defaults now. Keys of degree,
-    rows, planner and memory are always returned; a dynamic plan's highest degree is all slots where it has no limit.
-    GATHERS is among them only if it is given, for otherwise train.memory decides when parameters are gathered.
+    Given keys are in a command or a file; chosen keys are those that differ from their defaults now. Keys of planner,
+    degree, communication type, rows and memory are always returned; a dynamic plan's highest degree is all slots where
+    it has no limit. GATHERS is among them only if it is given, for otherwise train.memory decides when parameters are
+    gathered.
     """
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}
@@ -169,7 +170,7 @@ def run_keys(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
 
 
 def _non_default_keys(config: RunConfig) -> set[str]:
-    """List the keys of adapters, depths and degrees of the model that differ from their defaults."""
+    """List the keys of [lora], [mtp] and [parallel] that differ from their defaults."""
     names = set[str]()
     for section, kind in section_kinds().items():
         if section in ("lora", "mtp", "parallel"):

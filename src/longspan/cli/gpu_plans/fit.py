@@ -149,8 +149,9 @@ def _round_to_unit(rows: int, unit: int) -> int:
 def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tuple[int, RunOnGpus]:
     """Find the most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
 
-    0 tokens where not even these fit. Lengths are tried by memory alone, on the plan of a short document changed to
-    each length; the length that is left is planned anew, and shortened by 1/256 at a time until its own plan fits too.
+    Returns 0 tokens where not even 1,024 rows a slot fit. Lengths are tried by memory alone, on the plan of a short
+    document changed to each length; the length that is left is planned anew, and shortened by 1/256 at a time until
+    its own plan fits too.
     """
     degree = degree or run.home.slots
     run = run.set_context(planner="fixed", context_parallel_size=degree)
@@ -160,7 +161,7 @@ def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tupl
     short = _set_key_type(run.plan((unit * degree,)), run)
 
     def fits(rows: int, plan: Plan | None = None) -> bool:
-        """Return whether a document of so many rows a slot fits, by its own plan or by the changed short one."""
+        """Return whether a document of `rows` rows a slot fits, by its own plan or by the changed short one."""
         plan = plan or _change_length(short, rows * degree)
         return any(memory.fits(run.budget) for memory in run.leanest_plans([plan], fixed))
 
@@ -209,7 +210,7 @@ def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
 def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
     """Find the fewest GPUs that hold these steps, more than the run has; None where no number up to 1,024 does.
 
-    Degrees and rows are those that need least on each number, then the fastest that fit are taken.
+    On each number that is tried, the fastest degree and rows that fit are taken.
     """
     counts = [*range(run.gpus.count + 1, HOST_GPUS + 1), *range(2 * HOST_GPUS, MOST_GPUS + 1, HOST_GPUS)]
     counts = [count for count in counts if count > run.gpus.count]
@@ -233,7 +234,7 @@ def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
 
 
 def _try_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: Choices) -> Fit | None:
-    """Return the fastest way that fits so many GPUs; None where none does."""
+    """Return the fastest way that fits `count` GPUs; None where none does."""
     try:
         return find_fit(run.change_count(count), steps, choices)
     except (PlanError, LayoutError):

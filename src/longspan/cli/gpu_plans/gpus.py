@@ -50,7 +50,7 @@ def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
     """Read the GPUs that flags name; `run_machine` is the key run.machine, which prices those of --gpu-bytes.
 
     >>> read_gpus(PlanFlags(gpu="h100", gpus=4), 0.0, "").title  # doctest: +SKIP
-    '4 x H100, 80.0 GiB each, 128.0 GiB of the host for each (assumed: H100s by data sheet, the host)'
+    '4 x H100, 80.0 GiB each, 128.0 GiB of the host for each (assumed: its speed by data sheet, its bytes, the host)'
 
     Raises ConfigError for an unknown name, and for numbers below what is possible.
     """

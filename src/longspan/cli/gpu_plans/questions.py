@@ -100,7 +100,7 @@ def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], c
 
 
 def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) -> tuple[float, Sequence[str]]:
-    """Return the mean seconds a step that encoding its images takes, and a line about them."""
+    """Return the mean seconds that encoding a step's images takes, and a line about it; 0.0 if it has no price."""
     if not documents.image_rows:
         return 0.0, ()
     config, rows = run.config, f"images: {documents.image_rows:,.0f} rows in a step"
@@ -122,7 +122,7 @@ def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[P
 
 
 def _sample_run_documents(documents: RunDocuments, most: int) -> list[Documents]:
-    """Return the documents of at most so many steps of a run."""
+    """Return the documents of at most `most` steps of a run, evenly apart."""
     return [_step_documents(documents, step) for step in sample_steps(documents.steps, most)]
 
 

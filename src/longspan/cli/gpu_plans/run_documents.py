@@ -148,7 +148,7 @@ def _longest_planned_length(config: RunConfig, order: StepOrder | PackOrder, len
 
 
 def sample_steps(steps: int, most: int) -> list[int]:
-    """Choose at most so many of a run's steps, evenly apart, the first one among them.
+    """Choose at most `most` of a run's steps, evenly apart, the first one among them.
 
     >>> sample_steps(10, 4)
     [0, 2, 5, 7]
