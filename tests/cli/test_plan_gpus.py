@@ -126,6 +126,17 @@ def test_what_does_not_fit_says_what_would(model: str, capsys: pytest.CaptureFix
     assert not fewer["fits"]
 
 
+def test_numbers_that_the_degrees_do_not_divide_are_not_taken_for_too_few(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 3}))
+    words = ["--model", str(tmp_path), "--gpu-bytes", str(4 << 30), "--host-bytes", str(1 << 30), "--same", "1x131072"]
+    answer = ask([*words, "--parallel.pp", "3", "--gpus", "3"], capsys)  # hosts of 8 hold stages of 3 in threes
+    assert not answer["fits"] and answer["would_fit"]["gpus"] == 72
+    assert ask([*words, "--parallel.pp", "3", "--gpus", "72"], capsys)["fits"]
+    assert not ask([*words, "--parallel.pp", "3", "--gpus", "48"], capsys)["fits"]
+
+
 def test_keys_by_hand_win_and_what_would_do_without_them_is_said(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.config.keys import AUTO
+from longspan.config.sections import ParallelConfig
 from longspan.errors import LayoutError, PlanError
 from longspan.plan import FixedMemory, MemoryPlan, MicroBatch, Plan
 from longspan.plan.memory.choose import largest_fitting
-from longspan.train.plans import degrees_to_compare
+from longspan.train.plans import degrees_to_compare, home_of
 
 UNIT = 1024  # rows of a slot: longest documents are whole multiples
 MOST_ROWS = 1 << 26  # of a slot, which no GPU holds
@@ -210,10 +211,11 @@ def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
 def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
     """Find the fewest GPUs that hold these steps, more than the run has; None where no number up to 1,024 does.
 
-    On each number that is tried, the fastest degree and rows that fit are taken.
+    Only numbers that the run's degrees divide are tried: another would look like too few. On each of them the fastest
+    degree and rows that fit are taken.
     """
     counts = [*range(run.gpus.count + 1, HOST_GPUS + 1), *range(2 * HOST_GPUS, MOST_GPUS + 1, HOST_GPUS)]
-    counts = [count for count in counts if count > run.gpus.count]
+    counts = [count for count in counts if count > run.gpus.count and _has_home(run.config.parallel, count)]
     low, high = 0, len(counts)  # within a host one by one, then by halves: more hosts hold more
     for index, count in enumerate(counts):
         if count > HOST_GPUS:
@@ -231,6 +233,14 @@ def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
         else:
             low = middle + 1
     return fewest_fit
+
+
+def _has_home(parallel: ParallelConfig, count: int) -> bool:
+    """Return whether the degrees of a run divide this number of GPUs."""
+    try:
+        return bool(home_of(parallel, count).slots)
+    except LayoutError:
+        return False
 
 
 def _try_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: Choices) -> Fit | None:
