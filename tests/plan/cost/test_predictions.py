@@ -39,11 +39,11 @@ def ratios(lines: Iterable[str]) -> dict[str, float]:
     return {" | ".join(row[:6]): float(row[8]) for row in cells if len(row) == 10 and row[0] != "record"}
 
 
-def test_training_steps_are_within_five_percent_but_three(rows: list[Any]) -> None:
+def test_training_steps_are_within_five_percent_but_two(rows: list[Any]) -> None:
     steps = [p for p in rows if p.use and p.row.is_training_step]
     far = [p for p in steps if not p.within(0.05)]
     beyond = [(p.row.record, p.row.name) for p in far if not p.within(0.1)]
-    assert len(steps) >= 58 and len(far) <= 3 and beyond == [("mixture-2xH200", "longspan padded")], far
+    assert len(steps) >= 58 and len(far) <= 2 and beyond == [("mixture-2xH200", "longspan padded")], far
 
 
 def test_a_price_that_changes_is_noticed(rows: list[Any]) -> None:
