@@ -12,6 +12,7 @@ from longspan.errors import PlanError
 from longspan.plan import AttentionCall, Cost, CostSettings, Machine
 from longspan.plan.cost import attention_price
 from longspan.plan.cost.links import KINDS
+from longspan.plan.cost.machine import find_device
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.simulate.simulate import simulate
 from tests.plan.shape.test_model_shape import QWEN3_8B as CONFIG
@@ -247,6 +248,8 @@ def test_known_machines() -> None:
         machine = Machine.known(name)
         assert machine.assumed and machine.device.lower() == name.lower()
     assert Machine.known("b200").product_flops_per_second > H200.product_flops_per_second
+    devices = ("NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA GH200 480GB", "NVIDIA L4")
+    assert [known and known.device for known in map(find_device, devices)] == ["H200", "B200", None, None]
     with pytest.raises(PlanError, match="no figures of 'V100'; known are H200, A100-40, A100-80, H100, B200, or"):
         Machine.known("V100")
 

@@ -319,11 +319,11 @@ def is_known(name: str) -> bool:
 
 
 def find_device(device: str) -> Machine | None:
-    """Find the known machine of a device's full name, or None.
+    """Find the known machine of a device's full name, or None; a GH200 is no H200, and may have an H100's memory.
 
     >>> known = find_device("NVIDIA A100-SXM4-80GB")
     >>> known and known.device
     'A100-80'
     """
-    names = (name for name in KNOWN if all(part in device for part in name.split("-")))
+    names = (name for name in KNOWN if "GH200" not in device and all(part in device for part in name.split("-")))
     return next(map(Machine.known, names), None)

@@ -81,13 +81,14 @@ class PlanBars:
 
     @cached_property
     def color_of(self) -> dict[int, int]:
-        """Return the index in FILLS of each document's colour; 0 for a document without one of the largest bars.
+        """Return the index in FILLS of each document's colour; documents without one of the largest bars take turns.
 
         In rows documents have the colours that they have in time under the plan's own cost.
         """
         bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
         largest_bars = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
-        return dict.fromkeys(range(len(self.plan.lengths)), 0) | _document_colors(largest_bars)
+        in_turns = {document: document % HUES for document in range(len(self.plan.lengths))}
+        return in_turns | _document_colors(largest_bars)
 
     def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
         """Select at most `limit` bars that are large enough to see at these scales (pixels a unit, pixels a slot).
