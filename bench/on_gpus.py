@@ -38,6 +38,7 @@ CHOICES = {"auto": "auto --train.memory_bytes 51539607552"} | {
         "full of 5": "full --train.recompute_layers 5",
     }.items()
 }
+ATTENTION = "{python} -m longspan bench attention --no-peers --out {out}"
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
@@ -102,7 +103,7 @@ RUNS = (
     ),
     GpuRun("step-packed", 180, f"{STEP} {PACKED} --profile --peers"),
     GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rows"),
-    GpuRun("step-256k", 240, f"{STEP} --sequences 262144 {YARN} --warmup 1 --repeats 1"),
+    GpuRun("step-256k", 330, f"{STEP} --sequences 262144 {YARN} --warmup 1 --repeats 1"),
     # the longest documents of `longspan plan --longest` (bench/records/what-fits.md), and 5 % longer ones, which fill
     # more than train.memory_fraction
     GpuRun("longest-none", 70, f"{STEP} --sequences 28672,30720 --train.memory none --warmup 1 --repeats 1"),
@@ -151,12 +152,15 @@ RUNS = (
     GpuRun("longest-1m", 260, "{torchrun} bench/training/longest.py --rows 1048576 --out {out}"),
     GpuRun(
         "mixture",
-        110,
+        160,
         "{python} -m longspan bench step --model.preset qwen3-30b-a3b --layers 4 --distribution lognorm --seed 4 "
         "--tokens 98304 --longest_document 24576 --context.max_tokens_per_slot 12288 --planners padded,fixed,dynamic "
         "--profile --out {out}",
     ),
-    GpuRun("two-nodes", 280, "sh bench/two_nodes.sh longspan bench calibrate --out {out}"),
+    GpuRun("attention", 60, f"{ATTENTION} --lengths 16384,65536,131072"),
+    GpuRun("attention-packed", 60, f"{ATTENTION} --lengths 16384,65536,131072 --documents 8 --cuda-graph"),
+    GpuRun("attention-window", 60, f"{ATTENTION} --lengths 16384,65536,131072 --window 4096"),
+    GpuRun("two-nodes", 120, "sh bench/two_nodes.sh longspan bench calibrate --out {out}"),
     GpuRun(
         "two-nodes-step",
         110,
