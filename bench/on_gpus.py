@@ -38,7 +38,7 @@ CHOICES = {"auto": "auto --train.memory_bytes 51539607552"} | {
         "full of 5": "full --train.recompute_layers 5",
     }.items()
 }
-ATTENTION = "{python} -m longspan bench attention --no-peers --out {out}"
+ATTENTION = "{python} bench/attention/attention_types.py --types p2p,all_gather,a2a --no_peers --out {out}"
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
@@ -158,7 +158,7 @@ RUNS = (
         "--profile --out {out}",
     ),
     GpuRun("attention", 60, f"{ATTENTION} --lengths 16384,65536,131072"),
-    GpuRun("attention-packed", 60, f"{ATTENTION} --lengths 16384,65536,131072 --documents 8 --cuda-graph"),
+    GpuRun("attention-packed", 60, f"{ATTENTION} --lengths 16384,65536,131072 --documents 8 --cuda_graph"),
     GpuRun("attention-window", 60, f"{ATTENTION} --lengths 16384,65536,131072 --window 4096"),
     GpuRun("two-nodes", 120, "sh bench/two_nodes.sh longspan bench calibrate --out {out}"),
     GpuRun(
