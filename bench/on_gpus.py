@@ -163,9 +163,9 @@ RUNS = (
     GpuRun("two-nodes", 120, "sh bench/two_nodes.sh longspan bench calibrate --out {out}"),
     GpuRun(
         "two-nodes-step",
-        110,
+        170,
         "sh bench/two_nodes.sh longspan bench step --run.machine {folder}/two-nodes.json --planners fixed,dynamic "
-        "--distribution lognorm --seed 7 --tokens 262144 --longest_document 16384 --context.mode free --layers 8 "
+        "--distribution lognorm --seed 7 --tokens 524288 --longest_document 16384 --context.mode free --layers 8 "
         "--warmup 1 --repeats 1 --out {out}",
     ),
 )
