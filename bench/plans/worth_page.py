@@ -13,7 +13,8 @@ slot, none longer than 128K, seed 7, lockstep, hosts of 8 slots. The best plan o
 degrees that hold the longest document, and each of its groups has its fastest type, as in dynamic plans. Key/value
 heads are repeated where a degree exceeds them. *Gain* is the time of that plan over the time of the dynamic one;
 *allowed* is its time over the lower bound, which no plan can beat. A network below 10 GB/s goes through sockets. Gains
-are of one draw of lengths; another seed changes them."""
+are of one draw of lengths; another seed changes them. Gathers and sums of sharded weights are not counted: work hides
+them down to 12.5 GB/s; at 2.65 GB/s this holds with weights sharded inside a host, or in free mode."""
 PUBLISHED_NOTE = """\
 Megatron-LM pull request 2000: Qwen3-30B-A3B on 32 GPUs, 3,072 tokens a rank, longest 49,152, degrees to 16; 1.48 × is
 claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. *Messages* and *idle* are shares of the
