@@ -92,7 +92,7 @@ def bar_document(title: str, bars: Sequence[NamedBar], unit: str, reference: tup
     bottom = top + ROW * len(bars)
     values = sorted(bar.value for bar in bars)
     cut = CUT * values[(len(values) - 1) // 2]
-    scale = (WIDTH - LEFT - RIGHT) / max(value for value in values if value <= cut)
+    scale = (WIDTH - LEFT - RIGHT) / (max(value for value in values if value <= cut) or 1.0)
     return tag(
         "svg",
         tag("title", text("; ".join(titles))),
@@ -150,7 +150,7 @@ def stack_document(
     """
     titles = title.splitlines()
     all_names = dict.fromkeys(name for bar in bars for name in bar.parts)
-    names = [name for name in all_names if any(bar.parts[name] for bar in bars)]
+    names = [name for name in all_names if any(bar.parts.get(name) for bar in bars)]
     top = 34.0 + LINE * (len(titles) + 1)
     bottom = top + ROW * len(bars)
     largest_value = max([sum(bar.parts.values()) for bar in bars] + [reference[0] if reference else 0.0]) or 1.0
