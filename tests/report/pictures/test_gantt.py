@@ -135,12 +135,12 @@ def test_png_draws_a_document_on_its_slots_for_as_long_as_it_takes(
     patches = pytest.importorskip("matplotlib.patches")
     drawn: list[tuple[float, float, float, float]] = []
 
-    class Rectangle(patches.Rectangle):
+    class NotedRectangle(patches.Rectangle):  # a second "Rectangle" would confuse matplotlib's docstrings
         def __init__(self, corner: tuple[float, float], width: float, height: float, **options: object) -> None:
             drawn.append((*corner, width, height))
             super().__init__(corner, width, height, **options)
 
-    monkeypatch.setattr(patches, "Rectangle", Rectangle)
+    monkeypatch.setattr(patches, "Rectangle", NotedRectangle)
     plan = mixed_plan(2, micro_batches=2)
     write_png(plan, tmp_path / "plan.png")
     bars = plan_bars(plan).bars
