@@ -132,10 +132,11 @@ def test_png(slots: int, tmp_path: Path) -> None:
 def test_png_draws_a_document_on_its_slots_for_as_long_as_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("matplotlib.figure")  # builds rectangles of its own when it is imported
     patches = pytest.importorskip("matplotlib.patches")
     drawn: list[tuple[float, float, float, float]] = []
 
-    class NotedRectangle(patches.Rectangle):  # a second "Rectangle" would confuse matplotlib's docstrings
+    class NotedRectangle(patches.Rectangle):
         def __init__(self, corner: tuple[float, float], width: float, height: float, **options: object) -> None:
             drawn.append((*corner, width, height))
             super().__init__(corner, width, height, **options)
