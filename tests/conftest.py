@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Generator
 from importlib import import_module
@@ -42,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["LONGSPAN_TEST_BACKEND"] = config.getoption("--backend")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, also in runs that tests start
     # One thread for arithmetic in each process, set before torch is imported. Two pytest workers with a thread for each
     # core would spend most of their time waiting for those threads, as most tensors have a few kilobytes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

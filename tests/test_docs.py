@@ -66,13 +66,14 @@ def test_the_tour_is_one_program(run_page: Callable[[str], str]) -> None:
     assert len(losses) == 3 and max(map(float, losses)) - min(map(float, losses)) <= 2e-6
 
 
-@pytest.mark.parametrize("bench", ["convergence", "precision"])
+@pytest.mark.parametrize("bench", ["convergence", pytest.param("precision", marks=pytest.mark.whole)])
 def test_curves_are_drawn_from_their_record(bench: str, tmp_path: Path) -> None:
     words = ["--draw", str(ROOT / f"bench/records/{bench}.json"), "--plot", str(tmp_path / "drawn.svg")]
     subprocess.run([sys.executable, str(ROOT / f"bench/training/{bench}.py"), *words], check=True)
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / f"docs/{bench}.svg").read_text()
 
 
+@pytest.mark.whole
 def test_degrees_of_the_page_on_evaluation_are_drawn_by_its_command(tmp_path: Path) -> None:
     (command,) = re.findall(
         r"^longspan (plan --compare .*--plot) docs/(.*)$", (ROOT / "docs/evaluation.md").read_text(), re.M
@@ -190,6 +191,7 @@ def test_the_page_on_losses_is_one_program(run_page: Callable[[str], str]) -> No
     assert re.fullmatch(r"loss -?0\.0\d+; of pairs 0\.6931, \d micro-batches twice", printed), printed
 
 
+@pytest.mark.whole
 def test_the_page_on_multi_token_prediction_is_one_program(run_page: Callable[[str], str]) -> None:
     losses = [float(x) for x in re.findall(r"\d+\.\d+", run_page("mtp.md"))]
     assert len(losses) == 3 and max(losses) < 3.0

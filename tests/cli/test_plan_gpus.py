@@ -126,6 +126,7 @@ def test_what_does_not_fit_says_what_would(model: str, capsys: pytest.CaptureFix
     assert not fewer["fits"]
 
 
+@pytest.mark.whole
 def test_numbers_that_the_degrees_do_not_divide_are_not_taken_for_too_few(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,7 +247,11 @@ REFUSED = [
     (["--gpu", "h100", "--gpu-bytes", "81920", "--longest"], "--gpu-bytes is 81920: .* 80 GiB are 85899345920"),
     (["--gpu", "h100", "--host-bytes", "256", "--longest"], "--host-bytes is 256: .* 256 GiB are 274877906944"),
     (["--gpu", "h100", "--longest", "--train.memory_bytes", "70"], "train.memory_bytes is 70: .* 70 GiB are"),
-    (["--gpu-bytes", "1200000000", "--gpus", "4", "--longest"], "does not fit 4 GPUs of 1,200,000,000 bytes: "),
+    pytest.param(
+        ["--gpu-bytes", "1200000000", "--gpus", "4", "--longest"],
+        "does not fit 4 GPUs of 1,200,000,000 bytes: ",
+        marks=pytest.mark.whole,
+    ),
     (["--gpu", "h100", "--longest", "--plot", "a.png"], "drawn as .svg or .html"),
 ]
 

@@ -155,6 +155,7 @@ def test_tensor_parallel_slots_share_the_work() -> None:
 # ---- which degree
 
 
+@pytest.mark.whole
 def test_the_case_of_8192_gpus() -> None:
     """1024 documents at cp 1 on 1024 pipelines of 4 stages: filling them costs 4096 document-steps; cp 4 needs 1024."""
     home = Layout(8192, tp=2, pp=4)

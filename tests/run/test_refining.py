@@ -114,7 +114,8 @@ def test_a_break_changes_no_plan_and_no_loss(straight: tuple[RunConfig, TrainRes
     assert corrections[20][2] == pytest.approx(TRUE.inside, rel=0.02)
 
 
-@pytest.mark.parametrize("refine", ["off", pytest.param("auto", marks=pytest.mark.whole)])  # auto: not on CPUs
+@pytest.mark.whole
+@pytest.mark.parametrize("refine", ["off", "auto"])  # auto: not on CPUs
 def test_off_plans_are_those_of_the_prices_as_they_are(
     straight: tuple[RunConfig, TrainResult], refine: str, tmp_path: Path
 ) -> None:

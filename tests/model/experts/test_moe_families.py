@@ -36,7 +36,7 @@ NONE = RouterCoefficients(balance=0.0)
 TOLERANCE = 1e-12
 
 # A bias beside sigmoids, with a loss; groups and shared experts; a softmax with a bias beside, with a loss.
-CI = tuple(family for family in ("minimax_m2", "glm4_moe", "ernie4_5_moe") if family in FAMILIES)
+CI = tuple(family for family in ("minimax_m2", "glm4_moe") if family in FAMILIES)
 HOMES = {"cp 2": Layout(ranks=2), "ep 2": Layout(ranks=2, ep=2), "pp 2": Layout(ranks=2, pp=2)}
 HOMES |= {"tp 2": Layout(ranks=2, tp=2), "tp 2, rows in parts": Layout(ranks=2, tp=2)}
 WIDE = {"cp 3": Layout(ranks=3)}

@@ -149,7 +149,8 @@ def _least_bytes(refusal: Exception) -> int:
     return int(found[1].replace(",", ""))
 
 
-WHOLE = ("multi-token prediction", "Gemma 3", "a mixture")  # in the whole suite; their layers are in test_measures.py
+# In the whole suite; their layers are in test_measures.py.
+WHOLE = ("multi-token prediction", "Gemma 3", "a mixture", "a hybrid, dynamic")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n in WHOLE)) for n in RUNS])
