@@ -44,10 +44,10 @@ def test_every_constant_counts() -> None:
     of_no_group = ("micro_batch_seconds", "sharding_seconds", "closing_seconds", "launch_seconds", "update_seconds")
     for name in of_no_group:
         del values[name]
-    values["merge_seconds"] = 1e-6
+    values |= {"merge_seconds": 1e-6, "copy_seconds": 1e-6}
     base = Cost.from_json(values)
     for name, value in values.items():
-        kind = "a2a" if name == "exchange_bytes" else "p2p"
+        kind = {"exchange_bytes": "a2a", "copy_seconds": "all_gather"}.get(name, "p2p")
         changed = Cost.from_json(values | {name: 2 * value}).under(kind)
         assert (changed.group_seconds(*groups) != base.under(kind).group_seconds(*groups)).any(), name
 

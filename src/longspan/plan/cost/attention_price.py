@@ -15,8 +15,6 @@ as the code sends them, layer by layer, forward and backward:
   slices of heads, which hide behind each other's work. Key/value heads fewer than members are sent several times.
 - `a2a+p2p`: exchanges around a ring of fewer, larger blocks. Large ones go in two slices of heads as well, whose rings
   take turns: blocks and gradients of one travel while another is computed.
-
-Measured against it: tests/plan/cost/test_machine.py, bench/records/attention-*.md.
 """
 
 from typing import NamedTuple, Protocol
@@ -30,9 +28,8 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 # Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
-EXCHANGE_SLICES = 2  # four took longer (bench/records/attention-slices-4xH200.md)
+EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer (bench/records/attention-slices-4xH200.md)
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
-GATHER_SLICES = 2
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
 
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
@@ -45,6 +42,8 @@ class AttentionRates(Protocol):
     def attention_seconds(self) -> float: ...
     @property
     def merge_seconds(self) -> float: ...
+    @property
+    def copy_seconds(self) -> float: ...
     @property
     def ring_bytes(self) -> float: ...
     @property
@@ -126,7 +125,8 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
 
     Kernels take attention_seconds · squares / degree of each slot, times `busiest`. On measured links they are slower
     on short pieces: 1 + half_speed_rows / piece times, where a ring of r members, or a gather over r, cuts the typical
-    document into pieces of 1 / r of its rows. A ring also adds each of its steps to the output, in `merge_seconds`.
+    document into pieces of 1 / r of its rows. A ring also adds each of its steps to the output, in `merge_seconds`, and
+    a gather puts all rows in the order of their documents, in `copy_seconds`.
     """
     around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)  # members of a ring
     computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
@@ -134,8 +134,9 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
         typical = rows.squares / np.maximum(rows.tokens, 1) if rows.typical is None else rows.typical
         piece = typical / (rows.degree if cost.cp_comm_type == "all_gather" else around)
         computed = computed * (1 + cost.network.half_speed_rows / np.maximum(piece, 1))
-    if cost.cp_comm_type != "all_gather":
-        computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
+    copies = cost.copy_seconds * rows.tokens * (rows.degree > 1)
+    merges = cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
+    computed = computed + (copies if cost.cp_comm_type == "all_gather" else merges)
     if cost.network is None:
         return AttentionPrice(computed, _ideal_wait_seconds(cost, rows, around, computed))
     return AttentionPrice(computed, _LayerMessages(cost, cost.network, rows, around, computed).wait_seconds())

@@ -87,6 +87,7 @@ class Correction:
             update_seconds=cost.update_seconds * self.linear,
             attention_seconds=cost.attention_seconds * self.attention,
             merge_seconds=cost.merge_seconds * self.attention,
+            copy_seconds=cost.copy_seconds * self.attention,
             ring_step_seconds=cost.ring_step_seconds * self.inside,
             inside_bytes_per_second=cost.inside_bytes_per_second / self.inside,
             across_bytes_per_second=cost.across_bytes_per_second / self.across,

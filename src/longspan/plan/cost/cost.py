@@ -26,6 +26,7 @@ Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
 _CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size")
 _NOT_CONSTANTS = ("source", "forward", "states", "network", *_CHOICES)
+_OF_ROWS = ("linear_seconds", "attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds", "copy_seconds")
 FORWARD_ALONE = "forward passes alone"
 
 
@@ -53,10 +54,10 @@ class Cost:
     measured. `cp_comm_type` is the type under which groups are priced; "auto" is the fastest for each group, of those
     that `heads` query heads of a rank allow (0: unknown, and types that exchange heads are left out). Under a2a+p2p
     `a2a_size` slots exchange heads. `exchange_bytes` are those of a row's queries, keys, values and outputs and of
-    their gradients, which a2a exchanges. `merge_seconds` are what a ring takes to add a step to each row's output.
-    `network` describes the links where they were measured or are known; without it they are ideal. `states` is the cost
-    of a hybrid's state-space layers in groups of one partition; None for models without. A host has `node_size` slots.
-    Raises PlanError for a value that is negative or not finite.
+    their gradients, which a2a exchanges. `merge_seconds` are what a ring takes to add a step to each row's output,
+    `copy_seconds` what `all_gather` takes to lay out a row. `network` describes the links where they were measured or
+    are known; without it they are ideal. `states` is the cost of a hybrid's state-space layers in groups of one
+    partition; None for models without. A host has `node_size` slots. Raises PlanError for values below 0 or not finite.
     """
 
     linear_seconds: float = 45.4e9 / 4e14  # 6 FLOPs for each of 7.57e9 weights
@@ -69,6 +70,7 @@ class Cost:
     micro_batch_seconds: float = 10e-3
     sharding_seconds: float = 0.0
     merge_seconds: float = 0.0
+    copy_seconds: float = 0.0
     closing_seconds: float = 0.0
     launch_seconds: float = 0.0
     update_seconds: float = 0.0
@@ -255,10 +257,9 @@ class Cost:
         """Return the cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""
         if isinstance(tp, bool) or tp < 1:
             raise PlanError(f"tp is {tp!r}; a degree is an integer of at least 1")
-        divided = ("linear_seconds", "attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds")
         return dataclasses.replace(
             self,
-            **{name: getattr(self, name) / tp for name in divided},
+            **{name: getattr(self, name) / tp for name in _OF_ROWS},
             states=self.states and self.states.shared_by(tp),
             network=self.network and self.network.shared_by(tp),
             forward=self.forward and self.forward.shared_by(tp),

@@ -97,6 +97,7 @@ def with_recomputation(
         ring_bytes=cost.ring_bytes * (1 + full * (cost.network.block_share if cost.network else 1 / 3)),
         exchange_bytes=cost.exchange_bytes * (1 + full / 2 + selective * (1 + keys) / 4),
         merge_seconds=cost.merge_seconds * (1 + full * 2 / 7),
+        copy_seconds=cost.copy_seconds * (1 + full * 2 / 7),
         states=cost.states and cost.states.with_recomputation(share),
         forward=forward,
     )

@@ -182,8 +182,7 @@ class Machine(MachineFigures):
     def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
         """Return the seconds that end a step: of the optimizer, and of sums of gradients over copies of the shards.
 
-        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients in float32. Frozen weights have none;
-        in free mode the closing has them.
+        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients. Frozen weights, free mode: none.
         """
         if settings.frozen:
             return self.update_seconds
@@ -226,16 +225,17 @@ class Machine(MachineFigures):
             **constants,
             inside_bytes_per_second=self.inside.point.bytes_per_second,
             across_bytes_per_second=self.across.point.bytes_per_second,
-            merge_seconds=shape.layers * self._merge_seconds(shape.query_width),
+            merge_seconds=shape.layers * self._pass_seconds(self.merge_passes, shape.query_width),
+            copy_seconds=shape.layers * self._pass_seconds(self.gather_passes, 2 * shape.key_width),
             micro_batch_seconds=self.micro_batch_seconds,
             node_size=self.node_size,
             source=self.source,
             network=network,
         )
 
-    def _merge_seconds(self, width: float) -> float:
-        """Return the seconds of adding a step of a ring to a row's output of this width, in float32."""
-        return self.merge_passes * width * 4 / self.memory_bytes_per_second
+    def _pass_seconds(self, passes: float, width: float) -> float:
+        """Return the seconds of so many passes over a row of this width, in float32."""
+        return passes * width * 4 / self.memory_bytes_per_second
 
     def _model_network(self, **model: Any) -> Network:
         """Return this machine's links as a model's attention uses them; `model` are the model's fields of `Network`."""
@@ -292,13 +292,14 @@ class Machine(MachineFigures):
         has_both, number = call.passes == "both", call.bytes_per_number
         keys, queries = call.kv_heads * call.width, call.heads * call.width
         turns = 2 * number + max(4, number)
-        pair = 2 * queries / self.attention_flops_per_second / 2
+        pair, share = 2 * queries / self.attention_flops_per_second / 2, 1.0 if has_both else 2 / 7
         return Cost(
             linear_seconds=0.0,
             attention_seconds=pair * (3.5 if has_both else 1.0),
             ring_bytes=float(keys * (turns if has_both else number)),
             exchange_bytes=float((2 if has_both else 1) * number * (queries + keys)),
-            merge_seconds=(1.0 if has_both else 2 / 7) * self._merge_seconds(queries / 2),  # an output: half of both
+            merge_seconds=share * self._pass_seconds(self.merge_passes, queries / 2),  # an output: half of both
+            copy_seconds=share * self._pass_seconds(self.gather_passes, keys),
             ring_step_seconds=0.0,
             micro_batch_seconds=0.0,
             source="one layer",

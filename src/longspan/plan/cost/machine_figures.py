@@ -38,10 +38,11 @@ class MachineFigures:
     those of experts, with the moves of rows to them (bench/records/experts-H200.md). `layer_pass_seconds`: of a layer's
     passes over memory (norms, gates, sums), for each row and number of its width, of which `compiled_share` is left in
     compiled layers (bench/records/layer-time-H200.md); `logit_pass_seconds`: of the loss, for each row and logit.
-    `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it
-    reaches half. `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes
-    that make a run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and
-    gates. A ring makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`.
+    `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it reaches half.
+    `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes that make a
+    run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and gates. A ring
+    makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`, and `all_gather`
+    `gather_passes` over all keys and values (bench/records/attention-time-4xH200.md).
     `step_seconds` is what a batch of messages takes with the launches around it, `ring_wait_seconds` what of a ring's
     step in one layer and pass shows in whole steps; `micro_batch_seconds` those of a micro-batch's launches,
     `layer_launch_seconds` what the host needs for one layer's forward pass. A device holds `memory_bytes` (0: not
@@ -73,6 +74,7 @@ class MachineFigures:
     channel_seconds: float = 40e-12
     memory_bytes_per_second: float = 4e12
     merge_passes: float = 20.0
+    gather_passes: float = 13.0
     step_seconds: float = 50e-6
     ring_wait_seconds: float = 300e-6
     micro_batch_seconds: float = 9e-3
@@ -131,6 +133,7 @@ class MachineFigures:
             encoder_flops_per_second=rate,
             memory_bytes_per_second=5e9,
             merge_passes=0.0,
+            gather_passes=0.0,
             step_seconds=0.0,
             ring_wait_seconds=500e-6,
             layer_launch_seconds=0.0,

@@ -41,6 +41,7 @@ FORWARD_SHARES = {
     "exchange_bytes": 1 / 2,
     "ring_step_seconds": 1 / 2,
     "merge_seconds": FORWARD_OF_ATTENTION,
+    "copy_seconds": FORWARD_OF_ATTENTION,
     "micro_batch_seconds": 1 / 3,
     "sharding_seconds": 1 / 4,
     "closing_seconds": 1 / 3,

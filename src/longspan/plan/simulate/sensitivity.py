@@ -17,6 +17,7 @@ OF_COST = {
     "time of linear layers": "linear_seconds",
     "time of attention": "attention_seconds",
     "time of a ring's merging": "merge_seconds",
+    "time of laying out what is gathered": "copy_seconds",
     "time of a micro-batch's launches": "micro_batch_seconds",
     "time of gathers and sums of sharded parameters": "sharding_seconds",
     "time of closing a free step": "closing_seconds",
