@@ -51,7 +51,8 @@ class WandbLogger:
         )
         for kind in ("train", "eval"):
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
-        # wandb's own count of rows, beyond those of earlier sessions, which an offline session cannot ask for.
+        # The number of the next row: wandb drops a row whose number it has. A run that is online says how many it has
+        # (`step`); offline, as many numbers are passed over as earlier sessions can have used.
         self._next = max(self._run.step, saved.get("next", 0) + len(start.rows)) if saved else 0
         sent = {"sent": self._sent, "evaluated": sorted(self._evaluated), "next": self._next}
         write_atomically(path, json.dumps({"id": self._run.id, **sent}))
