@@ -110,15 +110,17 @@ def memory_table(run: TrainingRun) -> str:
     """Return a table of bytes by part: those of the plan of memory, and those of this rank.
 
     Of a rank only parameters, gradients and states can be counted, as they are tensors that are there; "the rest" is
-    what the peak had beyond these. The peak is torch's, which does not allocate communicators: the planned "rest" is
-    without them. Without a plan its column is empty.
+    what the peak had beyond these. The peak is torch's, which does not allocate communicators: the planned "rest" and
+    "most" are without them. Without a plan its column is empty.
     """
     planned = run.memory.to_json()["device"] if run.memory is not None else {}
+    if planned:
+        planned["total"] -= planned["communicators"]
     measured = _count_stored_bytes(run)
     peak, stored_bytes = peak_memory_bytes(run.world.device), sum(measured.values())
     parts = [name for name in planned if name != "total"] or list(STORED)
     rows = [(name, _cell(planned, name), _cell(measured, name)) for name in parts if name in STORED or planned[name]]
-    planned_rest = sum(size for name, size in planned.items() if name not in (*STORED, "total", "communicators"))
+    planned_rest = planned.get("total", 0) - sum(planned.get(name, 0) for name in STORED)
     rows.append(("the rest of them", bytes_text(planned_rest) if planned else "", bytes_text(peak - stored_bytes)))
     rows.append(("most at one time", _cell(planned, "total"), bytes_text(peak)))
     note = "" if planned else "\nthis run has no plan of memory (train.memory, docs/memory.md)"
