@@ -192,7 +192,7 @@ def test_what_cannot_be_started_is_refused() -> None:
 
 
 AHEAD = """
-import os, sys
+import os, sys, time
 from multiprocessing import forkserver
 from longspan.launch import fork_server
 
@@ -204,8 +204,13 @@ def environment(rank):
 if __name__ == "__main__":
     with fork_server.imports_for_ranks({"LONGSPAN_TEST": "imports"}):
         pid = forkserver._forkserver._forkserver_pid
-        begun = open(f"/proc/{pid}/environ").read().split(chr(0))
-        assert "LONGSPAN_TEST=imports" in begun and "PYTORCH_NVML_BASED_CUDA_CHECK=1" in begun
+        variables, begun = {"LONGSPAN_TEST=imports", "PYTORCH_NVML_BASED_CUDA_CHECK=1"}, []
+        for _ in range(100):  # the file is incomplete while the process begins
+            begun = open(f"/proc/{pid}/environ").read().split(chr(0))
+            if variables <= {*begun}:
+                break
+            time.sleep(0.05)
+        assert variables <= {*begun}, begun
         assert not {"torch", "numpy", "transformers"} & set(sys.modules), "the launcher imports before its server"
         from longspan.launch.launch import run_local
         assert run_local(environment, 2) == [(pid, None, False)] * 2
