@@ -9,7 +9,7 @@ from longspan.plan import Cost, plan_fixed
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.train.step_figures import StepFigures
+from longspan.train.step_figures import StepFigures, waiting_text
 from longspan.train.terms.encoder_times import EncoderTimes, PartClock
 
 TEXT = ModelShape(layers=2, weights=10**6, query_width=64, key_width=32)
@@ -52,3 +52,14 @@ def test_parts_add_up() -> None:
         with clock.time_part("phases"), clock.time_part("towers"):
             sum(range(1000))
     assert clock.seconds("phases") >= clock.seconds("towers") > 0
+
+
+def test_waits_for_sharded_weights_are_said() -> None:
+    lengths = [30, 30, 20, 20]  # two micro-batches of 0.3 and 0.2 s
+    for seconds, waited in ((2.0, "3.5"), (0.22, ""), (0.5, "0.5")):
+        cost = replace(COST, sharding_seconds=seconds)
+        plan = plan_fixed(lengths, Layout(2), cp=1, max_tokens_per_slot=30, cost=cost)
+        text = waiting_text(plan)
+        assert len(plan.micro_batches) == 2 and (waited in text if waited else not text), text
+    assert "each of 2 micro-batches: parallel.dp_replicate" in text and "of the 1.0 s that a step" in text
+    assert not waiting_text(plan_fixed(lengths, Layout(2), cp=1, cost=cost, mode="free", max_tokens_per_slot=30))

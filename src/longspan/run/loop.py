@@ -50,6 +50,7 @@ from longspan.run.slow_slots import SlowSlots
 from longspan.train.memory.live_bytes import peak_memory_bytes
 from longspan.train.plans import plan_steps
 from longspan.train.starts import Starts
+from longspan.train.step_figures import waiting_text
 
 HANG = "hang"  # of what torch recorded of collectives, where one failed
 
@@ -156,7 +157,7 @@ class _Loop:
                 if text := allocator.warning(agreed.allocator_retries):
                     self.display.log(text)
                 if saves.done == run.done + 1:
-                    self.note_start()
+                    self.note_start(plan)
                 stopped = agreed.stopped
                 if agreed.slow is not None:
                     slow_slots.name(agreed.slow, run.world, self.display.log)
@@ -178,12 +179,17 @@ class _Loop:
                 self.display.log(str(figures))
         return stopped
 
-    def note_start(self) -> None:
-        """Log the seconds to the end of the first step by part, and keep them in run.json; entered by all ranks."""
+    def note_start(self, plan: Plan) -> None:
+        """Log the seconds to the end of the first step by part, and keep them in run.json; entered by all ranks.
+
+        Also log what this step, of this plan, waited for, if its prices are of these devices.
+        """
         self.starts.end_part("first step")
         write = partial(note_facts, self.run.dir, {"starts": self.starts.to_json()})
         run_on_first_rank(self.run.world, write, RunFolderError)
         self.display.log(str(self.starts))
+        if self.run.figures.priced_here and (text := waiting_text(plan)):
+            self.display.log(text)
 
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
         """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.

@@ -11,7 +11,7 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.config.sections import RunConfig
-from longspan.errors import PlanError
+from longspan.errors import PlanError, plural
 from longspan.model.adapters import model_adapter
 from longspan.model.execution import model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -22,6 +22,8 @@ from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.items.encoder_shape import EncoderShape, Trained
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.train.terms.encoder_times import EncoderTimes
+
+WAITED_SHARE = 0.1  # of a step's predicted seconds, from which on `waiting_text` has words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,27 @@ def is_priced_here(config: RunConfig, cost: Cost, world: World) -> bool:
     """
     known = cost.source == Machine.known("H200").source and "H200" in device_name(world)
     return known or bool(config.run.machine or config.context.cost_model)
+
+
+def waiting_text(plan: Plan) -> str:
+    """Return a line for a step that waits for messages of sharded weights longer than its work hides; "" for others.
+
+    Of the predicted seconds a tenth or more is waited for, as between slow hosts: in lockstep FSDP2 gathers weights and
+    sums gradients in every micro-batch.
+    """
+    cost, count = plan.cost, len(plan.micro_batches)
+    if plan.mode != "lockstep" or not count:
+        return ""
+    work = plan.timeline().busy.max(axis=1) - cost.micro_batch_seconds
+    waited = float((cost.sharding_seconds - work).clip(min=0).sum())
+    if waited < WAITED_SHARE * plan.predicted_seconds:
+        return ""
+    batches = plural(count, "micro-batch", "es")
+    return (
+        f"of the {plan.predicted_seconds:.1f} s that a step is predicted to take, {waited:.1f} s are waits for "
+        f"messages of sharded weights, in each of {batches}: parallel.dp_replicate keeps them inside a host, and "
+        'context.mode = "free" sends them once a step'
+    )
 
 
 def device_name(world: World) -> str:
