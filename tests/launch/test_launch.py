@@ -328,7 +328,7 @@ def test_the_cause_comes_before_what_others_saw_of_it(
         rank.answer = None if isinstance(failure, str) else failure
         ranks.ranks.append(rank)
     ranks.failed = list(ranks.ranks)
-    error = ranks._first_failure(60)
+    error = ranks._error_to_raise(60)
     assert str(error) == message
     summaries = [DEATH if isinstance(x, str) else x.summary for x in failures]
     assert {note.partition(": ")[2] for note in getattr(error, "__notes__", [])} <= set(summaries)

@@ -55,7 +55,7 @@ def test_one_press_is_forwarded_once_and_a_later_one_kills(
     killed = "longspan: SIGINT again: the processes are killed, and what they have not saved is lost\n"
     assert capfd.readouterr().err == killed
     with interruptible(), pytest.raises(Interrupted, match="SIGINT"):
-        forwarding.repeat()
+        forwarding.repeat_signal()
 
 
 def test_a_notice_is_forwarded_each_time_and_a_request_to_end_still_stops(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,10 @@ def is_demo(model: ModelConfig) -> bool:
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """Give a value to every key that is not given; a model of one's own needs a `train.lr`.
+    """Give a value to every key that is not given; only `train.lr` of a model of one's own has no default, and stays.
 
-    What other keys decide is set first, for a key that has a value is not set again; the model's table comes last.
+    Where other keys change a default, that comes before the tables (_DEMO, _OWN_MODEL), which set only what has no
+    value yet. Evaluation comes last, as its keys take the values of training's.
 
     >>> resolve_defaults(RunConfig()).train.lr
     0.006
@@ -107,10 +108,10 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def _set_partitions(config: RunConfig) -> RunConfig:
-    """Set partitions: those of hybrids to "auto", which cost decides, also in evaluation; all others to zigzag.
+    """Set the defaults of partitions: "auto" for hybrids, which the cost decides; for other models "auto" is zigzag.
 
-    A hybrid's communication type becomes "auto" as well, since type and partition are chosen together, unless the
-    partition is given as zigzag.
+    A hybrid's communication type is "auto" as well, since type and partition are chosen together, but p2p if the
+    partition is given as zigzag. A hybrid's evaluation has training's partition and type.
     """
     if not is_hybrid(config.model):
         context = _set_zigzag(replace(config.context, evaluation=_set_zigzag(config.context.evaluation)))
@@ -126,7 +127,7 @@ def _set_partitions(config: RunConfig) -> RunConfig:
 
 
 def _set_zigzag(section: AnyPlan) -> AnyPlan:
-    """Set zigzag in a plan section in place of "auto"."""
+    """Replace the partition "auto" of a plan section by zigzag."""
     return replace(section, partition="zigzag") if section.partition == AUTO else section
 
 

@@ -56,9 +56,9 @@ def config_keys() -> tuple[str, ...]:
 
 
 def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
-    """Write a hint for a mistyped name: the nearest known one, or all of them.
+    """Write a hint for a mistyped name: the nearest of the known `names`, or all of them where none is near.
 
-    A `prefix` that all share is not compared.
+    A `prefix` of all names is not compared, as it would make any two of them look near.
     """
     names = tuple(names)
     bare = [known_name.removeprefix(prefix) for known_name in names]
@@ -199,7 +199,7 @@ def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
     """Convert a value to what `kind` holds: a list becomes a tuple, an integer may stand for a float."""
     value = read_choice_word(value, kind)
     if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:
-        return ()  # `_fitting_value` takes no empty list, and no such kind has an alternative
+        return ()  # not by `_fitting_value`: where a list is one of several types, an empty list fits none
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         fitting = _fitting_value(value, option)
         if fitting is not None:
@@ -211,15 +211,15 @@ def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
 
 
 def read_choice_word(value: object, kind: Any) -> object:
-    """Return the word of a choice that true or false stands for: "full" or "modules", or "none"; others unchanged."""
-    if get_origin(kind) is not Literal or not _is_word(value) or str(value).lower() not in ("true", "false"):
+    """Return the choice of a key that true ("full" or "modules") or false ("none") means; other values unchanged."""
+    if get_origin(kind) is not Literal or not _is_bool_or_text(value) or str(value).lower() not in ("true", "false"):
         return value
     words = ("full", "modules") if str(value).lower() == "true" else ("none",)
     return next((word for word in words if word in get_args(kind)), value)
 
 
-def _is_word(value: object) -> bool:
-    """Return whether a value may be true or false: flags give them as strings."""
+def _is_bool_or_text(value: object) -> bool:
+    """Return whether a value may mean true or false, which flags give as strings."""
     return isinstance(value, bool | str)
 
 
@@ -236,7 +236,7 @@ def _fitting_value(value: object, option: Any) -> object | None:
         if get_args(option)[-1] is not ... and len(inner) != len(get_args(option)):
             return None
         return tuple(inner) if inner and None not in inner else None
-    if isinstance(value, bool) is not (option is bool):
+    if isinstance(value, bool) is not (option is bool):  # to Python a bool is an int, too
         return None
     if option is float and isinstance(value, int):
         return float(value)

@@ -62,7 +62,7 @@ class Key:
 
 @cache
 def section_keys(kind: type[Any]) -> tuple[Key, ...]:
-    """List the keys of a section or table, in order; keys of a section inside another one have its `key_prefix`.
+    """List the keys of a section or table, in order; keys of a section inside it have a prefix (`key_prefix`).
 
     >>> [key.name for key in section_keys(ContextConfig)][-1]
     'eval_attention_kernel'
@@ -120,7 +120,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _find_section(section: Any, key: str) -> tuple[str, str]:
-    """Return the field of this section whose section has the key ("": it is the section's own), and the key there."""
+    """Return the field of the inner section that has a key ("": no inner section), and the key without its prefix."""
     names = [field.name for field in fields(section)]
     if key not in names:
         for name in names:
@@ -131,14 +131,17 @@ def _find_section(section: Any, key: str) -> tuple[str, str]:
 
 @cache
 def section_texts(kind: type[Any]) -> Mapping[str, str]:
-    """Return the text of every key of a section or table: what stands under it in the source, or in its `Texts`."""
+    """Return the text of every key of a section or table: the string under it in the source, or one of its `Texts`.
+
+    `Texts` are for plan keys in other places: keys of evaluation inside [context], and keys of a table [[eval]].
+    """
     texts = dict[str, str]()
     for base in reversed(kind.__mro__[:-1]):
         texts |= class_texts(base)
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if is_dataclass(hint):
             texts |= {key_prefix(name) + key: marks.evaluation for key, marks in _key_texts(hint)}
-    if FIRST[0] in texts:  # a table with a name
+    if FIRST[0] in texts:  # only tables [[eval]] have the key "name"
         texts |= {key: marks.table for key, marks in _key_texts(kind)}
     return texts
 
@@ -150,7 +153,7 @@ def _key_texts(kind: Any) -> Iterator[tuple[str, Texts]]:
 
 
 def class_texts(kind: type) -> dict[str, str]:
-    """Read the texts under the keys that one class declares."""
+    """Read the texts under the keys that one class declares, without those of its bases, from its source file."""
     (section,) = (
         node
         for node in ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8")).body

@@ -14,7 +14,7 @@ Checkpointing = Literal["none", "full", "selective"]
 
 
 def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
-    """Return whether a run on GPUs, or on CPUs, chooses its measures by a plan of memory: on CPUs with `memory_bytes`.
+    """Return whether a run chooses its measures by a plan of memory: on CPUs (no `gpu`) only with `memory_bytes`.
 
     >>> chooses_measures(TrainConfig(), gpu=True), chooses_measures(TrainConfig(), gpu=False)
     (True, False)
@@ -36,7 +36,7 @@ def check_measures(train: TrainConfig, *, gpu: bool | None = None) -> None:
         _check_keys_of_recomputation(train, '"none"')
     if kind != AUTO:
         return
-    if not chooses_measures(train, gpu=gpu is not False):  # on any device: as on a GPU, which allows more
+    if not chooses_measures(train, gpu=gpu is not False):  # None: as on a GPU, where more keys are allowed
         where = "on CPUs without train.memory_bytes" if train.memory == AUTO else 'under train.memory "none"'
         _check_keys_of_recomputation(train, f'"{AUTO}", which is "none" {where}')
     if train.recompute_layers and train.memory == AUTO:

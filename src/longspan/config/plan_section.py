@@ -193,7 +193,7 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     """Fill a section of evaluation: each key that is not given takes its parent's value.
 
     The parent of an evaluation set is evaluation as a whole, whose parent is `training`. A degree 0 and a limit of rows
-    "auto" are those of training. Levels that are not given are fitted to the degree.
+    "auto" are those of training. Levels that are not given are fitted to the degree, where the planner has only one.
 
     >>> config = ContextConfig(context_parallel_size=4, cp_comm_type="a2a", max_tokens_per_slot=64)
     >>> evaluation = inherit_keys(PlanSection(context_parallel_size=8), config, config)

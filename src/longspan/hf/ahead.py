@@ -54,10 +54,10 @@ class BatchesAhead:
         return batch
 
     def make(self, count: int) -> list[Any]:
-        """Make what the next step of `count` batches asks for; return its batches, as many as there are.
+        """Make what the next step of `count` batches will ask for; return the step's batches, as many as there are.
 
-        Its first batch was asked for already: it is the one that Accelerate's loader holds back. Errors of the loader
-        are kept, and raised where the batch is asked for.
+        Accelerate's loader holds back the newest batch, which is the step's first. So the step asks for its other
+        batches and one that is held back next. An error of the loader is kept until its batch is asked for.
         """
         while len(self._made) < count and not (self._made and isinstance(self._made[-1], _Failure)):
             try:
@@ -74,7 +74,7 @@ class HostBatches:
     def __init__(self) -> None:
         self._batches: BatchesAhead | None = None
 
-    def follow(self, loader: Any) -> None:
+    def follow_loader(self, loader: Any) -> None:
         """Let batches of a loader stay on the host, from where `training_step` moves them, and be made ahead.
 
         Loaders of other kinds, whose order of calls is another one, stay as they are.
@@ -100,7 +100,7 @@ class HostBatches:
 def move_to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors on the device; the host waits for no copy.
 
-    A batch that is there already is returned itself, so that it can be recognized.
+    A batch that is there already is returned itself: callers recognize batches and tensors by identity.
     """
     if isinstance(batch, Tensor):
         if batch.device.type == device.type == "cpu":  # "cpu:0" would be a copy
@@ -140,16 +140,16 @@ class ComingStep:
 def read_step(batches: Sequence[Any], items: float | None) -> tuple[list[BatchDocuments], list[Document], list[int]]:
     """Return the rows of each batch of a step, its documents with targets, and where those of each batch begin.
 
-    Each target's coefficient is −1 over `items`, the targets of all batches. Where the Trainer does not count them
-    (None), it takes the mean of the batches' means: −1 over the targets of the batch times the number of batches.
+    Each target's coefficient is −1 / `items`, the number of targets of all batches. None: the Trainer does not count
+    them, and its loss is the mean of the batches' means: −1 / (targets of the batch × number of batches).
     """
     all_rows, documents, firsts = list[BatchDocuments](), list[Document](), list[int]()
     for batch in batches:
         all_rows.append(read_batch(document_entries(batch)))
-        rows = [document for document in all_rows[-1].documents if document.targets]
-        divisor = items or max(1, sum(document.targets for document in rows)) * len(batches)
+        scored = [document for document in all_rows[-1].documents if document.targets]
+        divisor = items or max(1, sum(document.targets for document in scored)) * len(batches)
         firsts.append(len(documents))
-        documents += [document.with_values(coefficient=-1.0 / divisor) for document in rows]
+        documents += [document.with_values(coefficient=-1.0 / divisor) for document in scored]
     return all_rows, documents, firsts
 
 
@@ -164,14 +164,17 @@ def rows_digest(documents: Sequence[Document]) -> str:
 
 
 class CollectedTokens:
-    """The loss of a step by its documents' coefficients, which keeps values of tokens on the way."""
+    """The loss of a step by its documents' coefficients, which also keeps each token's log-probability and values.
+
+    `lengths` are those of the step's documents, `names` those of further values to keep, such as "entropy".
+    """
 
     def __init__(self, lengths: Sequence[int], names: tuple[str, ...]) -> None:
         self._lengths, self._names = tuple(lengths), names
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, log_probs: Tensor, at: LossRows) -> Tensor:
-        """Return log-probabilities (t,) times their coefficients."""
+        """Return log-probabilities (t,) times their coefficients, and keep the values of these tokens."""
         values = [log_probs.detach(), *(getattr(at, name) for name in self._names)]
         self._parts.append((at.document, at.position, torch.stack(values)))
         return at["coefficient"] * log_probs

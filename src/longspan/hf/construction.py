@@ -14,15 +14,13 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class GivenArguments:
     """What a trainer of the class `kind` is made with; `init` is the constructor to call, without `self`.
 
-    `values` are by the names of `init` and, of what it passes on, of the first base that names its parameters; `takes`
-    are all these names. Raises TypeError for arguments that `init` does not take.
+    `values` are the arguments by name: a parameter of `init`, or, of *args and **kwargs that `init` passes on, of the
+    first base whose constructor has a parameter `args`. `takes` are the names of both constructors' parameters. Raises
+    TypeError for arguments that `init` does not take.
     """
 
     def __init__(self, kind: type[Any], init: Any, args: Any, keywords: Any) -> None:
-        """Bind the arguments to the names of `init`, and what it takes as *args and **kwargs to those of `_stock`.
-
-        `_stock` is the first base whose constructor has a parameter `args`.
-        """
+        """Bind the arguments to the names of `init`, and what it takes as *args and **kwargs to those of that base."""
         self._bound = inspect.signature(init).bind_partial(*args, **keywords)
         self._names, self._positional, self._keywords = _parameters(self._bound.signature)
         self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameters(_signature(base))[0])
@@ -38,11 +36,16 @@ class GivenArguments:
     @property
     def args(self) -> TrainingArguments:
         """The TrainingArguments, or those that the stock class makes for itself."""
+        # Positional arguments have no name in `values` where they stand for other parameters (see the constructor).
         values = (self.values.get("args"), *self._argument_value(self._positional, ()))
         return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default_arguments()
 
     def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments of the call, with these TrainingArguments."""
+        """Return the positional and keyword arguments of the call, with these TrainingArguments in place of the given.
+
+        They go where the caller gave them: by name, or among *args; else to **kwargs. Raises ConfigError where the
+        constructor takes none of these.
+        """
         positional, bound = self._argument_value(self._positional, ()), self._bound.arguments
         if "args" in self._names:
             bound["args"] = arguments

@@ -27,7 +27,7 @@ class EvaluationPart(StockTrainer):
     """
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **keywords: Any) -> Any:
-        """Evaluate or predict as the Trainer does, and add the loss of the mean token."""
+        """Evaluate or predict as the Trainer does; where the loss is the cross entropy, add its mean over tokens."""
         self._prepare_once()
         self._facade.evaluated = (0.0, 0)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **keywords)

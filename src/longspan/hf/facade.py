@@ -74,7 +74,7 @@ class CalledBatch(NamedTuple):
     leaf: Tensor
 
     def is_finite(self) -> bool:
-        """Return whether the coefficients of documents with targets are finite; others have no effect."""
+        """Return whether all coefficients that have an effect are finite: those of documents with targets."""
         if self.leaf.grad is None or bool(self.leaf.grad.isfinite().all()):
             return True
         slopes = zip(self.rows.documents, self.coefficients(), strict=True)
@@ -204,10 +204,11 @@ class Facade:
         num_items_in_batch: Any = None,
         **batch: Any,
     ) -> TokenOutput:
-        """Answer a batch (B, L) of all ranks with its loss, or with log-probabilities for a loss of the trainer's own.
+        """Answer a batch (B, L) of all ranks, on every rank: with its loss and, if `fused_lm_head`, values of tokens.
 
-        These are values of the whole batch on every rank, and a leaf that takes their gradient. Raises what
-        `documents_of` does for a batch that is none of documents.
+        Among these, log-probabilities are a leaf of the Trainer's graph. With `logits_of` set, and no `fused_lm_head`,
+        the answer has logits instead; otherwise it is empty without labels. A batch whose step ran ahead is answered by
+        that step's values, without a pass. Raises what `documents_of` does for a batch that is none of documents.
         """
         if batch.pop("output_router_logits", False):
             raise ConfigError(

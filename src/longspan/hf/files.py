@@ -45,8 +45,8 @@ class FilesPart(StockTrainer):
         """Write the model, its tokenizer and the arguments; entered by all ranks."""
         folder = Path(output_dir or self.args.output_dir)
         self._prepare_once()
-        files = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        longspan.save_model(self._facade.inner_model, folder, self.world, files)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        longspan.save_model(self._facade.inner_model, folder, self.world, tokenizer)
         arguments = folder / "training_args.bin"
         # The arguments as they were given: `args` has the batch of all ranks.
         run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
@@ -58,7 +58,7 @@ class FilesPart(StockTrainer):
         return self._unfinished or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Have the Trainer write its checkpoint under another name, and give it its own; entered by all ranks."""
+        """Have the Trainer write its checkpoint into `unfinished/`, then move it to its place; entered by all ranks."""
         root = Path(self._get_output_dir(trial))
         run_on_first_rank(self.world, lambda: _make_empty_folder(root / UNFINISHED), CheckpointError)
         self._unfinished = str(root / UNFINISHED)
@@ -71,9 +71,9 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: self._publish_checkpoint(root), CheckpointError)
 
     def _note_best_checkpoint(self, root: Path) -> None:
-        """Name the folder of the best checkpoint as it will be: what the Trainer saw was the unfinished one.
+        """Note the folder of the best checkpoint, as the Trainer does where it saves: it looked only in `unfinished/`.
 
-        An older one counts only if its folder is still there.
+        This step's checkpoint counts, whose folder comes next; one of an earlier step only if its folder still exists.
         """
         best_step, step = self.state.best_global_step, self.state.global_step
         folder = root / f"checkpoint-{best_step}"
@@ -164,7 +164,7 @@ class FilesPart(StockTrainer):
         """Take up the random states in a folder, which transformers (5.17 to 5.23) reads as data."""
         try:
             super()._load_rng_state(str(folder))
-        except OSError:
+        except OSError:  # of the disk, and not of the file's content: `run_on_every_rank` reports it
             raise
         except Exception as error:  # a damaged file, and states that are none, raise anything
             raise CheckpointError(not_data_text(folder, error)) from error

@@ -35,7 +35,7 @@ class FirstRank:
 
     @property
     def works(self) -> bool:
-        """Whether this is the first rank in the middle of its work, when the others only wait."""
+        """Whether this is the first rank, and in the middle of its work, while the others only wait."""
         return self._waiting_ranks is not None
 
     def run(self, work: Callable[[], Result], what: str) -> Result:
@@ -62,7 +62,7 @@ class FirstRank:
 
     @contextmanager
     def call_on_others(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Have the other ranks run `calls[name](*arguments)` while this one, inside, takes part in it.
+        """Have the other ranks run `calls[name](*arguments)` while the first rank, inside, takes part in that call.
 
         Outside of work of the first rank it does nothing: all ranks get here by themselves.
         """

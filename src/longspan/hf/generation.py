@@ -30,9 +30,10 @@ LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics")  # what functio
 
 
 def refuse_generation(kind: type[Any], args: Any, given: Mapping[str, Any], takes: Any) -> None:
-    """Raise ConfigError where a trainer of this class would make answers by `generate` of the prepared model.
+    """Raise ConfigError for a way to make answers that longspan does not run, if trainers of this class make any.
 
-    `given` are the arguments of its constructor, `takes` the names that it takes.
+    Refused are a gradient of the entropy, `generate` of the prepared model, and a rollout over an engine of several
+    ranks. `given` are the arguments of the constructor by name, `takes` the names of its parameters.
     """
     if not hasattr(kind, ANSWERS[0]):
         return
@@ -59,7 +60,7 @@ def refuse_generation(kind: type[Any], args: Any, given: Mapping[str, Any], take
 
 
 def _has_own_answers(kind: type[Any]) -> bool:
-    """Whether a class that is neither TRL's nor `GenerationPart` overrides a method that makes answers."""
+    """Return whether a base that is neither TRL's nor `GenerationPart` has a method that makes answers."""
     owners = (base for base in kind.__mro__ if any(name in vars(base) for name in ANSWERS))
     return any(not base.__module__.startswith(("trl.", "longspan.hf.generation")) for base in owners)
 
@@ -108,17 +109,17 @@ class GenerationPart(StockTrainer):
         return self._result_of_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
 
     def _result_of_first_rank(self, work: Callable[[], Any], what: str) -> Any:
-        """Return on every rank what `work` gives on the first.
+        """Return on every rank what `work` gives on the first; `what` are words for that, in errors.
 
-        Ranks also take over what it logged there, and the random state after it.
+        The other ranks also take over what the work logged, and the random states of the host after it.
         """
 
         def run() -> Any:
             """Run the work on the first rank: its result on the CPU, what it logged, and the random states after it."""
             result = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, work())
             logged = {name: getattr(self, name) for name in LOGGED if hasattr(self, name)}
-            numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
-            return result, logged, self.state.num_input_tokens_seen, numbers
+            random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+            return result, logged, self.state.num_input_tokens_seen, random_states
 
         result, logged, tokens, (python, numpy, torch_state) = self._first.run(run, what)
         if not is_first_rank(self.world):
@@ -130,7 +131,7 @@ class GenerationPart(StockTrainer):
         return result
 
     def _token_values(self, facade: Any, documents: list[Document]) -> Any:
-        """Compute values of tokens as all ranks do. Raises ModelError in work of the first rank, when others wait."""
+        """Return values of documents' tokens; entered by all. Raises ModelError where only the first rank works."""
         if self._first.works:
             raise ModelError(
                 "the model is called inside a reward, a rollout or _generate_single_turn, which longspan runs on the "

@@ -35,11 +35,12 @@ def computes_in_bfloat16(args: Any) -> bool:
 
 
 def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
-    """Return the configuration of a trainer's plans, with rows of a slot, and the plan of memory where one is made.
+    """Return the configuration of a trainer's plans, and the plan of memory (None: none is made); entered by all ranks.
 
-    A plan of memory is made on GPUs, and on CPUs if `memory_bytes` is set, but not if `memory` is "none" or the user
-    asked for recomputation. TRL's arguments ask for it by default, so it counts as asked for only if they differ from
-    the default of their class. Entered by all ranks.
+    A plan of memory is made on GPUs, and on CPUs if `memory_bytes` is set, but not if `memory` is "none", no length of
+    a document is known, or the user asked for recomputation. TRL's arguments ask for recomputation by default, so only
+    arguments that differ from their class's default count as the user's. Rows of a slot that are "auto" become the
+    plan's, or 0, which is no limit, without one.
     """
     config, args = _run_config(trainer), trainer._stock_arguments
     if asks_recomputation(args) and not _has_default_recomputation(args):
@@ -94,7 +95,8 @@ def _has_default_recomputation(args: Any) -> bool:
 def _run_config(trainer: Any) -> RunConfig:
     """Return the configuration that a run with a trainer's model, precision and optimizer would have.
 
-    Its learning rate is arbitrary: a plan of memory does not depend on it.
+    An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. The learning
+    rate is arbitrary, as a plan of memory does not depend on it.
     """
     config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")

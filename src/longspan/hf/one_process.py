@@ -112,7 +112,7 @@ class OneProcess:
             setattr(owner, name, value)
         PartialState._shared_state.clear()
         PartialState._shared_state.update(self._state)
-        if AcceleratorState._shared_state:  # this entry is its own; others it reads in PartialState
+        if AcceleratorState._shared_state:  # it has a copy of this entry; others it reads from PartialState
             AcceleratorState._shared_state["distributed_type"] = self._state["distributed_type"]
         self.world.close()
 

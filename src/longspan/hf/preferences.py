@@ -83,7 +83,7 @@ class PreferencesPart(StockTrainer):
         content = self.world.control.broadcast_object(content)
         if first:
             return path
-        if not hasattr(self, "_caches"):  # a dataset maps its file as long as it lives
+        if not hasattr(self, "_caches"):  # kept with the trainer, as a dataset maps its file as long as it lives
             self._caches = tempfile.TemporaryDirectory(prefix="longspan-reference-")
         copy_here = Path(self._caches.name) / cache.name
         if content is not None:
@@ -114,7 +114,8 @@ class ReferenceAdapter:
     def __init__(self, peft_model: Any, prepared: nn.Module, config: Any) -> None:
         """Copy the adapter's values, which are still those that training begins with, and answer `set_adapter`."""
         (self._trained,) = peft_model.peft_config
-        self._active_adapter, self._refuse = self._trained, peft_model.set_adapter  # which `prepare` made refuse others
+        self._active_adapter = self._trained
+        self._refuse = peft_model.set_adapter  # `prepare` made it refuse all but the trained adapter
         self._parameters = [parameter for _, parameter in adapter_parameters(prepared)]
         self._other_values = [local_tensor(parameter).clone() for parameter in self._parameters]  # of the inactive one
         peft_model.base_model.peft_config = {**peft_model.peft_config, REFERENCE: config}

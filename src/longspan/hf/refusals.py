@@ -91,9 +91,9 @@ def _argument_reasons(args: Any, arguments: LongspanArguments, given: Mapping[st
         yield "args.save_on_each_node is true: a longspan trainer writes one folder that all ranks see; leave it out"
 
 
-def refuse_kind(given: Any) -> None:
+def refuse_kind(maybe_wrapped: Any) -> None:
     """Raise ModelError or ConfigError for a kind of model that longspan cannot run in a Trainer."""
-    model: Any = unwrap_model(given)
+    model: Any = unwrap_model(maybe_wrapped)
     name = type(model).__name__
     if getattr(model, "hf_device_map", None):
         raise ConfigError(
@@ -137,9 +137,10 @@ def refuse_model(trainer: Any) -> None:
 
 
 def is_cross_entropy(trainer: Any) -> bool:
-    """Return whether the loss of a trainer is known to be the cross entropy, which takes one pass.
+    """Return whether the loss of a trainer is taken for the cross entropy, which needs one pass.
 
-    It is where `compute_loss` is transformers' own, or TRL's with loss_type "nll", and compute_loss_func= is not given.
+    That is so without compute_loss_func=, if `compute_loss` is transformers' own, or args.loss_type is "nll", by which
+    TRL asks for the cross entropy.
     """
     if callable(trainer.compute_loss_func):  # before transformers 5.19 TRL puts a text there
         return False

@@ -122,7 +122,7 @@ class StepsPart(StockTrainer):
             prepared.train(training)
 
     def _agree_on_rows(self, documents: list[Document], digest: str = "") -> None:
-        """Raise CommError on all ranks unless they hold the same documents: equal lengths are not enough."""
+        """Raise CommError on all ranks unless their documents are the same, by `digest` ("": it is computed here)."""
         self.world.control.agree(
             digest or rows_digest(documents),
             what="batches of a Trainer",
@@ -144,11 +144,11 @@ class StepsPart(StockTrainer):
         """Return the Trainer's loader; its batches stay on the host unless a class below has a step that reads them."""
         loader = super().get_train_dataloader()
         if self.is_in_train and not self._has_step_below:
-            self._host_batches.follow(loader)
+            self._host_batches.follow_loader(loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return the batches of an optimizer step, by which it may run before the Trainer asks for its loss."""
+        """Return an optimizer step's batches and number of targets, and keep both, so that the step may run ahead."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu"))
         self._coming, self._items = batches, None if items is None else float(items)
         if self._facade.ahead:  # of the step before: a callback ended its epoch before all batches were called
@@ -181,7 +181,7 @@ class StepsPart(StockTrainer):
     def _read_loss(self, loss: Tensor) -> Tensor:
         """Return a loss on the host, where the Trainer then sums it, so that logging waits for no update."""
         loss_sum = getattr(self, "_tr_loss", None)
-        if loss_sum is None or self.args.parallel_mode != ParallelMode.NOT_PARALLEL:
+        if loss_sum is None or self.args.parallel_mode != ParallelMode.NOT_PARALLEL:  # it may be gathered
             return loss
         if loss_sum.device.type != "cpu":
             self._tr_loss: Tensor = loss_sum.cpu()
@@ -237,7 +237,8 @@ class StepsPart(StockTrainer):
             return
         with suppress(Exception):
             batches = self._host_batches.make(self._step_batches)
-            is_new = all(batch is not old for batch in batches for old, _ in self._moved)  # not at an epoch's end
+            # At an epoch's end no new batch is held back.
+            is_new = all(batch is not old for batch in batches for old, _ in self._moved)
             if batches and is_new and self._guesses:
                 items = self._get_num_items_in_batch(batches, torch.device("cpu"))
                 self._next_step = self._read_coming_step(batches, None if items is None else float(items))
@@ -305,7 +306,7 @@ class StepsPart(StockTrainer):
         return type(self).training_step is not StepsPart.training_step or "training_step" in vars(self)
 
     def _clip_grad_norm(self, model: Any) -> float:
-        """Clip gradients and return their norm; that of the step is used if nothing has written to them since."""
+        """Clip gradients and return their norm, which is the step's own if nothing has written to gradients since."""
         model, (norm, versions), limit = self._facade.inner_model, self._measured, self.args.max_grad_norm
         if self._has_step_below or versions != gradient_versions(model):
             return clip_grad_norm(model, limit, self.world)

@@ -79,9 +79,9 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     # ---- the model
 
     def _prepare_once(self) -> None:
-        """Prepare the model, and a reference model of TRL, before the first pass or optimizer.
+        """Prepare the model, and a reference model of TRL, before the first pass or optimizer; again if it is replaced.
 
-        What TRL put on a model, a fused head or a copy of the adapter, is taken off before.
+        First what TRL put on a model is taken off: a fused head, or a copy of the adapter.
         """
         if self._prepared_model is not None and self._prepared_model is self.model:
             return
@@ -139,10 +139,9 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     @contextmanager
     def _report_errors_to_others(self) -> Iterator[None]:
-        """Put an error of this rank inside, as of a collator or a metric, into the failure report of ranks that wait.
+        """Report an error that only this rank raises inside, as of a collator or a metric, to the ranks that wait.
 
-        An error that all ranks raise is in no need of a report. All ranks wait at the end, so that none goes on without
-        one whose metric failed.
+        All ranks wait for each other at the end, so that none goes on without a rank whose metric failed.
         """
         try:
             yield

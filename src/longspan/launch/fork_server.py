@@ -43,12 +43,15 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
     driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.13). An `environment` is added to this
     process's for its imports; ranks have that of their call.
 
-    It gets no signals that stop, which a supervisor may send to all processes of a command: it ends with its launcher.
+    The server gets no signals that stop, which a supervisor may send to all processes of a command: it ends with its
+    launcher.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["longspan.launch.no_collections", *PRELOAD])
-    with block_signals():  # the tracker ignores SIGINT and SIGTERM by itself, not the others
-        resource_tracker.ensure_running()  # starting it, Python (3.11 to 3.13) unblocks these two here
+    # First the server's tracker: as it starts, Python (3.11 to 3.13) unblocks SIGINT and SIGTERM in this process. The
+    # tracker ignores these two by itself, and the other signals only if they are blocked here.
+    with block_signals():
+        resource_tracker.ensure_running()
     with _temporary_variables({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **(environment or {})}), block_signals():
         forkserver.ensure_running()
     return context
@@ -56,7 +59,7 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
 
 @contextmanager
 def _temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process for those that are started inside; on leaving they are as before."""
+    """Set this process's variables inside, for processes that are started there; on leaving they are as before."""
     old_values = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:

@@ -17,7 +17,10 @@ class _LateModule(ModuleType):
     """Stands for a module: each of its functions imports the real one when it is called."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return such a function of any name; special names, which Python's imports ask for, are absent."""
+        """Return a function that imports the real module and calls its function `name`.
+
+        Raises AttributeError for special names, which Python's imports ask for.
+        """
         if name.startswith("__"):
             raise AttributeError(name)
 
@@ -29,7 +32,7 @@ class _LateModule(ModuleType):
 
 @contextmanager
 def late_modules(*names: str) -> Iterator[None]:
-    """Let what is imported inside take functions from these modules without importing them: a call does that.
+    """Inside, put stand-ins for modules: their functions can be imported, and import the real module when called.
 
     >>> with late_modules("scipy.optimize"):
     ...     import transformers.loss.loss_utils
@@ -39,9 +42,9 @@ def late_modules(*names: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in late:
+        for name in late:  # so that a call imports the real module
             sys.modules.pop(name, None)
 
 
-with late_modules("scipy.optimize"), suppress(ImportError):  # of which they import a function alone
+with late_modules("scipy.optimize"), suppress(ImportError):  # the losses take one function from it
     import_module("transformers.loss.loss_utils")

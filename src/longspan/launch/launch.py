@@ -39,15 +39,17 @@ def run_local(
 
     >>> run_local(train_rank, 4, (config,), timeout=None)
 
-    `fn` must be importable (a function at the top of a module or script). `timeout` bounds the whole call in seconds;
-    when one rank fails, the others have `grace` seconds to report and are then killed. `threads` is torch's number of
-    threads in each rank (None: the CPUs shared out evenly). Output of the ranks goes where the caller's
-    goes. SIGINT and SIGTERM are forwarded to the ranks once and waited for; a second one, more than a second later,
-    kills them. SIGHUP, SIGUSR1 and SIGUSR2 are forwarded each time. If ranks end by such a signal, it has its usual
-    effect here too. Signals that are `ignored` do nothing in a rank until `fn` handles them.
+    `fn` must be importable (a function at the top of a module or script). `timeout` bounds the wait for answers, in
+    seconds from when all ranks have started (None: no limit); when one rank fails, the others have `grace` seconds to
+    report and are then killed. `threads` is torch's number of threads in each rank (None: the CPUs shared out evenly).
+    Output of the ranks goes where the caller's goes. A first SIGINT or SIGTERM is forwarded to the ranks, and the call
+    waits until they end; a second one, more than a second later, kills them. SIGHUP, SIGUSR1 and SIGUSR2 are forwarded
+    each time. If ranks end by such a signal, it has its usual effect here too. Signals that are `ignored` do nothing in
+    a rank until `fn` handles them.
 
-    The first failing rank's error is raised again here, with its type and its traceback as the cause. RankLostError
-    names a rank that was killed or left without an answer, CommError the ranks that still ran when the time was up.
+    The error of the rank that most likely made others fail is raised again here, with its type and its traceback as the
+    cause. RankLostError names a rank that was killed or left without an answer, CommError the ranks that still ran when
+    the time was up.
     """
     if n < 1:
         raise CommError(f"{n} ranks were asked for; give a count of at least 1")
@@ -62,7 +64,7 @@ def run_local(
             ranks.end()
     if ranks.failure is not None:
         if ranks.was_ended_by(forwarding.sent):
-            forwarding.repeat()
+            forwarding.repeat_signal()
         raise ranks.failure
     return [rank.answer.value() for rank in ranks.ranks if rank.answer is not None]
 
@@ -78,7 +80,7 @@ def _kill_server_on_interrupt() -> Iterator[None]:
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """Return what a rank unpickles and calls. Raises CommError for what cannot be sent."""
+    """Return a function and its arguments, pickled for a rank. Raises CommError for what cannot be pickled."""
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -67,7 +67,7 @@ def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
 
 
 class LocalRank:
-    """One process, its answer when it has come, and what it was doing when its time was up."""
+    """One rank's process, and its answer, or how the process died, once either has come."""
 
     def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
         """Take a process that was started as rank `index`; its answer comes through `pipe`."""
@@ -76,7 +76,7 @@ class LocalRank:
         self.pipe = pipe
         self.answer: Answer | None = None
         self.death: str | None = None
-        self.killed_by = 0  # the signal that it died of
+        self.killed_by = 0  # the signal that the process died of; 0: none
         self.waiting = True  # for its answer
 
     def receive_answer(self) -> None:
@@ -97,14 +97,15 @@ class LocalRank:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it died, or answered with an error."""
+        """Whether the process died, or the rank answered with an error."""
         return self.death is not None or (self.answer is not None and not self.answer.ok)
 
 
 class LocalRanks:
     """Local ranks of one call, from start to end; or, without a payload, of one call after another (`start_call`).
 
-    Between calls each rank restores the `state` that it had when it started. Ranks ignore the signals `ignored`.
+    Between calls each rank restores the `state` that it had when it started. Signals that are `ignored` do nothing in
+    a rank until its function handles them.
     """
 
     def __init__(
@@ -134,9 +135,9 @@ class LocalRanks:
 
     def start(self) -> None:
         """Start every rank."""
-        self.ranks = self._all
+        self.ranks = self._all  # the same list, which `_start_rank` fills
         for index in range(self._n):
-            # No signal interrupts a start, but that of the first rank, which waits for the fork server.
+            # The first start waits for the fork server's imports, so signals may interrupt it; no other is interrupted.
             with block_signals() if index else nullcontext():
                 self._start_rank(index)
 
@@ -158,7 +159,7 @@ class LocalRanks:
     def are_ready(self, timeout: float) -> bool:
         """Return whether all ranks live, and have reported that what the last call changed is as before.
 
-        A rank without an answer has made no call, and reports nothing.
+        A rank without an answer has made no call yet, so no report of it is waited for.
         """
         for rank in self.ranks:
             try:
@@ -169,7 +170,7 @@ class LocalRanks:
         return True
 
     def start_call(self, payload: bytes, n: int) -> None:
-        """Let the first n ranks make a call, with a store of its own."""
+        """Send the first n ranks a call, which they make over a new store."""
         self.store: Any = start_store_server()
         self.ranks, self.failed, self.failure = self._all[:n], [], None
         for rank in self.ranks:
@@ -181,9 +182,9 @@ class LocalRanks:
         return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload, self._ignored)
 
     def collect_answers(self, timeout: float | None, grace: float) -> None:
-        """Wait for every answer; after a first failure only `grace` seconds more.
+        """Wait for every answer for `timeout` seconds (None: no limit), but after a failure only for `grace` more.
 
-        The failure to raise is chosen once all ranks have answered, or the time is over.
+        Then set `failure`, the error to raise; it is None if every rank answered with a result.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         failed_at: float | None = None
@@ -196,7 +197,7 @@ class LocalRanks:
             if failed_at is None and self.failed:
                 failed_at = time.monotonic()
                 deadline = min(failed_at + grace, deadline or failed_at + grace)
-        self.failure = self._first_failure(timeout)
+        self.failure = self._error_to_raise(timeout)
 
     def _take_answer(self, rank: LocalRank) -> None:
         """Receive a rank's answer; a death is posted for the other ranks, a failure is noted."""
@@ -206,10 +207,10 @@ class LocalRanks:
         if rank.has_failed:
             self.failed.append(rank)
 
-    def _first_failure(self, timeout: float | None) -> BaseException | None:
-        """Return the error to raise for the ranks that failed or are late, with notes on four others at most.
+    def _error_to_raise(self, timeout: float | None) -> BaseException | None:
+        """Return the error to raise: of the rank to blame, or of late ranks if none failed; None if all have answered.
 
-        It is None if all answered.
+        Notes of the error say what became of four other ranks at most that failed or are late.
         """
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
@@ -227,9 +228,9 @@ class LocalRanks:
         return error
 
     def _rank_to_blame(self) -> LocalRank:
-        """Return the rank whose failure is raised: the likeliest to have caused the failures of other ranks.
+        """Return the failed rank that most likely made other ranks fail.
 
-        A killed rank comes before one with an error of its own, that before one that saw another's failure.
+        It is one whose process died; else one with an error of its own; else one that only saw another rank's failure.
         """
         return min(
             self.failed, key=lambda rank: 0 if rank.death else 2 if rank.answer and rank.answer.consequence else 1
@@ -243,7 +244,7 @@ class LocalRanks:
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
     def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
-        """Return the error of ranks that are still running, with their stacks, which they are asked to dump."""
+        """Have the ranks that still run dump their stacks, and return an error with these after 3 seconds at most."""
         for rank in running:
             rank.process.join(0)
             if rank.process.exitcode is None and rank.process.pid is not None:
@@ -268,7 +269,7 @@ class LocalRanks:
                 os.kill(rank.process.pid, number)
 
     def end(self) -> None:
-        """End every process, whatever happened; ranks that have answered end by themselves."""
+        """End every process: ranks that have not answered are killed, others end when their pipes close."""
         for rank in self.ranks:
             if rank.waiting:
                 rank.process.kill()

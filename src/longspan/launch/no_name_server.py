@@ -40,7 +40,7 @@ def _open_store() -> None:
     TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 
 
-with _ask_no_name_server():  # a thread of its own, for each reads the options once
+with _ask_no_name_server():  # in a new thread: a thread reads the options once
     thread = threading.Thread(target=_open_store)
     thread.start()
     thread.join()

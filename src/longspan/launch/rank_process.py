@@ -117,7 +117,7 @@ class RankError(Exception):
 
 
 def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> None:
-    """Run a rank from its start to its end."""
+    """Run a rank from its start to its end, in a new Python process if the fork server has made CUDA unusable."""
     if not spec.folder.is_dir():  # the launcher was interrupted while it waited for this process
         os._exit(0)
     if _cuda_is_unusable():
@@ -132,7 +132,7 @@ def _run_rank(
     """Run a rank; `launcher` is a descriptor that becomes readable where its launcher has ended."""
     _set_up_process(spec, out, err, launcher)
     if spec.task is not None:
-        if not pipe.poll():  # nothing comes through it but its end, where the launcher was interrupted
+        if not pipe.poll():  # readable here means closed: the launcher was interrupted
             _answer_call(spec.rank, spec.task, pipe)
     else:
         assert spec.state is not None
@@ -143,7 +143,7 @@ def _run_rank(
 
 
 def _cuda_is_unusable() -> bool:
-    """Return whether a module used CUDA as the fork server imported it: then no process forked from the server can.
+    """Return whether an import of the fork server used CUDA: no process that is forked from the server can use it then.
 
     torchao uses CUDA where there is a GPU, and transformers imports torchao where it is installed.
     """
@@ -157,9 +157,9 @@ def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, e
     if spec.rank == 0:
         os.write(err.number, b"ranks take longer to start: a module that they import uses CUDA as it is imported\n")
     parent = multiprocessing.parent_process()
-    launcher = parent.sentinel if parent is not None else -1
+    launcher = parent.sentinel if parent is not None else -1  # −1: there is none
     file = spec.folder / f"rank-{spec.rank}.pickle"
-    with file.open("wb") as stream:  # the second may name what the first makes importable
+    with file.open("wb") as stream:  # in this order: `spec` may name what is importable only after `spawn.prepare`
         pickle.dump(_main_module(), stream)
         pickle.dump(spec, stream)
     numbers = (pipe.fileno(), out.number, err.number, launcher)
@@ -263,9 +263,9 @@ def _error_answer(error: BaseException) -> Answer:
 
 
 def stack_text(folder: Path, index: int) -> str:
-    """Return where a rank was, as its faulthandler has written it: 14 lines at most.
+    """Return the stack that a rank's faulthandler has written, 14 lines at most; "" if it has written none.
 
-    Where the thread that got the signal is known, that thread's stack alone.
+    Of a fault in a library, these are the name of the fault and the stack of the thread in which it happened.
     """
     path = folder / f"rank-{index}.txt"
     text = path.read_text() if path.exists() else ""

@@ -9,7 +9,9 @@ from pathlib import Path
 
 
 def processes_of_torchrun() -> dict[int, int]:
-    """Return the process of each rank of this process's torchrun, once all have started; empty under other launchers.
+    """Return the process id of each rank that this process's torchrun started here; empty under other launchers.
+
+    Ranks that have not started yet are missing, so a caller waits for all ranks first.
 
     >>> processes_of_torchrun()
     {0: 4711, 1: 4712}
@@ -27,7 +29,7 @@ def processes_of_torchrun() -> dict[int, int]:
 
 def has_ended(pid: int) -> bool:
     """Return whether a process is gone, or has nothing left but its exit status."""
-    try:
+    try:  # the state stands behind the command, which is in brackets; Z: only its exit status is left, X: dead
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True

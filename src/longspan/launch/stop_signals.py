@@ -35,19 +35,16 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let signals that stop raise Interrupted inside: the first, and each that comes more than a second after the last.
+    """Let signals that stop raise Interrupted inside, but not within a second of the last one that did.
 
     Ignored signals stay ignored. In threads other than the main one, which alone receives signals, nothing is done.
     """
     raised_at = [-SAME_PRESS]  # the time of the last Interrupted
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        """Raise Interrupted, but once for the signals of one press: a terminal may send more than one.
-
-        The signal may be that of a terminal that closed, to which nothing can be written any more.
-        """
+        """Raise Interrupted, but once for the signals of one press, as a terminal may send more than one."""
         now = time.monotonic()
-        leave_closed_output()
+        leave_closed_output()  # the signal may be that of a terminal that closed
         if now - raised_at[0] > SAME_PRESS:
             raised_at[0] = now
             raise Interrupted(number)
@@ -60,7 +57,8 @@ def interruptible() -> Iterator[None]:
 
 
 def disregard_signals(numbers: Collection[int]) -> None:
-    """Let signals do nothing in this process until a handler of theirs is set; processes it starts do not inherit it.
+    """Let signals do nothing in this process until it sets a handler for them; processes that it starts do not inherit
+    this, as they would inherit ignored signals.
 
     >>> disregard_signals([signal.SIGUSR1])
     """
@@ -73,13 +71,13 @@ def signals_that_stop() -> tuple[signal.Signals, ...]:
 
 
 def leave_closed_output(descriptors: Collection[int] = (1, 2)) -> None:
-    """Send output nowhere that goes to a closed terminal, or to a pipe whose reader is gone: no print is an error then.
+    """Drop output from now on that would go to a closed terminal or a pipe without a reader, so that no print fails.
 
     >>> leave_closed_output()
     """
     for descriptor in descriptors:
         events = select.poll()
-        events.register(descriptor, 0)
+        events.register(descriptor, 0)  # 0: errors only
         if any(event & select.POLLERR for _, event in events.poll(0)):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, descriptor)
@@ -123,7 +121,7 @@ class Forwarding:
 
     def __init__(self, ranks: Ranks) -> None:
         self.sent: list[int] = []
-        self._ranks, self._first_signal_at = ranks, -1.0  # when the first of KILLS came
+        self._ranks, self._first_signal_at = ranks, -1.0  # when the first of KILLS came; −1: none
         self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "Forwarding":
@@ -136,10 +134,10 @@ class Forwarding:
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
         """Send a notice or a first request to end on to the ranks; kill them at a second request.
 
-        The signal may be that of a terminal that closed, to which nothing can be written any more.
+        A second one within a second is of the same press, and does nothing.
         """
         now = time.monotonic()
-        leave_closed_output()
+        leave_closed_output()  # the signal may be that of a terminal that closed
         if number in NOTICES:
             self._send_to_ranks(number, number)
         elif self._first_signal_at < 0:
@@ -157,8 +155,8 @@ class Forwarding:
         self.sent.append(to_ranks)
         self._ranks.signal(to_ranks)
 
-    def repeat(self) -> None:
-        """Let the last signal have its usual effect here too."""
+    def repeat_signal(self) -> None:
+        """Let the last signal that came have its usual effect here too."""
         signal.raise_signal(self.received)
 
 
@@ -167,7 +165,7 @@ def _is_ignored(number: int) -> bool:
 
 
 def _set_handler(handler: Any, numbers: Any) -> dict[int, Any]:
-    """Set a handler of signals, and return the old handlers by signal; only the main thread may, others do nothing."""
+    """Set a handler of signals, and return the old ones by signal; only the main thread may: {} in other threads."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}

@@ -83,10 +83,7 @@ def next_request(connection: "Connection[Any, Any]", parent: int) -> Any:
 
 
 def describe_main(payload: bytes) -> dict[str, Any]:
-    """Return where a worker can import what this program defines in its script.
-
-    It is empty if the payload refers to none of it.
-    """
+    """Return where a worker finds this program's script, for `import_main`; {} if the payload names nothing of it."""
     if b"_main__" not in payload:  # as in __main__, and in a worker's own __mp_main__
         return {}
     main = sys.modules["__main__"]
