@@ -55,6 +55,10 @@ FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
         {"planner": "dynamic", SIZES: 4, "eval_context_parallel_size": 2},
         ["fixed", 2, "p2p", "zigzag", "auto", (2, 1)],
     ),
+    "one degree beside dynamic plans": (
+        {"planner": "dynamic", "context_parallel_size": 8, "eval_planner": "fixed", "eval_cp_comm_type": "a2a+p2p"},
+        ["fixed", 8, "a2a+p2p", "zigzag", "auto", (2, 4)],
+    ),
     "another degree": (
         {"context_parallel_size": 4, "eval_context_parallel_size": 8, "max_tokens_per_slot": 64},
         ["fixed", 8, "p2p", "zigzag", 64, (2, 4)],

@@ -74,6 +74,9 @@ def test_an_answer_is_of_the_same_tensors_or_equal_ones_that_were_not_written_to
     assert made.answers(batch()) and not made.has_entries_of(batch())
     assert not made.has_entries_of(called | {"position_ids": torch.arange(3).expand(2, 3)})
     assert not made.answers(batch() | {"labels": None})
+    assert not made.answers(batch() | {"position_ids": torch.arange(3).expand(2, 3)}), "other documents"
+    if "attention_mask" in called:
+        assert not made.answers(batch() | {"attention_mask": torch.zeros_like(called["attention_mask"])})
     called["labels"][1, 2] = -100
     assert not made.answers(called)
 

@@ -207,7 +207,7 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
         result = replace(result, max_tokens_per_slot=training.max_tokens_per_slot)
     if section.hierarchical_context_parallel_sizes != NOT_GIVEN or result.planner not in ONE_DEGREE:
         return result
-    return replace(result, hierarchical_context_parallel_sizes=_fit_levels(section, result, parent))
+    return replace(result, hierarchical_context_parallel_sizes=_fit_levels(result, parent))
 
 
 def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
@@ -225,17 +225,17 @@ def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     return replace(section, **{key: x for key, x in values.items() if getattr(section, key) in (NOT_GIVEN, "")})
 
 
-def _fit_levels(section: PlanSection, filled: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
+def _fit_levels(filled: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
     """Return the parent's a2a and p2p levels, fitted to the degree if planner or degree differ from the parent's.
 
-    Evaluation as a whole takes the planner that follows from its degree, and training's degree if its own is "auto".
-    A set whose degree is "auto" has the parent's levels as they are.
+    Evaluation as a whole takes training's degree if its own is "auto". A set whose degree is "auto" has the parent's
+    levels as they are.
     """
     planner, degree = filled.planner, filled.context_parallel_size
-    if isinstance(parent, ContextConfig):
-        planner = _default_planner(section.context_parallel_size, parent)
-        degree = parent.context_parallel_size if isinstance(degree, str) else degree
-    if isinstance(degree, str) or (planner, degree) == (parent.planner, parent.context_parallel_size):
+    if isinstance(parent, ContextConfig) and isinstance(degree, str):
+        degree = parent.context_parallel_size
+    same = (planner, degree) == (parent.planner, parent.context_parallel_size)
+    if same or not degree or isinstance(degree, str):  # 0 or "auto": chosen later
         return parent.hierarchical_context_parallel_sizes
     return level_sizes(parent.hierarchical_context_parallel_sizes, degree)
 

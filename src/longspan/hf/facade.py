@@ -137,14 +137,15 @@ class AheadBatch(NamedTuple):
     def answers(self, batch: Mapping[str, Any]) -> bool:
         """Whether a call is one of this batch, into which nothing was written since the step ran.
 
-        Other tensors count as the same batch if token ids and labels are equal.
+        Other tensors count as the same batch if all that decide its documents are equal.
         """
         if versions_of(self.entries) != self.versions:
             return False
-        return self.has_entries_of(batch) or all(
-            isinstance(x, Tensor) and isinstance(y, Tensor) and torch.equal(x, y)
-            for x, y in ((self.entries.get(name), batch[name]) for name in ("input_ids", "labels"))
-        )
+        if self.has_entries_of(batch):
+            return True
+        entries = document_entries(batch)
+        pairs = [(torch.as_tensor(x), torch.as_tensor(entries.get(name, ()))) for name, x in self.entries.items()]
+        return entries.keys() == self.entries.keys() and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
 
 
 def document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:

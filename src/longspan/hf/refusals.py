@@ -139,14 +139,15 @@ def refuse_model(trainer: Any) -> None:
 def is_cross_entropy(trainer: Any) -> bool:
     """Return whether the loss of a trainer is taken for the cross entropy, which needs one pass.
 
-    That is so without compute_loss_func=, if `compute_loss` is transformers' own, or args.loss_type is "nll", by which
-    TRL asks for the cross entropy.
+    That is so without compute_loss_func=, if `compute_loss` is transformers' own, or TRL's and args.loss_type is "nll",
+    by which TRL asks for the cross entropy.
     """
     if callable(trainer.compute_loss_func):  # before transformers 5.19 TRL puts a text there
         return False
     owners = (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
     owner = next(kind for kind in owners if not kind.__module__.startswith("longspan.hf."))
-    return owner is Trainer or getattr(trainer.args, "loss_type", None) == "nll"
+    asks_for_it = owner.__module__.startswith("trl.") and getattr(trainer.args, "loss_type", None) == "nll"
+    return owner is Trainer or asks_for_it
 
 
 def refuse_search(*_: Any, **__: Any) -> NoReturn:
