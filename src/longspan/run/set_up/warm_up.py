@@ -257,8 +257,8 @@ def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
     world, context = training.world, training.config.context
     for plan in plans:
         world.prepare(plan)
-    planners_of_degrees = {context.planner, context.evaluation.planner} - set(ONE_DEGREE)
-    if planners_of_degrees and world.home.slots <= CONNECTED:
+    mixing_planners = {context.planner, context.evaluation.planner} - set(ONE_DEGREE)
+    if mixing_planners and world.home.slots <= CONNECTED:
         world.channels.connect_pairs()
 
 
