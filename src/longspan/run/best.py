@@ -43,7 +43,7 @@ class BestCheckpoint:
         self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
 
     def is_new(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
-        """Return whether evaluations after a step have a better figure than all before, and note the step if so."""
+        """Return whether evaluations after a step have a better figure than all before; if so, note the step."""
         try:
             value = self._world.control.broadcast_object(self.figure.value_in(rows))
         except ConfigError as error:  # every rank has the same rows, and raises it

@@ -60,9 +60,9 @@ class _Predictions:
 def image_samples(
     model: Any, documents: Any, choice: PlanChoice, world: World, folder: Path, *, name: str, step: int
 ) -> list[dict[str, Any]]:
-    """Return rows of samples.jsonl for a set, decoded by the tokenizer of a folder.
+    """Return rows of samples.jsonl for a set, decoded by the tokenizer of `folder`; none for documents without images.
 
-    There are none if its documents have no images.
+    All ranks call it together: the first SAMPLES documents with images are evaluated once more, for their predictions.
     """
     if not isinstance(documents, ImageDocuments) or not documents.items:
         return []
@@ -88,7 +88,10 @@ def image_samples(
 def _sample_row(
     documents: ImageDocuments, number: int, tokenizer: TextTokenizer, tokens_at: dict[tuple[int, int], int]
 ) -> Any:
-    """Return the row of one document: text, true answer, predicted answer, pictures."""
+    """Return the row of one document: text, true answer, predicted answer, pictures.
+
+    `tokens_at` has the predicted tokens as `_Predictions` notes them: under the position before the token.
+    """
     document = documents[number]
     positions = np.arange(len(document))
     ids = document[positions]
@@ -165,9 +168,9 @@ class Evaluations:
         return rows
 
     def evaluate_due(self, done: int, *, unless_recorded: bool = False) -> str:
-        """Evaluate the sets that are due after so many steps; returns the signal that came meanwhile, or "".
+        """Evaluate the sets that are due after `done` steps; returns the signal that came meanwhile, or "".
 
-        `unless_recorded` leaves out those that metrics.jsonl has already, where a run goes on after a step.
+        With `unless_recorded`, for a run that goes on, sets whose evaluation metrics.jsonl already has are left out.
         """
         for entry in self.run.sets:
             if not is_due(done, entry.config.every) or (unless_recorded and self._is_recorded(entry, done)):
@@ -180,7 +183,10 @@ class Evaluations:
         return ""
 
     def evaluate_at_end(self) -> Final:
-        """Evaluate all sets, the held-out documents at every degree; each is recorded once, however often it is run."""
+        """Evaluate all sets, the held-out documents at every degree.
+
+        Where a finished run is shown again, sets that metrics.jsonl has at the last step are not recorded once more.
+        """
         done, at_degrees, set_evaluations = self.run.config.train.steps, list[Evaluation](), list[Evaluation]()
         for entry in self.run.sets:
             evaluations = list[Evaluation]()
@@ -205,7 +211,10 @@ class Evaluations:
             run_on_first_rank(run.world, partial(_write_lines, run.dir / SAMPLES_FILE, rows), RunFolderError)
 
     def _final_evaluations(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
-        """Evaluate a set as configured and, for the held-out documents, at every other degree."""
+        """Yield evaluations of a set: as configured and, for the held-out documents, at every other degree.
+
+        None stands for an evaluation that was stopped, by a signal or the set's time limit.
+        """
         choice = self.run.choice_of(entry.config)
         first = self._evaluate_set(entry, choice, done)
         yield first
@@ -215,7 +224,7 @@ class Evaluations:
                 yield self._evaluate_set(entry, other_choice, done)
 
     def _evaluate_set(self, entry: EvaluationSet, choice: PlanChoice, done: int) -> Evaluation | None:
-        """Evaluate a set under plans of `choice`; None if it was stopped."""
+        """Evaluate a set under plans of `choice`; None if a signal or the set's time limit stopped the evaluation."""
         settings, kernel = self.run.config.train, entry.config.attention_kernel
         options = EvaluationOptions(
             step=done,
@@ -248,7 +257,7 @@ class Evaluations:
     def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
         """Write and show evaluations of one set after one step, at one or several degrees, and keep their plans.
 
-        Losses of documents are written for the first one only: all have the same weights and documents.
+        Losses of documents, and the row for `take_rows`, are of the first evaluation only: a degree changes no loss.
         """
         world = self.run.world
         self._recorded.extend(evaluation.row() for evaluation in evaluations[:1])

@@ -160,7 +160,7 @@ class _Loop:
                     self.note_start(plan)
                 stopped = agreed.stopped
                 if agreed.slow is not None:
-                    slow_slots.name(agreed.slow, run.world, self.display.log)
+                    slow_slots.log_slow_slot(agreed.slow, run.world, self.display.log)
                 if saves.done in (run.done + 1, settings.steps) or stopped:
                     save_plan(run, plan, f"step-{saves.done:06d}")
                 if stopped or agreed.save_on or saves.is_save_due(minutes_over=agreed.minutes_over):
@@ -180,7 +180,7 @@ class _Loop:
         return stopped
 
     def note_start(self, plan: Plan) -> None:
-        """Log the seconds to the end of the first step by part, and keep them in run.json; entered by all ranks.
+        """Log the seconds of a start, by part until the first step's end, and keep them in run.json; all ranks enter.
 
         Also log what this step, of this plan, waited for, if its prices are of these devices.
         """
@@ -283,10 +283,10 @@ def _agree_on_end(
     slow_slots: SlowSlots,
     allocator_retries: int,
 ) -> _Agreement:
-    """Agree between ranks, in one message where nothing happened, on what any of them received and saw.
+    """Return what the ranks agree on after a step, by one message if none received a signal or failed.
 
-    The message gives the largest of each figure: flags are 0 or 1, a slow slot is its rank + 1, for 0 is none. Raises
-    on every rank the error of one that failed.
+    The message gives the largest of each figure over the ranks: flags are 0 or 1, and a slow slot is its rank + 1, as
+    0 is none. Raises on every rank the error of a rank whose records (`failure`) or save failed.
     """
     flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
     slow = world.rank + 1 if slow_slots.is_slow else 0

@@ -22,8 +22,8 @@ _COUNT = TextColumn("{task.fields[title]} {task.completed}/{task.total}")
 class ProgressDisplay:
     """Shows steps and evaluations of a run; silent if `stream` is None.
 
-    Where the stream is no terminal it has a line for every `log_every` steps, and one at least every 30 seconds, from a
-    thread where nothing else writes one: a step, an evaluation or the set-up of a run may take many minutes.
+    Where the stream is no terminal, a line is written for every `log_every` steps. A thread writes a line where
+    there was none for 30 seconds, as a step, an evaluation or the set-up of a run may take many minutes.
 
     >>> with ProgressDisplay(300, sys.stdout) as display:
     ...     display.log("607 files")
@@ -53,7 +53,7 @@ class ProgressDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End that thread and the progress bar."""
+        """End the thread that writes lines, and the progress bar."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -186,7 +186,7 @@ def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, 
     """
     room, figures_shown = width - len(f"step {steps}/{steps}"), 0
     for figure in _step_figures(row):
-        if room < len(figure) + 2:
+        if room < len(figure) + 2:  # two spaces before each figure
             break
         room, figures_shown = room - len(figure) - 2, figures_shown + 1
     columns: list[ProgressColumn] = [_COUNT, TextColumn("{task.description}")]

@@ -115,8 +115,8 @@ class GroupLog:
     def _cp_rows(self, group: Group, use: Use) -> Iterator[Row]:
         """Yield a row for each level of a group.
 
-        `over` says what carries the level's messages: a communicator of its own, or that of the plane, which has all
-        slots' ranks.
+        The row's `over` says what carries the level's messages: "communicator" for a communicator of the level alone,
+        "plane" for the communicator of all slots.
         """
         for level, slots in self._levels_of_rank(group):
             ranks = tuple(self._world.plane[slot] for slot in slots)
@@ -186,7 +186,10 @@ def note_facts(directory: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine) -> RunLoggers:
-    """Return the loggers of this rank; none if a finished run is shown again, which has no row left to write."""
+    """Return the open loggers of this rank.
+
+    There are none where a finished run is shown again: each set is recorded at the last step, so no row is written.
+    """
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
     if run.done == steps and {(steps, entry.name) for entry in run.sets} <= find_evaluations(rows):

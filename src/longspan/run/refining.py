@@ -55,9 +55,9 @@ def refine_prices(run: TrainingRun, step: int) -> None:
 
 
 def note_step(run: TrainingRun, plan: Plan, step: int, seconds: float) -> None:
-    """Note the seconds of a step (counted from 0), without its encoders; the first one of a session is left out.
+    """Note the measured seconds of a step (counted from 0) next to those predicted by part, on the first rank.
 
-    Only the first rank notes, and that step is slower than usual, for kernels are loaded in it.
+    `seconds` are without the encoders. The first step of a session is left out: kernels are loaded in it.
     """
     if run.refinement is None or not is_first_rank(run.world) or step == run.done:
         return

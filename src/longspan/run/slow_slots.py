@@ -29,22 +29,22 @@ class SlowSlots:
     """
 
     def __init__(self) -> None:
-        """Begin without a step; a slot is named once in a session."""
+        """Begin without a step; a slot is logged once in a session."""
         self._ratios: deque[float] = deque(maxlen=STEPS)
         self._is_named = False
 
     def note(self, ratio: float | None) -> None:
-        """Note a step's seconds for the same rows over those of the other slots; None: it was not timed."""
+        """Note a step's ratio: this slot's seconds a row over the other slots'; None for a step that was not timed."""
         if ratio is not None:
             self._ratios.append(ratio)
 
     @property
     def is_slow(self) -> bool:
-        """Whether the slot is slow, and not yet named."""
+        """Whether the slot is slow (by its median ratio over STEPS steps), and not yet logged."""
         return not self._is_named and len(self._ratios) == STEPS and median(self._ratios) >= SLOWER
 
-    def name(self, rank: int, world: World, log: LogLine) -> None:
-        """Log the slow slot of a rank; entered by all ranks."""
+    def log_slow_slot(self, rank: int, world: World, log: LogLine) -> None:
+        """Log that the slot of `rank` is slow, and note it for reports of failed collectives; entered by all ranks."""
         text = ""
         if rank == world.rank:
             self._is_named = True

@@ -78,7 +78,7 @@ def check_packs(config: RunConfig) -> None:
 
 
 def check_eval_sets(config: RunConfig) -> None:
-    """Raise ConfigError for a set without a name or path, for two of one name, and for names that are no functions."""
+    """Raise ConfigError for a set without a name or path, for two of one name, and for metrics named as no function."""
     for number, entry in enumerate(config.eval, 1):
         if not _NAME.fullmatch(entry.name):
             raise ConfigError(

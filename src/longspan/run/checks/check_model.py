@@ -23,7 +23,7 @@ TOWER_PARTS = frozenset((PROJECTOR, TOWER))
 
 
 def check_model_keys(config: RunConfig, *, training: bool) -> None:
-    """Raise ConfigError for keys that name no model or several, lack `lr`, or scale positions as they may not."""
+    """Raise ConfigError for keys that name no model or several, for no `lr` in training, or for wrong rope keys."""
     model = config.model
     keys = [key for key in ("path", "config", "preset") if getattr(model, key)]
     if len(keys) > 1:
@@ -134,7 +134,7 @@ def check_lora(config: RunConfig) -> None:
 
 
 def _check_adapter_parts(config: RunConfig) -> None:
-    """Raise ConfigError for parts that no model has, and for those that [encoder] trains whole."""
+    """Raise ConfigError for parts of [lora] that no model has, and for parts that [encoder] trains whole."""
     parts = config.lora.parts
     if not parts or not {*parts} <= {*PARTS} or len({*parts}) < len(parts):
         raise ConfigError(f"lora.parts is {list(parts)}; name some of {', '.join(PARTS)}, each once")
@@ -171,7 +171,7 @@ def check_mtp_section(config: RunConfig) -> None:
 
 
 def parts_with_adapter(config: RunConfig) -> list[str]:
-    """List the parts of an encoder that get an adapter."""
+    """List the parts of the encoder (projector, tower) that get an adapter; none without [lora]."""
     return [part for part in config.lora.parts if config.lora.rank and part in TOWER_PARTS]
 
 

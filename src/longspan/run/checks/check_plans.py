@@ -52,7 +52,8 @@ def check_longest(config: RunConfig, home: Layout, longest: int, name: str, head
     `heads` are the query heads of a model from a folder, which its communication type may not deal out to a group.
     """
     for choice, limit in _plan_choices(replace(config, eval=()), training=True, heads=heads):
-        packs = limit.key == "data.pack_to" and longest > limit.value  # such a document is held out, and not packed
+        # a document longer than a pack is held out: training plans only packs, evaluation the document
+        packs = limit.key == "data.pack_to" and longest > limit.value
         tokens, origin = (limit.value, "packs") if packs else (longest, name)
         _check_fits(choice, limit.key, home, tokens, f"the longest document ({tokens} tokens, of {origin})")
 
@@ -75,14 +76,17 @@ class _Limit(NamedTuple):
 def _plan_choices(
     config: RunConfig, *, training: bool, heads: int | None = None
 ) -> Iterator[tuple[PlanChoice, _Limit]]:
-    """Yield how training and evaluations are planned; a preset's query heads are known, a folder's once it is read."""
+    """Yield how training and each evaluation are planned, with the key that cuts their documents.
+
+    `heads` are the model's query heads; None before a folder is read, while those of a preset are known.
+    """
     if heads is None and config.model.preset_name:
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = _Limit("data.max_document_tokens", config.data.max_document_tokens)
     if training:
         pack = _Limit("data.pack_to", config.data.pack_to)
         yield PlanChoice.training(config, heads=heads), pack if pack.value else limit
-    if config.data.eval_documents != 0 or not training:
+    if config.data.eval_documents != 0 or not training:  # without training, evaluations are all there is
         yield PlanChoice.evaluation(config, heads=heads), limit
     for entry in config.eval:
         choice = PlanChoice.evaluation(config, entry, heads=heads)
@@ -128,7 +132,10 @@ def _check_degree_divides(choice: PlanChoice, home: Layout) -> None:
 
 
 def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, title: str) -> None:
-    """Raise ConfigError where the longest document does not fit, with advice where a limit of rows is to blame."""
+    """Raise ConfigError where the longest document does not fit; under a limit of rows it gives advice.
+
+    `cut_by` is the key that cuts longer documents, and `title` names the document in the error.
+    """
     try:
         choice.check_longest_document(longest, home, title)
     except ConfigError as error:
@@ -138,7 +145,7 @@ def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, tit
 
 
 def _advise_room(longest: int, choice: PlanChoice, home: Layout) -> str:
-    """Advise how to fit the longest document: on all slots together, and by which key."""
+    """Return advice for the longest document: its rows of each slot if all slots share it, and the key for that."""
     wider = ""
     if choice.has_one_degree and 0 < choice.degree < home.slots:
         wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'

@@ -57,18 +57,21 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
 
 
 def _optional_keys(config: RunConfig, section: str, *, training: bool) -> Collection[str]:
-    """Return keys of a section whose bounds are not checked, for no value is given.
+    """Return the keys of a section that may stand at NOT_GIVEN, so that their bounds are not checked.
 
     They are the learning rate where nothing is trained, and warm-up steps that follow from epochs of a corpus.
     """
     if section != "train":
         return ()
-    follows_from_corpus = config.train.epochs and config.train.warmup_steps == NOT_GIVEN  # it follows from the corpus
+    follows_from_corpus = config.train.epochs and config.train.warmup_steps == NOT_GIVEN
     return ("warmup_steps",) * bool(follows_from_corpus) + ("lr",) * (not training)
 
 
 def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collection[str] = ()) -> None:
-    """Raise ConfigError for the first value outside the bound of its key, except for keys to leave out."""
+    """Raise ConfigError for the first value of a section that is outside the bound of its key.
+
+    Keys to leave out are not compared. A word in place of a number must be "auto", and a document needs two tokens.
+    """
     for key, bound in ((key.name, key.bound) for key in section_keys(kind) if key.bound is not None):
         value = key_value(values, key)
         if key == "max_document_tokens" and value == 1:
@@ -131,7 +134,7 @@ def check_mode(config: RunConfig) -> None:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raise ConfigError for an optimizer that cannot train here, for its arguments, and for steps of the schedule."""
+    """Raise ConfigError for an optimizer or arguments that cannot train, and for steps that make no schedule."""
     train = config.train
     if not train.epochs:  # otherwise the number of steps follows from the corpus
         Schedule.of(train)

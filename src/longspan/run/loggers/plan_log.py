@@ -24,7 +24,7 @@ class PlanLog:
     """
 
     def __init__(self, path: Path | None, *, after_step: int) -> None:
-        """Open the file and cut later rows off; the first row that is written names its cost again."""
+        """Open the file and cut rows after `after_step` off; the first row that is written names its cost again."""
         self._file = None
         if path is not None:
             with name_file_in_errors(path):

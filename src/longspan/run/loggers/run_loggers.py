@@ -73,7 +73,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def logger_class(name: str) -> LoggerClass:
-    """Return the class of a logger. Raises ConfigError if it cannot be imported."""
+    """Return the class of a logger. Raises ConfigError if it cannot be imported, or has no methods of a logger."""
     module, _, attribute = BUILT_IN.get(name, name).rpartition(".")
     kind = import_object(BUILT_IN.get(name, name), f"run.loggers has {name!r}")
     if not all(callable(getattr(kind, method, None)) for method in ("log", "close")):
@@ -116,7 +116,7 @@ class RunLoggers:
 
     @classmethod
     def open(cls, classes: Mapping[str, LoggerClass], start: RunStart, say: Callable[[str], None]) -> "RunLoggers":
-        """Create the loggers one after another. Raises ConfigError, with the reason, if one cannot start."""
+        """Create the loggers in order. Raises ConfigError if one cannot start; loggers before it are closed."""
         loggers = cls({}, say)
         for name, make in classes.items():
             try:

@@ -28,8 +28,9 @@ class WandbLogger:
     def __init__(self, start: RunStart) -> None:
         """Open the run of Weights & Biases, or the one that an earlier start of this run wrote to.
 
-        A file in the run's folder keeps the id of the service's run and what was sent: the last step, the evaluations
-        of that step, and the number of rows. So a resumed run sends no row twice.
+        Each start writes a file with the id of the service's run and with what was sent before: the last step, the
+        evaluations of that step, and wandb's next row number. With the rows of metrics.jsonl it tells a resumed run
+        which rows not to send again. A run that begins anew (no step done) gets a new run of the service.
         """
         import wandb
 
@@ -51,14 +52,14 @@ class WandbLogger:
         )
         for kind in ("train", "eval"):
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
-        # The number of the next row: wandb drops a row whose number it has. A run that is online says how many it has
-        # (`step`); offline, as many numbers are passed over as earlier sessions can have used.
+        # wandb's number of the next row must be above all earlier ones. An offline session cannot ask wandb for it, so
+        # the rows of metrics.jsonl are counted: more may be counted than were sent, but not fewer.
         self._next = max(self._run.step, saved.get("next", 0) + len(start.rows)) if saved else 0
         sent = {"sent": self._sent, "evaluated": sorted(self._evaluated), "next": self._next}
         write_atomically(path, json.dumps({"id": self._run.id, **sent}))
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
-        """Send the numbers of a row, unless an earlier session has."""
+        """Send the numbers of a row, unless an earlier session has sent them."""
         if self._was_sent(row, step):
             return
         kind = "eval" if "eval_loss" in row else "train"
@@ -70,9 +71,10 @@ class WandbLogger:
         self._run.finish()
 
     def _was_sent(self, row: Mapping[str, Any], step: int) -> bool:
-        """Return whether an earlier session sent this row, of a step that is repeated.
+        """Return whether an earlier session sent this row.
 
-        The session may have ended between the evaluations of its last step: of that step each row is looked for.
+        Of all steps before its last one, every row was sent. Of its last step an evaluation counts as sent only if it
+        is noted, as the session may have ended between two evaluations.
         """
         if not self._done < step <= self._sent:
             return False
@@ -91,7 +93,7 @@ class TensorBoardLogger:
     """Writes event files into `tensorboard/` of the run's folder, flushed row by row."""
 
     def __init__(self, start: RunStart) -> None:
-        """Keep what the first row needs, with which the file is opened."""
+        """Keep the start of the session; `log` opens the file at the first row."""
         self._start = start
         self._writer: SummaryWriter | None = None  # a session without a row leaves no file
 
@@ -111,7 +113,7 @@ class TensorBoardLogger:
     def _open_writer(self) -> "SummaryWriter":
         """Open the writer of TensorBoard's files, and write the run's facts.
 
-        It makes TensorBoard drop rows of an earlier session after the steps that are done.
+        TensorBoard is told to drop what earlier sessions wrote of later steps (`purge_step`): they are repeated.
         """
         from torch.utils.tensorboard import SummaryWriter
 

@@ -59,8 +59,11 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
     return checkpoint
 
 
-def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -> RunConfig:
-    """Return the configuration with "auto" held-out documents resolved as when the run began; entered by all ranks."""
+def keep_held_out_count(config: RunConfig, checkpoint: Path | None, world: World) -> RunConfig:
+    """Return the configuration with the checkpoint's number of held-out documents in place of "auto".
+
+    All ranks enter. A run that begins (`checkpoint` None) keeps "auto" until its corpus is open.
+    """
     if checkpoint is None or config.data.eval_documents != AUTO:
         return config
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
@@ -70,7 +73,7 @@ def with_held_out_of(config: RunConfig, checkpoint: Path | None, world: World) -
 def drop_old_node_size(config: RunConfig, checkpoint: Path | None, world: World, log: LogLine) -> RunConfig:
     """Return the configuration with "auto" for a `context.node_size` that older versions had by default.
 
-    All ranks enter.
+    All ranks enter. If a host of this world has that number of slots, the key stays.
     """
     if checkpoint is None or config.context.node_size != _OLD_NODE_SIZE or world.node_size == _OLD_NODE_SIZE:
         return config
@@ -109,10 +112,10 @@ def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
 
     The line is "" where both rates are the same.
     """
-    done, kinds = int(state["step"]), fields(TrainConfig)
+    done = int(state["step"])
     trained = state.get("config", {}).get("train", {})
     train_before = TrainConfig(
-        **{field.name: _as_tuple(trained[field.name]) for field in kinds if field.name in trained}
+        **{field.name: _as_tuple(trained[field.name]) for field in fields(TrainConfig) if field.name in trained}
     )
     rate_before, rate_now = (Schedule.of(train).lr_at(done) for train in (train_before, config.train))
     if math.isclose(rate_before, rate_now):
@@ -141,10 +144,10 @@ def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tupl
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
-    """Raise ConfigError for a key that must stay as it was when the checkpoint was saved.
+    """Raise ConfigError for a key that must stay as it was when the checkpoint was saved, and is another now.
 
-    A key passes that the checkpoint of an older version lacks, or that is "auto" now. Raises CheckpointError where a
-    version that orders documents in another way saved it.
+    A key that an older version's checkpoint lacks, or that is "auto" now, is not compared. Raises CheckpointError for
+    a checkpoint of a version that orders documents in another way.
     """
     if state.get("order") != ORDER:
         raise CheckpointError(

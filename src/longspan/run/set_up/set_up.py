@@ -42,9 +42,9 @@ from longspan.run.set_up.resume import (
     check_steps_left,
     checkpoint_to_resume,
     drop_old_node_size,
+    keep_held_out_count,
     rate_line,
     steps_done,
-    with_held_out_of,
 )
 from longspan.train.long_documents import scale_positions
 from longspan.train.memory.coming_plans import ComingSteps
@@ -79,6 +79,7 @@ def keep_model_files(
     config.dtype = dtype = _saved_dtype(settings, configuration)
     with no_progress_bars():
         config.save_pretrained(directory)
+    # model.config may name a file: generation_config.json is looked for beside it; a preset has none
     keep_generation((source.parent if source.is_file() else source) if settings.source else None, directory)
     if dtype != torch_dtype(settings.dtype):
         log(
@@ -105,6 +106,7 @@ def check_targets(config: RunConfig, world: World) -> None:
         """Make an empty model with its depths and adapter, which raises for what does not fit the configuration."""
         configuration = model_configuration(config, config.data.vocab_size)
         architecture = images_class(configuration, images=False)
+        # None with a vision_config: whether the model has towers depends on the corpus, which is not read yet
         if architecture is not None or not hasattr(configuration, "vision_config"):
             model = empty_model(configuration, torch.float32, architecture)
             with warnings.catch_warnings(action="ignore"):  # about parts left out, which the run logs later
@@ -168,14 +170,15 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     """Open or begin the run of a configuration that `check_config` has passed; all ranks call it together.
 
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
-    `starts` notes how long its parts take.
+    `starts` notes how long the parts of the set-up take. Memory is planned twice: the model needs to know first what
+    its layers keep, and the rows of a slot, where they are "auto", can be measured only with the model.
     """
     checkpoint = checkpoint_to_resume(config, world, log)
     config, as_written, data = _open_run_documents(config, checkpoint, world, log)
     configuration = _fit_configuration(data, config, world, log)
     config, why_partition = _choose_run_partition(config, data, configuration, world, log)
     config = use_measured_rows(config, world, log)
-    data.check_fit(config, world)
+    data.check_fit(config, world)  # again: the longest document may need more rows than were measured to fit
     done = 0 if checkpoint is None else steps_done(checkpoint, world)
     starts.end_part("data")
     run_memory = _run_memory(config, data, configuration, world, done)
@@ -212,7 +215,7 @@ def _open_run_documents(
     config: RunConfig, checkpoint: Path | None, world: World, log: LogLine
 ) -> tuple[RunConfig, RunConfig, RunData]:
     """Open the documents of a run; returns the configuration that they complete, that of config.toml, and the data."""
-    config = drop_old_node_size(with_held_out_of(config, checkpoint, world), checkpoint, world, log)
+    config = drop_old_node_size(keep_held_out_count(config, checkpoint, world), checkpoint, world, log)
     node_size, config = config.context.node_size, set_node_size(config, world)
     use_machine(config, world, log)
     if config.model.path and checkpoint is None:  # missing weights are found before a corpus is made
@@ -249,7 +252,7 @@ def _choose_run_partition(
 def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: World, done: int) -> RunMemory:
     """Return what the measures of the remaining steps are chosen by.
 
-    The rows of images of a slot are the mean over slots times UNEVEN; encoder.max_rows is the most it encodes at once.
+    A slot is expected to encode the mean of image rows over slots times UNEVEN, and at most encoder.max_rows at once.
     """
     ahead = ComingSteps(data.order.lengths_of_step, world.home, query_heads(data.model), done, config.train.steps)
     rows = math.ceil(UNEVEN * data.image_rows(config.train.tokens_per_step) / world.home.slots)
@@ -278,7 +281,10 @@ def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun
 def _model_cost(
     config: RunConfig, world: World, model: Any, corpus: Corpus, log: LogLine, memory: MemoryPlan | None
 ) -> Cost:
-    """Return the cost of a model of this configuration, whose layers keep what the keys, or a plan of memory, say."""
+    """Return the cost of a model of this configuration, priced with images if the corpus has some.
+
+    Layers keep what the plan of memory says, or without one (None) what the configuration's keys say.
+    """
     gpu, share = world.device.type == "cuda", _target_share(corpus)
     slots = world.home.slots
     cost = find_run_cost(config, model, log, gpu=gpu, slots=slots, target_share=share, memory=memory)

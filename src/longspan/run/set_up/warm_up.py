@@ -40,7 +40,7 @@ from longspan.train.training import Training
 # FlashAttention-4 (4.0.0b36) compiles for packed documents, for more than 256 of them, and where the longest tile has
 # no more rows than fit a block: of 64, 80 or 128 queries (128 / query heads of a key head, forward), and 128 keys.
 MANY = 256
-SHORT_STEP, SHORT = 8, 128  # chunks of up to SHORT rows count in steps of so many
+SHORT_STEP, SHORT = 8, 128  # chunks of up to SHORT rows are told apart in units of SHORT_STEP rows
 LONG = 4 * SHORT  # rows to which chunks are cut: their kernels are those of any longer ones
 
 
@@ -53,7 +53,7 @@ class GroupKind(NamedTuple):
     partition: str
     documents: int  # 0 where there is one, 1 where there are several, 2 above MANY
     whole: int  # documents of which every member holds a part of each chunk: 0, 1, or 2 for several
-    short: int  # rows of the longest chunk, in steps; 0 where it is not short
+    short: int  # rows of the longest chunk, in units of SHORT_STEP; 0 where it has more than SHORT rows
 
 
 def kind_of_group(group: Group) -> GroupKind:
@@ -62,8 +62,9 @@ def kind_of_group(group: Group) -> GroupKind:
     >>> kind_of_group(Group(slots=(0, 1), documents=(0,), lengths=(4096,)))
     GroupKind(degree=2, cp_comm_type='p2p', sizes=None, partition='zigzag', documents=0, whole=1, short=0)
 
-    Groups are of one kind if they start the same kernels: one document, a few or many; none, one or several that have a
-    row in every chunk; and for short chunks, in steps of SHORT_STEP, the longest chunk.
+    Groups of one kind start the same kernels and send the same kinds of messages. Kernels differ with the number of
+    documents (one, several, more than MANY), with how many of them have a row in every chunk (none, one, several), and,
+    if the longest chunk is short, with its rows in units of SHORT_STEP.
     """
     rows, chunks = group.laid_out, 2 * group.degree
     longest_chunk = -(-max(rows) // chunks)
@@ -79,7 +80,10 @@ def kind_of_group(group: Group) -> GroupKind:
 
 
 def smallest_group_of_each_kind(plans: Iterable[Plan], leave_out: Iterable[GroupKind] = ()) -> dict[GroupKind, Group]:
-    """Return the group with the fewest rows of each kind in these plans, large ones first."""
+    """Return the group with the fewest rows of each kind in these plans, by kind, large groups first.
+
+    Kinds to leave out are those that another part of the warm-up runs.
+    """
     smallest: dict[GroupKind, Group] = {}
     for plan in plans:
         for group in (group for batch in plan.micro_batches for group in batch.groups):
@@ -126,8 +130,8 @@ def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
     return batches
 
 
-def number_plan(batches: Sequence[MicroBatch], like: Plan) -> Plan:
-    """Return a plan of these micro-batches with documents numbered from 0, with the mode and slots of another plan."""
+def make_plan(batches: Sequence[MicroBatch], like: Plan) -> Plan:
+    """Make a plan of these micro-batches, whose documents are numbered anew; all else is as in the plan `like`."""
     lengths, numbered = list[int](), list[MicroBatch]()
     for batch in batches:
         groups = list[Group]()
@@ -202,35 +206,36 @@ def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: 
     largest, batches = largest_micro_batch(plans), list[MicroBatch]()
     for group in groups.values():
         batches += repeat_on_all_slots(shorten_group(group), plans[0].slots)
-    training = number_plan(_fill_up_batches([largest] * in_flight + batches, in_flight), plans[0])
+    training = make_plan(_fill_up_batches([largest] * in_flight + batches, in_flight), plans[0])
     mixed = _list_mixed_batches(plans[0])
     return WarmUp(
         training,
-        number_plan(_fill_up_batches(mixed, in_flight), plans[0]) if mixed else None,
-        None if evaluation is None else _forward_plan(evaluation, groups, in_flight, most=_most_rows(training)),
+        make_plan(_fill_up_batches(mixed, in_flight), plans[0]) if mixed else None,
+        None if evaluation is None else _evaluation_part(evaluation, groups, in_flight, most=_most_rows(training)),
         len(smallest_group_of_each_kind([*plans, *([evaluation] if evaluation else [])])),
     )
 
 
 def _list_mixed_batches(plan: Plan) -> list[MicroBatch]:
-    """List a micro-batch of each set of several kinds of groups that run next to each other in a plan."""
+    """List one micro-batch, cut short, for each combination of several kinds of groups in a micro-batch of a plan."""
     batches = dict[frozenset[GroupKind], MicroBatch]()
     for batch in plan.micro_batches:
         batches.setdefault(frozenset(map(kind_of_group, batch.groups)), shorten_batch(batch))
     return [batch for kinds, batch in batches.items() if len(kinds) > 1]
 
 
-def _forward_plan(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int, *, most: int) -> Plan:
-    """Return the kinds of groups that only evaluation has, and its largest micro-batch.
+def _evaluation_part(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int, *, most: int) -> Plan:
+    """Return the warm-up's plan of evaluation: its largest micro-batch, and each kind of group that is not `warm` yet.
 
-    The micro-batch is cut short where it has at most `most` rows, the most of training: evaluation keeps less of a row.
+    The micro-batch is cut short if no slot has more than `most` rows, the most that training ran: an evaluation keeps
+    less of a row, so it fits.
     """
     groups = smallest_group_of_each_kind([evaluation], leave_out=warm)
-    largest = number_plan([largest_micro_batch([evaluation])], evaluation)
+    largest = make_plan([largest_micro_batch([evaluation])], evaluation)
     batches = [shorten_batch(b) if _most_rows(largest) <= most else b for b in largest.micro_batches]
     for group in groups.values():
         batches += repeat_on_all_slots(shorten_group(group), evaluation.slots)
-    return number_plan(_fill_up_batches(batches, in_flight), evaluation)
+    return make_plan(_fill_up_batches(batches, in_flight), evaluation)
 
 
 def _most_rows(plan: Plan) -> int:
@@ -244,12 +249,16 @@ def _fill_up_batches(batches: list[MicroBatch], multiple: int) -> list[MicroBatc
 
 
 def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
-    """Create the communicators of the coming plans; for plans of several degrees connect every pair of slots."""
+    """Create the communicators of the coming plans; if a planner mixes degrees, connect every pair of slots too.
+
+    Later plans of that planner may have groups that none of the coming plans has. Beyond CONNECTED slots there are too
+    many pairs.
+    """
     world, context = training.world, training.config.context
     for plan in plans:
         world.prepare(plan)
-    several = {context.planner, context.evaluation.planner} - set(ONE_DEGREE)
-    if several and world.home.slots <= CONNECTED:
+    mixing_planners = {context.planner, context.evaluation.planner} - set(ONE_DEGREE)
+    if mixing_planners and world.home.slots <= CONNECTED:
         world.channels.connect_pairs()
 
 
@@ -301,7 +310,7 @@ def needs_warm_up(world: World) -> bool:
 
 
 def _coming_plans(run: TrainingRun) -> list[Plan]:
-    """Make the plans of the next steps, of which the kinds of groups are taken."""
+    """Make the plans of the next COMING steps (dynamic plans: COMING_DYNAMIC), whose kinds of groups are warmed up."""
     count = COMING if run.choice.has_one_degree else COMING_DYNAMIC
     planner = make_step_planner(run.choice, run.order, run.world.home)
     return [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
