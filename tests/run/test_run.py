@@ -327,8 +327,9 @@ def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:
     if not (child := os.fork()):
-        run_lock._lock_file(tmp_path, print)
+        opened = [run_lock._lock_file(tmp_path, print)]  # not closed, of which Python would warn, with imports
         os.kill(os.getpid(), signal.SIGKILL)
+        opened.clear()
     os.waitpid(child, 0)
     assert (tmp_path / "run.lock").read_text() == f"process {child} on {gethostname()}"
     run_lock._lock_file(tmp_path, print).close()
