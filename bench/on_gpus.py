@@ -96,6 +96,11 @@ RUNS = (
     ),
     GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN} --profile --gaps"),
     GpuRun(
+        "step-64k-selective",
+        90,
+        f"{STEP} --sequences 65536 {YARN} --train.memory none --train.activation_checkpointing selective",
+    ),
+    GpuRun(
         "step-64k-host",
         110,
         f"{STEP} --sequences 65536 {YARN} --train.memory none --train.activation_checkpointing selective "
@@ -158,7 +163,7 @@ RUNS = (
         "--profile --out {out}",
     ),
     GpuRun("attention", 60, f"{ATTENTION} --lengths 16384,65536,131072"),
-    GpuRun("attention-packed", 60, f"{ATTENTION} --lengths 16384,65536,131072 --documents 8 --cuda_graph"),
+    GpuRun("attention-packed", 100, f"{ATTENTION} --lengths 16384,65536,131072 --documents 8 --cuda_graph"),
     GpuRun("attention-window", 60, f"{ATTENTION} --lengths 16384,65536,131072 --window 4096"),
     GpuRun("two-nodes", 120, "sh bench/two_nodes.sh longspan bench calibrate --out {out}"),
     GpuRun(
