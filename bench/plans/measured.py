@@ -142,6 +142,8 @@ STEPS += ("hybrid-step-packed-2xH200",)
 LATER_STEPS = ("step-32k-2xH200", "step-32k-a2a-2xH200", "step-32k-room-2xH200", "step-64k-2xH200")
 LATER_STEPS += ("longest-none-2xH200", "step-packed-2xH200")  # made after all figures of the machine were fitted
 LATER_STEPS += ("longest-none-H200", "step-256k-2xH200", "mixture-2xH200", "memory-choice-2xH200")
+LATER_STEPS += ("step-64k-selective-2xH200", "step-64k-host-2xH200", "step-packed-float8-2xH200")
+LATER_STEPS += ("longest-selective-H200", "longest-selective-2xH200")
 
 
 def _steps() -> Iterator[Measured]:
@@ -172,6 +174,7 @@ def _bench_step(name: str, record: dict[str, Any], row: str, seconds: float) -> 
     words = [planner, f"recomputation {recompute}{f' of {layers} layers' if layers else ''}"]
     words += (
         ["compiled"] * (settings.compiled == "layers")
+        + ["float8"] * settings.float8
         + ["FSDP2"] * (slots > 1)
         + ["hybrid, experts"] * ("hybrid" in name)
         + ["experts"] * ("moe" in name or "mixture" in name)
@@ -219,6 +222,7 @@ def _kept_in_layers(record: dict[str, Any]) -> tuple[str, int, CostSettings]:
         recomputed_layers=layers,
         gathered_once=record["memory"]["gathered_once"],
         compiled="layers",
+        float8=bool(record.get("float8")),
     )
     return recompute, layers, settings
 
@@ -367,6 +371,7 @@ def _predict_evaluation(machine: Machine, *, home: Layout, lengths: list[int], d
 
 
 LAYERS = ("attention-4xH200", "attention-packed-4xH200", "attention-window-types-4xH200")
+LAYERS += ("attention-2xH200", "attention-window-2xH200")
 
 
 def _layers() -> Iterator[Measured]:
