@@ -59,8 +59,13 @@ def _find_fastest_plan(
 
     Of plans that take as long it is that of the first choice.
     """
+    roomier = MemoryBudget(device=budget.device * 9 // 8, host=budget.host * 9 // 8)
     for size in _segment_choices(needs, fixed):
-        if (fastest := _fastest_of_choices(_set_segments(needs, size), budget, fixed, prices)) is not None:
+        segmented = _set_segments(needs, size)
+        # The leanest choices are few, so they are counted first. Of few layers another choice may need a little less.
+        if not _leanest_choice_fits(segmented, roomier, fixed):
+            continue
+        if (fastest := _fastest_of_choices(segmented, budget, fixed, prices)) is not None:
             return fastest
     return None
 
@@ -106,11 +111,12 @@ def _choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNee
             yield changed_needs, slow, fast
 
 
-def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
-    """Return whether any choice fits.
+def _leanest_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
+    """Return whether a choice with the measures that keep least fits.
 
-    It is enough to try the measures that keep least: the last of those on the device and the last of those on the host,
-    with weights that are gathered twice unless `fixed` says otherwise. Any other choice needs more memory.
+    These measures are the last of those on the device and the last of those on the host, with weights that are gathered
+    twice unless `fixed` says otherwise. Any other choice needs more memory, but for models of few layers, of which
+    another may need about 1 % less.
     """
     leanest_measures: list[Measure] = [
         words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.measures)) if words
@@ -118,8 +124,7 @@ def _any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemor
     gathers_once = False if fixed.gathered_once is None else fixed.gathered_once
     return any(
         _fit_fewest_layers(changed_needs, slow, fast, budget, fixed) is not None
-        for size in _segment_choices(needs, fixed)
-        for changed_needs in _needs_by_setting(_set_segments(needs, size), replace(fixed, gathered_once=gathers_once))
+        for changed_needs in _needs_by_setting(needs, replace(fixed, gathered_once=gathers_once))
         for fast, slow in _measure_pairs(leanest_measures)
     )
 
@@ -281,7 +286,9 @@ def longest_document(
         """Return whether such a document fits under these measures, or under any."""
         if measures != "auto":
             return row_needs(rows).under(measures).fits(budget)
-        return _any_choice_fits(row_needs(rows), budget, fixed)
+        needs = row_needs(rows)
+        sizes = _segment_choices(needs, fixed)
+        return any(_leanest_choice_fits(_set_segments(needs, size), budget, fixed) for size in sizes)
 
     step = _ROWS * multiple
     low = largest_fitting(lambda count: fits(count * step))
