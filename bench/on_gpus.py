@@ -155,6 +155,7 @@ RUNS = (
         "--out {out}",
     ),
     GpuRun("longest-1m", 260, "{torchrun} bench/training/longest.py --rows 1048576 --out {out}"),
+    GpuRun("longest-2m", 360, "{torchrun} bench/training/longest.py --rows 1835008 --out {out}"),
     GpuRun(
         "mixture",
         160,
@@ -172,6 +173,13 @@ RUNS = (
         "sh bench/two_nodes.sh longspan bench step --run.machine {folder}/two-nodes.json --planners fixed,dynamic "
         "--distribution lognorm --seed 7 --tokens 524288 --longest_document 16384 --context.mode free --layers 8 "
         "--warmup 1 --repeats 1 --out {out}",
+    ),
+    GpuRun(
+        "two-nodes-step-16k",
+        150,
+        "sh bench/two_nodes.sh longspan bench step --run.machine {folder}/two-nodes.json --planners fixed,dynamic "
+        "--distribution lognorm --seed 7 --tokens 524288 --longest_document 32768 --context.max_tokens_per_slot 16384 "
+        "--context.mode free --layers 8 --warmup 1 --repeats 1 --out {out}",
     ),
 )
 

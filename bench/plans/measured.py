@@ -15,7 +15,7 @@ from typing import Any
 
 from longspan import Group, Layout, plan_dynamic, plan_fixed, plan_padded
 from longspan.model.presets import preset_config
-from longspan.plan import AttentionCall, CostSettings, EncoderLoad, EncoderShape, Machine, PlanOptions
+from longspan.plan import AttentionCall, Cost, CostSettings, EncoderLoad, EncoderShape, Machine, PlanOptions
 from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.simulate.evaluation import plan_evaluation
@@ -71,7 +71,7 @@ class Measured:
 
 def measured_rows() -> list[Measured]:
     """All rows, in the order of records."""
-    rows = [*_steps(), *_research_steps(), *_adapters(), *_images(), *_evaluations(), *_layers()]
+    rows = [*_steps(), *_research_steps(), *_adapters(), *_images(), *_emulated_nodes(), *_evaluations(), *_layers()]
     return [replace(row, older=_older(row)) for row in rows]
 
 
@@ -144,6 +144,9 @@ LATER_STEPS += ("longest-none-2xH200", "step-packed-2xH200")  # made after all f
 LATER_STEPS += ("longest-none-H200", "step-256k-2xH200", "mixture-2xH200", "memory-choice-2xH200")
 LATER_STEPS += ("step-64k-selective-2xH200", "step-64k-host-2xH200", "step-packed-float8-2xH200")
 LATER_STEPS += ("longest-selective-H200", "longest-selective-2xH200")
+NODE_STEPS = ("two-nodes-step-2xH200",)  # predicted by the machine that was calibrated before them
+FITTED = ("step-packed-float8-2xH200",)  # of these, whose rate of float8 had no step before
+FITTED += ("attention-4xH200", "attention-packed-4xH200", "attention-window-types-4xH200", "two-commits-4xH200")
 
 
 def _steps() -> Iterator[Measured]:
@@ -274,6 +277,33 @@ def _research_steps() -> Iterator[Measured]:
                 settings=settings,
                 options=PlanOptions(max_tokens_per_slot=cap or None, cp_comm_type="auto", heads=32),
             ),
+        )
+
+
+def _emulated_nodes() -> Iterator[Measured]:
+    """Steps of two emulated nodes in free mode, by the cost of the machine that was calibrated before them."""
+    (name,) = NODE_STEPS
+    record = _read(name)
+    cost, slots = Cost.from_json(record["cost"]), record["ranks"]
+    options = PlanOptions(max_tokens_per_slot=record["max_tokens_per_slot"], cp_comm_type="auto", heads=32, cost=cost)
+    options = replace(options, node_size=record["node_size"], mode=record["mode"])
+    for row in record["rows"]:
+        planner = row["name"].split()[1]
+
+        def predict(_: Machine, planner: str = planner) -> float:
+            plan = partial(plan_dynamic if planner == "dynamic" else partial(plan_fixed, cp=slots), options=options)
+            return plan(record["lengths"], Layout(slots)).predicted_seconds
+
+        yield Measured(
+            record=name,
+            name=row["name"],
+            model="qwen3-8b, 8 layers",
+            slots=slots,
+            rows=_rows_text(record["lengths"]),
+            kind="auto",
+            settings=f"{planner}, free, hosts of 1, recomputation none, compiled, FSDP2",
+            seconds=row["seconds"],
+            predict=predict,
         )
 
 

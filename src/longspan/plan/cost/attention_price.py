@@ -1,12 +1,10 @@
 """What attention costs a group under each communication type: kernels, and what of the messages they do not hide.
 
-This is the one place that prices a type. Planners, `plan --compare`, the choice of a degree for evaluations, `auto` and
-benches all come here, with arrays of groups or with a single one.
+This is the one place that prices a type: for planners, `plan --compare`, evaluations' degree, `auto` and benches.
 
-Two machines are priced. One without a `Network` is ideal: only the two speeds of a `Cost` count, attention hides all of
-a ring's traffic that it is longer than, and nothing of an exchange or a gather. With a `Network` messages are priced
-as the code sends them, layer by layer, forward and backward:
-
+A machine without a `Network` is ideal: only the two speeds of a `Cost` count, attention hides all of a ring's traffic
+that it is longer than, and nothing of an exchange or a gather. With a `Network` messages are priced as the code sends
+them, layer by layer, forward and backward:
 - `p2p`, a ring of r members: r − 1 of its r blocks travel while another is computed; in backward the gradients of a
   block travel behind it. Where the ring crosses hosts, every step waits for the members that cross.
 - `all_gather`: large gathers go in two slices of heads, of which the second travels while the first is computed, and
@@ -31,7 +29,6 @@ Integers = NDArray[np.int64]
 EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer (bench/records/attention-slices-4xH200.md)
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
-
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
 
 
@@ -69,8 +66,9 @@ class Rows(NamedTuple):
 
     `tokens` and `squares` are the sums of the documents' rows and of their squares, `degree` the members, `together`
     the fewest members of a group that share a host (the degree if all do), `busiest` what the busiest member of a ring
-    computes, over the mean, and `typical` the length of the document of a typical row (None: squares / tokens). Of
-    `narrow` groups members send each other only the rows that a window or chunk leaves, in one piece.
+    computes, over the mean, and `typical` the length of the document of a typical row (None: squares / tokens). A row
+    sees `window` rows at most. Of narrow groups members fetch only the rows that a window or chunk leaves, in one
+    piece: `foreign` is the sum over members of these rows (None: not narrow).
     """
 
     tokens: Floats
@@ -79,7 +77,8 @@ class Rows(NamedTuple):
     together: Floats
     busiest: Floats | float = 1.0
     typical: Floats | None = None
-    narrow: bool = False
+    window: float = np.inf
+    foreign: float | None = None
 
     @property
     def inside(self) -> NDArray[np.bool_]:
@@ -125,18 +124,24 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
 
     Kernels take attention_seconds · squares / degree of each slot, times `busiest`. On measured links they are slower
     on short pieces: 1 + half_speed_rows / piece times, where a ring of r members, or a gather over r, cuts the typical
-    document into pieces of 1 / r of its rows. A ring also adds each of its steps to the output, in `merge_seconds`, and
-    a gather puts all rows in the order of their documents, in `copy_seconds`.
+    document into pieces of 1 / r of its rows, and a window leaves no piece longer than itself. A ring also adds each of
+    its steps to the output, in `merge_seconds`. A gather puts all rows in the order of their documents, in
+    `copy_seconds` a row. A member of a narrow group does so with its own rows and those that it fetched, and joins them
+    before: twice that time.
     """
     around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)  # members of a ring
     computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
     if cost.network:
         typical = rows.squares / np.maximum(rows.tokens, 1) if rows.typical is None else rows.typical
         piece = typical / (rows.degree if cost.cp_comm_type == "all_gather" else around)
-        computed = computed * (1 + cost.network.half_speed_rows / np.maximum(piece, 1))
-    copies = cost.copy_seconds * rows.tokens * (rows.degree > 1)
-    merges = cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
-    computed = computed + (copies if cost.cp_comm_type == "all_gather" else merges)
+        piece = np.clip(piece, 1, rows.window)
+        computed = computed * (1 + cost.network.half_speed_rows / piece)
+    if cost.cp_comm_type == "all_gather":
+        computed = computed + cost.copy_seconds * rows.tokens * (rows.degree > 1)
+    elif rows.foreign is not None:
+        computed = computed + 2 * cost.copy_seconds * (rows.tokens + rows.foreign) / rows.degree * (around > 1)
+    else:
+        computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
     if cost.network is None:
         return AttentionPrice(computed, _ideal_wait_seconds(cost, rows, around, computed))
     return AttentionPrice(computed, _LayerMessages(cost, cost.network, rows, around, computed).wait_seconds())
@@ -148,8 +153,7 @@ def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
     Under "auto" they are the lesser of a ring's and a gather's: unlike exchanges, these two suit any number of heads.
     """
     if cost.cp_comm_type == "auto":
-        ring, gather = _type_latency_seconds(cost, "p2p", degree), _type_latency_seconds(cost, "all_gather", degree)
-        return np.where(ring < gather, ring, gather)
+        return np.minimum(*(_type_latency_seconds(cost, kind, degree) for kind in ("p2p", "all_gather")))
     return _type_latency_seconds(cost, cost.cp_comm_type, degree)
 
 
@@ -304,12 +308,8 @@ class _LayerMessages:
         neighbours = np.minimum(self.rows.together, members)  # that share a host, with the member itself
         arriving = self.queries + (self.keys if is_forward else 0.0)
         leaving = self.queries + (0.0 if is_forward else self.key_gradients)
-        there, back = (
-            self._exchange_seconds(
-                sent / slices * (neighbours - 1) / members, sent / slices * (members - neighbours) / members
-            )
-            for sent in (arriving, leaving)
-        )
+        near, far = (neighbours - 1) / members / slices, (members - neighbours) / members / slices
+        there, back = (self._exchange_seconds(sent * near, sent * far) for sent in (arriving, leaving))
         sliced = np.maximum(there + computed + back, slices * (there + back)) - computed
         return np.where(slices > 1, sliced, there + back) + 2 * slices * self.network.step_seconds
 
@@ -322,7 +322,7 @@ class _LayerMessages:
         most, large = EXCHANGE_SLICES, self.queries >= 2 * EXCHANGE_SLICE_BYTES
         heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))
         even = (runs % most == 0) | ((most % runs == 0) & (heads % most == 0))
-        slices = np.where(large & even & (self.exchanging > 1) & (not self.rows.narrow), float(most), 1.0)
+        slices = np.where(large & even & (self.exchanging > 1) & (self.rows.foreign is None), float(most), 1.0)
         return slices, np.where(runs % most == 0, slices, 1.0)
 
     def _exchange_seconds(self, near: Floats, far: Floats) -> Floats:

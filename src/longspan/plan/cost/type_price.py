@@ -128,21 +128,20 @@ def price_type(
         impossible = f"{call.heads} query heads do not divide by {inner}"
         return TypePrice(kind, sizes, math.inf, math.inf, {"inside": 0.0, "across": 0.0}, impossible)
     cost = dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner, ring_bytes=cost.ring_bytes * sent)
-    if sent < 1.0:
-        cost = dataclasses.replace(cost, merge_seconds=0.0)
     together = min(nodes.count(node) for node in set(nodes))
     busiest = _busiest_ratio(group, call, degree if kind == "all_gather" else around)
-    price = price_attention(cost, _call_rows(group, call, together, busiest, narrow=sent < 1.0))
+    foreign = sent * (around - 1) * sum(group.laid_out) if sent < 1.0 else None
+    price = price_attention(cost, _call_rows(group, call, together, busiest, foreign))
     exposed = float(price.exposed) if degree > 1 else 0.0
     seconds = float(price.computed) + exposed
     return TypePrice(kind, sizes, seconds, exposed, bytes_by_level(cost, kind, sizes, sum(group.laid_out), nodes))
 
 
-def _call_rows(group: Group, call: AttentionCall, together: int, busiest: float, *, narrow: bool) -> Rows:
+def _call_rows(group: Group, call: AttentionCall, together: int, busiest: float, foreign: float | None) -> Rows:
     """Return a group as `price_attention` takes it: pairs that a call's masks leave, and its typical document.
 
     A kernel's typical document has Σ n² / Σ n rows, the mean over rows of how long their document is, or those of a
-    chunk if that is shorter.
+    chunk if that is shorter. `foreign` is as in `Rows`.
     """
     laid_out = group.laid_out
     tokens = sum(laid_out)
@@ -151,7 +150,8 @@ def _call_rows(group: Group, call: AttentionCall, together: int, busiest: float,
         *np.array([tokens, call.squares(laid_out), group.degree, together], dtype=np.float64),
         busiest=busiest,
         typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
-        narrow=narrow,
+        window=call.window or math.inf,
+        foreign=foreign,
     )
 
 
