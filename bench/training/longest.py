@@ -69,6 +69,14 @@ def run_steps(config: RunConfig, configuration: Any, rows: int, world: World) ->
     return max(of_ranks, key=lambda r: r["peak"]) | {"seconds": max(r["seconds"] for r in of_ranks)}
 
 
+def read_value(word: str) -> Any:
+    """Read the value of a key: a number, true or false, or a word."""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
+
+
 def main() -> None:
     """Run the step, and the small one if there is one; print and write both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -87,7 +95,7 @@ def main() -> None:
     keys |= {"train.memory_bytes": flags.bytes, "data.max_document_tokens": 0, "context.max_tokens_per_slot": 0}
     keys |= {"train.stochastic_rounding": flags.dtype == "bfloat16", "context.context_parallel_size": ranks}
     keys |= {"context.cp_comm_type": "a2a"} if set_gpu and ranks > 1 else {}
-    keys |= {name.removeprefix("--"): value for name, value in zip(others[::2], others[1::2], strict=True)}
+    keys |= {name.removeprefix("--"): read_value(word) for name, word in zip(others[::2], others[1::2], strict=True)}
     config = load_config(None, keys)
     config = replace(config, train=replace(config.train, lr=0.0))
     window = {"use_sliding_window": True, "sliding_window": flags.window, "max_window_layers": 0}
