@@ -26,6 +26,7 @@ from longspan.model.presets import preset_config
 from tests.reference import relative_error
 
 
+@pytest.mark.whole
 def test_one_sequence_has_both_peers(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--sequences", "40,24", "--planners", "fixed", "--repeats", "1", "--warmup", "0", "--peers", "--json"]
     assert main(["bench", "step", "--world", "1", *words]) == 0

@@ -198,7 +198,7 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         pytest.param(Layout(ranks=2), FEW, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=2), FAMILIES, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=2), SETTINGS, marks=pytest.mark.whole),
-        (Layout(ranks=3), FEW[1:]),
+        pytest.param(Layout(ranks=3), FEW[1:], marks=pytest.mark.whole),
         (Layout(ranks=2), [*HYBRID[:1], Case("gemma4, keys shared", depths=1, plans=("dynamic",))]),
         pytest.param(Layout(ranks=3), HYBRID, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=2, dp_replicate=2), FEW, marks=pytest.mark.whole),

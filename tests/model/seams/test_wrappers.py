@@ -44,7 +44,10 @@ def _results(ranks: int) -> list[dict[tuple[object, ...], tuple[float, float]]]:
     return run_ranks(_errors, ranks, ranks, [name for name in here() if ranks == 2 or name in MORE])
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(2, name) for name in here()] + [(3, name) for name in MORE])
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(2, name) for name in here()] + [pytest.param(3, name, marks=pytest.mark.whole) for name in MORE],
+)
 def test_text_equals_the_stock_model(ranks: int, name: str) -> None:
     for errors in _results(ranks):
         of_name = {case: pair for case, pair in errors.items() if case[0] == name}

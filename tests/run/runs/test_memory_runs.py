@@ -150,7 +150,7 @@ def _least_bytes(refusal: Exception) -> int:
 
 
 # In the whole suite; their layers are in test_measures.py.
-WHOLE = ("multi-token prediction", "Gemma 3", "a mixture", "a hybrid, dynamic")
+WHOLE = ("tied, a2a", "multi-token prediction", "Gemma 3", "a mixture", "a hybrid, dynamic")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n in WHOLE)) for n in RUNS])

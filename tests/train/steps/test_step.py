@@ -128,6 +128,7 @@ def _curves(rank: int) -> dict[int, list[float]]:
     return curves
 
 
+@pytest.mark.whole
 def test_sgd_curves_of_the_same_tokens_are_equal() -> None:
     curves = run_ranks(_curves, SLOTS)[0]
     assert sum(curves[1][-4:]) < 0.8 * sum(curves[1][:4]), "the model did not learn"
