@@ -6,15 +6,19 @@
 
 One document of `--rows` tokens over all ranks, two steps at learning rate 0 (with bfloat16 rounded by chance); the
 second one's seconds and peak are written next to what was planned. `--small 16` runs a document of 1/16 of the length
-too: bytes of a row and layer that wait for backward must be the same. Further arguments are keys of a run, such as
+too: bytes of a row and layer that wait for backward must be the same. `--history` prints what was alive at the peak of
+the second step on a GPU, by the line of longspan that asked for it. Further arguments are keys of a run, such as
 --train.mlp_tile_rows 16384 --train.segment_layers 4 --train.activation_checkpointing selective.
 """
 
 import argparse
+import collections
 import gc
+import itertools
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,9 @@ from longspan.train.plans import PlanChoice, home_of, query_heads
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 
 
-def run_steps(config: RunConfig, configuration: Any, rows: int, world: World) -> dict[str, Any]:
+def run_steps(
+    config: RunConfig, configuration: Any, rows: int, world: World, *, history: bool = False
+) -> dict[str, Any]:
     """Take two steps of one document; the bytes that were planned, and the second step's seconds and peak."""
     gpu, heads = world.device.type == "cuda", query_heads(configuration)
     ahead = ComingSteps(lambda step: [rows], world.home, heads, 0, 1, (config.context.planner,))
@@ -55,6 +61,8 @@ def run_steps(config: RunConfig, configuration: Any, rows: int, world: World) ->
         if gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+            if history and step:
+                torch.cuda.memory._record_memory_history(max_entries=2_000_000, stacks="python")
         started = time.perf_counter()
         if gpu:
             row["loss"] = training.take_step(plan, documents, step).loss
@@ -63,10 +71,37 @@ def run_steps(config: RunConfig, configuration: Any, rows: int, world: World) ->
             with counted:
                 row["loss"] = training.take_step(plan, documents, step).loss
         row["seconds"] = time.perf_counter() - started
+    if gpu and history:
+        row["alive_at_peak"] = list_alive_at_peak(
+            torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        )
+        torch.cuda.memory._record_memory_history(enabled=None)
     row["peak"] = torch.cuda.max_memory_allocated() if gpu else counted.peak
     row["planned"] = planned.to_json() if planned is not None else None
     of_ranks = world.control.gather_objects(row)
     return max(of_ranks, key=lambda r: r["peak"]) | {"seconds": max(r["seconds"] for r in of_ranks)}
+
+
+def list_alive_at_peak(trace: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+    """Return what a trace of the allocator's events had allocated at its peak: lines of code and bytes, most first.
+
+    What was there before the trace began is not in it.
+    """
+    signs = {"alloc": 1, "free_completed": -1}
+    changes = [event["size"] * signs.get(event["action"], 0) for event in trace]
+    totals = list(itertools.accumulate(changes))
+    alive = dict[int, Mapping[str, Any]]()
+    for event in trace[: totals.index(max(totals)) + 1]:
+        if event["action"] == "alloc":
+            alive[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            alive.pop(event["addr"], None)
+    lines = collections.Counter[str]()
+    for event in alive.values():
+        frames = [frame for frame in event["frames"] if "/longspan/" in frame["filename"]] or event["frames"]
+        where = [f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}" for frame in frames[:3]]
+        lines[" < ".join(where)] += event["size"]
+    return lines.most_common(40)
 
 
 def read_value(word: str) -> Any:
@@ -86,6 +121,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--bytes", type=int, default=0, help="train.memory_bytes: what a rank may fill")
     parser.add_argument("--small", type=int, default=0, help="run a document of 1/SMALL of the length first")
+    parser.add_argument("--history", action="store_true", help="print what was alive at the peak, on a GPU")
     parser.add_argument("--out", type=Path, default=None)
     flags, others = parser.parse_known_args()
     if set_gpu := torch.cuda.is_available():
@@ -108,7 +144,7 @@ def main() -> None:
     record |= {"machine": machine_facts(), "versions": versions(), "steps": []}
     with World(home_of(config.parallel, ranks)) as world:
         for rows in ([flags.rows // flags.small] if flags.small else []) + [flags.rows]:
-            row = run_steps(config, configuration, rows, world)
+            row = run_steps(config, configuration, rows, world, history=flags.history)
             gc.collect()
             record["steps"].append(row)
             if world.rank == 0:
@@ -117,6 +153,8 @@ def main() -> None:
                     f"{rows:,} rows: {row['seconds']:.2f} s, peak {row['peak'] / 2**30:.2f} GiB, planned {planned:.2f} "
                     f"GiB with the context; {(row['planned'] or {}).get('mlp_tile_rows')} rows a tile, "
                     f"{(row['planned'] or {}).get('segment_layers')} layers a segment",
+                    *(f"{size / 2**30:8.3f} GiB  {lines}" for lines, size in row.get("alive_at_peak", ())),
+                    sep="\n",
                     flush=True,
                 )
                 if flags.out is not None:
