@@ -5,10 +5,11 @@
     python bench/training/longest.py --preset qwen3-tiny --rows 256 --bytes 2000000000                    # on a CPU
 
 One document of `--rows` tokens over all ranks, two steps at learning rate 0 (with bfloat16 rounded by chance); the
-second one's seconds and peak are written next to what was planned. `--small 16` runs a document of 1/16 of the length
-too: bytes of a row and layer that wait for backward must be the same. `--history` prints what was alive at the peak of
-the second step on a GPU, by the line of longspan that asked for it. Further arguments are keys of a run, such as
---train.mlp_tile_rows 16384 --train.segment_layers 4 --train.activation_checkpointing selective.
+second one's seconds and peak are written next to what was planned, and the bytes of a row that each layer but the last
+leaves on the device for backward. `--small 16` runs a document of 1/16 of the length first, with what the long one
+keeps: these bytes must be the same. `--history` prints what was alive at the peak of the second step on a GPU, by the
+line of longspan that asked for it. Further arguments are keys of a run, such as --train.mlp_tile_rows 16384
+--train.segment_layers 4 --train.activation_checkpointing selective.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.data.document import synthetic_documents
 from longspan.files import write_atomically
+from longspan.model.layers import decoder_layers
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
@@ -57,7 +59,9 @@ def run_steps(
     plan = PlanChoice.training(config, heads=heads).plan([rows], world.home)
     documents, row = synthetic_documents([rows], vocabulary_size(model) or 2), dict[str, Any](rows=rows)
     counted = LiveBytes()
+    alive = note_alive(model, torch.cuda.memory_allocated if gpu else lambda: counted.now)
     for step in range(2):
+        alive.clear()
         if gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -76,10 +80,28 @@ def run_steps(
             torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         )
         torch.cuda.memory._record_memory_history(enabled=None)
+    local_rows = rows // world.home.slots
+    row["bytes_a_row"] = [round((after - before) / local_rows) for before, after in itertools.pairwise(alive)]
     row["peak"] = torch.cuda.max_memory_allocated() if gpu else counted.peak
     row["planned"] = planned.to_json() if planned is not None else None
     of_ranks = world.control.gather_objects(row)
     return max(of_ranks, key=lambda r: r["peak"]) | {"seconds": max(r["seconds"] for r in of_ranks)}
+
+
+def note_alive(model: torch.nn.Module, bytes_now: Callable[[], int]) -> list[int]:
+    """Return a list to which each decoder layer adds the bytes in use before it runs forward, in a step's first pass.
+
+    The list is to be cleared before a step. What layers run again for backward adds nothing.
+    """
+    alive, layers = list[int](), list(decoder_layers(model).values())
+
+    def before(_: torch.nn.Module, __: object) -> None:
+        if len(alive) < len(layers):
+            alive.append(bytes_now())
+
+    for layer in layers:
+        layer.register_forward_pre_hook(before)
+    return alive
 
 
 def list_alive_at_peak(trace: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
@@ -153,6 +175,7 @@ def main() -> None:
                     f"{rows:,} rows: {row['seconds']:.2f} s, peak {row['peak'] / 2**30:.2f} GiB, planned {planned:.2f} "
                     f"GiB with the context; {(row['planned'] or {}).get('mlp_tile_rows')} rows a tile, "
                     f"{(row['planned'] or {}).get('segment_layers')} layers a segment",
+                    f"bytes of a row that layers leave for backward: {row['bytes_a_row']}",
                     *(f"{size / 2**30:8.3f} GiB  {lines}" for lines, size in row.get("alive_at_peak", ())),
                     sep="\n",
                     flush=True,
