@@ -138,7 +138,7 @@ def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedCon
         cases += list_contiguous_cases(text_set, ranks, first)
     if reads_images(config):
         cases += [*list_image_cases(flags.cases, ranks, first), *list_image_cases("basic", ranks, second)]
-    return list(dict.fromkeys(cases))  # few ranks make some cases equal
+    return cases
 
 
 def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
