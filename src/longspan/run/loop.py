@@ -166,7 +166,7 @@ class _Loop:
                 if stopped or agreed.save_on or saves.is_save_due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                     stop.answer_save()  # also what other ranks received meanwhile
-                saves.prepare()
+                saves.reserve_memory()
                 if agreed.save_on and not stopped:
                     self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")
                 if saves.done < settings.steps and not stopped:
@@ -241,7 +241,7 @@ def _take_step(
         reader.prepare_images(run.model, step + 1)
     limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
     with limit, explain_memory(run, step + 1), profiles.around_step(step + 1):
-        result = run.take_step(plan, documents, step, partial(reader.prepare, step + 1))
+        result = run.take_step(plan, documents, step, partial(reader.prepare_documents, step + 1))
     seconds = time.perf_counter() - started
     if is_usual:
         slow_slots.note(result.slot_ratio)

@@ -186,7 +186,7 @@ def _copy_layout(config: RunConfig, other: RunConfig) -> RunConfig:
 
 
 def _check_passkey_flags(flags: EvalFlags) -> None:
-    """Raise ConfigError or DataError for flags of passkey retrieval that make no documents, or a second set of a name."""
+    """Raise ConfigError or DataError for flags of passkey retrieval without documents, or with a second set's name."""
     if flags.passkey.lengths:
         flags.passkey.check()
     elif flags.plot or flags.passkey != PasskeySettings():

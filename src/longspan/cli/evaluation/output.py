@@ -117,7 +117,7 @@ def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[st
 
 
 def _result_title(result: SubjectResult) -> str:
-    """Write the title of a subject's table: its weights, the step of a run's checkpoint, degrees of the home above 1."""
+    """Write the title of a subject's table: its weights, the step of a run's checkpoint, the home's degrees above 1."""
     step, parallel = result.sets[0].evaluation.step, result.config.parallel
     words = [result.weights.title] + ([f"step {step}"] if result.weights.run_dir is not None else [])
     words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
