@@ -84,7 +84,7 @@ class Check:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb. Returns 0 if every check is good, otherwise 1."""
+    """Run the verb: the one report that a flag names, or all checks. Returns 0 if every check is good, otherwise 1."""
     flags = parse_flags(DoctorFlags, argv, "longspan doctor")
     if flags.kernels:
         print(kernel_report(as_json=flags.json))
@@ -165,10 +165,10 @@ def kernel_checks() -> Iterator[Check]:
     for device in _present_devices():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             call = AttendCall(1, 1, 128, 128, dtype, torch.device(device), one_document=True)
-            able = [kernel.name for kernel in KERNELS if kernel.suits(call)]
+            suitable = [kernel.name for kernel in KERNELS if kernel.suits(call)]
             name = f"{device.split(':')[0]} {str(dtype).removeprefix('torch.')}"
-            alternatives = f" (also {', '.join(able[1:])})" if len(able) > 1 else ""
-            yield Check("kernel", name, able[0] + alternatives if able else "none", bool(able))
+            alternatives = f" (also {', '.join(suitable[1:])})" if len(suitable) > 1 else ""
+            yield Check("kernel", name, suitable[0] + alternatives if suitable else "none", bool(suitable))
     for kernel in KERNELS:
         if lack := _kernel_lack(kernel):
             yield Check("kernel", kernel.name, f"not here: {lack}", None)
@@ -184,7 +184,8 @@ def _present_devices() -> list[str]:
 def _kernel_lack(kernel: "Kernel") -> str:
     """Return why a kernel runs on no device here, in the words for the GPU if there is one; "" where it runs.
 
-    The kernel is asked about the easiest call: one head of size 64 in the kernel's first dtype, not deterministic.
+    The kernel is asked about a call that any machine with the right device and package can run: one head of size 64, in
+    the kernel's first dtype, not deterministic.
     """
     import torch
 

@@ -154,13 +154,16 @@ class Saves:
             self.save()
 
     def keep_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the checkpoint of this step if its evaluations have the best figure so far, and write it if need be."""
+        """Keep this step's checkpoint if its evaluations have the best figure so far; it is written if it is not yet.
+
+        `rows` are the metrics of this step's evaluations, empty where none was due.
+        """
         if self._best is None or not rows or not self._best.is_new(rows, self.done):
             return
         self.save_if_unsaved()
         self.saver.best = self.done
 
-    def remove_old(self) -> None:
+    def remove_old_saves(self) -> None:
         """Remove checkpoints that are not kept any more, after the last evaluation; all ranks call it together.
 
         Without train.keep_best each save has removed them already.
@@ -176,7 +179,7 @@ class Saves:
         self.saver.wait()
 
     def columns(self) -> dict[str, Any]:
-        """Return what the last save took, for the first row of metrics after it is known."""
+        """Return the columns of metrics with the time and bytes of the last save; {} unless they are known and new."""
         figures = self.saver.take_figures()
         if figures is None:
             return {}

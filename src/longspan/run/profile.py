@@ -44,7 +44,7 @@ class StepProfiles:
     >>> profiles = StepProfiles((10, 11), run.dir / FOLDER, world, display.log)
     >>> with profiles.around_step(10):
     ...     run.take_step(plan, documents, 9)
-    >>> profiles.write()
+    >>> profiles.write_files()
     """
 
     def __init__(self, steps: Sequence[int], folder: Path, world: World, log: LogLine) -> None:
@@ -52,33 +52,33 @@ class StepProfiles:
         self._steps, self._folder, self._world, self._log = frozenset(steps), folder, world, log
         self._step, self._profile, self._seconds = 0, None, 0.0  # what was profiled, until it is written
 
-    def has(self, step: int) -> bool:
+    def has_step(self, step: int) -> bool:
         """Whether a step is profiled, which makes it longer."""
         return step in self._steps
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Profile what runs inside if this step is to be profiled; `write` then writes what was recorded."""
-        if not self.has(step):
+        """Profile what runs inside if this step is to be profiled; `write_files` then writes what was recorded."""
+        if not self.has_step(step):
             yield
             return
         with record_profile(self._world, with_host=True) as (profile, seconds):
             yield
         self._step, self._profile, self._seconds = step, profile, seconds()
 
-    def write(self) -> None:
-        """Write what was recorded of the last step, and log its table; entered by all ranks.
+    def write_files(self) -> None:
+        """Write what was recorded of the last step, and log its table; nothing if that step was not profiled.
 
-        Raises RunFolderError on every rank for what the disk of one refuses.
+        Entered by all ranks. Raises RunFolderError on every rank where the disk of one rank refuses a file.
         """
         if self._step:
-            text = run_on_every_rank(self._world, self._write_files, RunFolderError)
+            text = run_on_every_rank(self._world, self._write_rank_files, RunFolderError)
             self._step, self._profile = 0, None
             if text:
                 self._log(text)
 
-    def _write_files(self) -> str:
-        """Write this rank's trace and, on the first rank, the tables; returns their text."""
+    def _write_rank_files(self) -> str:
+        """Write this rank's trace and, on the first rank, the tables; returns the text of the tables, "" elsewhere."""
         folder, world, seconds = self._folder / f"step-{self._step:06d}", self._world, self._seconds
         folder.mkdir(parents=True, exist_ok=True)
         profile: Any = self._profile

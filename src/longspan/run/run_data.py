@@ -205,7 +205,7 @@ def _longest_planned_document(config: RunConfig, corpus: Corpus, order: StepOrde
 class StepReader:
     """Selects the documents of each step and counts their targets into its plan, once a step.
 
-    What `prepare_documents` and `prepare_images` made for the next step is kept for `read`.
+    What `prepare_documents` and `prepare_images` made for the next step is kept for `read_step`.
     """
 
     def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
@@ -213,8 +213,8 @@ class StepReader:
         self._run, self._plans = run, plans
         self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 
-    def read(self, step: int) -> tuple[Any, Plan]:
-        """Return the documents of a step and its plan, waited for if need be."""
+    def read_step(self, step: int) -> tuple[Any, Plan]:
+        """Return the documents of a step and its plan, for which this call waits if it is not made yet."""
         prepared, self._next = self._next, None
         if prepared is not None and prepared[0] == step:
             return prepared[1:]
@@ -222,10 +222,10 @@ class StepReader:
         return documents, count_pack_targets(documents, self._plans.plan(step))
 
     def prepare_documents(self, step: int) -> None:
-        """Plan `step`, the next one, and select its documents while the device computes; errors are left to `read`.
+        """Plan `step`, the next one, and select its documents while the device computes; `read_step` raises errors.
 
         No rank waits for a plan here. Documents whose tokens the ranks make together (`_select_documents`) are left to
-        `read`, which all ranks enter.
+        `read_step`, which all ranks enter.
         """
         run, corpus = self._run, self._run.corpus
         # With refinement, prices may be fitted at the beginning of the next step, and its plan is made only after that.
@@ -241,7 +241,7 @@ class StepReader:
         """Plan the waves of images of `step`, the next one, and read this rank's images, in threads.
 
         Where the plan of `step` is not ready, nothing is done here, and `step` reads its images itself: the step under
-        way does not wait for a later plan. Errors are left to `read`, which meets them again.
+        way does not wait for a later plan. Errors are left to `read_step`, which meets them again.
         """
         plan = self._plans.plan_if_made(step)
         if plan is None or self._run.corpus.images is None:

@@ -154,7 +154,7 @@ def _encoder_text(run: TrainingRun) -> str:
 
 
 def _device_facts(world: World) -> dict[str, Any]:
-    """Return the facts of the ranks: their devices, hosts (of node_size slots with tp ranks each), cores, backend."""
+    """Return the facts of the ranks: their device, hosts, cores and backend; `node_size` is the slots of a host."""
     gpu, ranks = world.device.type == "cuda", len(world.home.ranks)
     return {
         "device": device_name(world),
@@ -167,7 +167,7 @@ def _device_facts(world: World) -> dict[str, Any]:
 
 
 def _home_degrees(world: World, virtual_stages: int) -> dict[str, int]:
-    """Return the slots and the degrees of the home by name; `vpp` is the configuration's, for a home has none."""
+    """Return the slots and the degrees of the home by name; `virtual_stages` is a key, which a home does not have."""
     home = world.home
     degrees = {"tp": home.tp, "pp": home.pp, "vpp": virtual_stages, "ep": home.ep, "dp_replicate": home.dp_replicate}
     return {"slots": home.slots, **degrees}

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from longspan.cli.flags import Switch, check_least
 from longspan.cli.plans.comparison_tables import (
@@ -202,9 +201,9 @@ def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
         flags_price = _slot_price(flags, plan.slots, plan.mode)  # which also checks the flags, if it is not used
         price = flags_price if flags.machine or flags.model else plan.cost
         price = add_closing(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
-        passes: dict[str, Any] = {"backward": plan.cost.passes != "forward" and not flags.evaluation}
-        passes |= {"pp": flags.pp, "vpp": flags.vpp, "row_bytes": _row_bytes(flags, plan)}
-        yield name, simulate(plan, cost=price, **passes)
+        backward, row_bytes = plan.cost.passes != "forward" and not flags.evaluation, _row_bytes(flags, plan)
+        simulation = simulate(plan, cost=price, backward=backward, pp=flags.pp, vpp=flags.vpp, row_bytes=row_bytes)
+        yield name, simulation
 
 
 def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:

@@ -100,9 +100,7 @@ def compare_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
 def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
     """Draw a bar for each plan's seconds, the dynamic one in a second colour, and a line at the least bound; an SVG."""
     simulations, timed = _possible_simulations(rows), _have_seconds(rows)
-    bars = [
-        NamedBar(name, s.seconds, _bar_words(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations
-    ]
+    bars = [NamedBar(name, s.seconds, _bar_text(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations]
     bound = min((s.lower_bound_seconds for _, s in simulations), default=0.0)
     line = (bound, f"lower bound{f', {seconds_text(bound)}' if timed else ''}")
     unit = "predicted seconds" if timed else "predicted time, of no machine"
@@ -112,8 +110,8 @@ def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
     return bar_document(heading, bars, unit, line)
 
 
-def _bar_words(simulation: Simulation, timed: bool) -> str:
-    """Write the words behind a plan's bar: seconds (if `timed`), communication type, and time over its bound."""
+def _bar_text(simulation: Simulation, timed: bool) -> str:
+    """Write the text behind a plan's bar: seconds (if `timed`), communication type, and time over its bound."""
     bound = f"{simulation.seconds / simulation.lower_bound_seconds:.3f} x bound"
     return " · ".join(
         filter(None, [seconds_text(simulation.seconds) if timed else "", plan_type_text(simulation.plan), bound])
@@ -121,7 +119,7 @@ def _bar_words(simulation: Simulation, timed: bool) -> str:
 
 
 def comparison_json(title: str, rows: Sequence[NamedSimulation], changes: Sequence[Sensitivity] = ()) -> str:
-    """Write simulations as a JSON object, with what wrong constants change if that was computed."""
+    """Write simulations as a JSON object, or why a plan is impossible; with `changes`, what wrong constants change."""
     plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _simulation_json(s)) for name, s in rows]
     content: dict[str, Any] = {"title": title, "plans": plans}
     if changes:
