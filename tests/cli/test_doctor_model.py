@@ -30,7 +30,7 @@ def test_places(gpus: int, flags: ProofFlags, places: list[tuple[int, str]], mon
     for place in made:
         dtypes = list(dict.fromkeys(case.dtype for case in doctor_model._choose_cases(flags, place, config)))
         assert dtypes == (["float64", "float32"] if place.backend == "gloo" else ["bfloat16", "float32"])
-        assert doctor_model._true_heads(flags, place) == (place.backend == "nccl")
+        assert doctor_model._has_true_heads(flags, place) == (place.backend == "nccl")
 
 
 def test_text_and_json() -> None:

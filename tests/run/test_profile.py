@@ -100,6 +100,6 @@ def test_a_step_that_is_not_asked_for_is_not_slowed(tmp_path: Path, monkeypatch:
     profiles = profile.StepProfiles((3,), tmp_path, None, print)  # pyright: ignore[reportArgumentType]
     with profiles.around_step(2):
         pass
-    profiles.write()
+    profiles.write_files()
     with pytest.raises(AssertionError, match="profiled"), profiles.around_step(3):
         pass

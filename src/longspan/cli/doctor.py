@@ -84,7 +84,7 @@ class Check:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb. Returns 0 if every check is good, otherwise 1."""
+    """Run the verb: the one report that a flag names, or all checks. Returns 0 if every check is good, otherwise 1."""
     flags = parse_flags(DoctorFlags, argv, "longspan doctor")
     if flags.kernels:
         print(kernel_report(as_json=flags.json))
@@ -115,16 +115,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def version_checks(installed: dict[str, str]) -> Iterator[Check]:
-    """Yield installed versions against those that longspan is tested with: from one version to below another.
+    """Yield a check of each package's version, and a failed one for each package that longspan cannot run without.
 
-    The first two numbers count, not the build behind "+". A package without such bounds has no verdict.
+    A version is good between the bounds of `SUPPORTED`: the least version that longspan is tested with, and the first
+    that it is not (None: no upper bound). Only the first two numbers are compared. A package without bounds has no
+    verdict.
     """
     for name, text in installed.items():
         least_version, first_unsupported = SUPPORTED.get(name, (None, None))
         if least_version is None:
             yield Check("version", name, text, None)
             continue
-        number = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+        number = tuple(int(part) for part in text.split("+")[0].split(".")[:2])  # behind "+" is the build
         needed_text = f"{'.'.join(map(str, least_version))} or later" + (
             f", below {'.'.join(map(str, first_unsupported))}" if first_unsupported else ""
         )
@@ -163,10 +165,10 @@ def kernel_checks() -> Iterator[Check]:
     for device in _present_devices():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             call = AttendCall(1, 1, 128, 128, dtype, torch.device(device), one_document=True)
-            able = [kernel.name for kernel in KERNELS if kernel.suits(call)]
+            suitable = [kernel.name for kernel in KERNELS if kernel.suits(call)]
             name = f"{device.split(':')[0]} {str(dtype).removeprefix('torch.')}"
-            alternatives = f" (also {', '.join(able[1:])})" if len(able) > 1 else ""
-            yield Check("kernel", name, able[0] + alternatives if able else "none", bool(able))
+            alternatives = f" (also {', '.join(suitable[1:])})" if len(suitable) > 1 else ""
+            yield Check("kernel", name, suitable[0] + alternatives if suitable else "none", bool(suitable))
     for kernel in KERNELS:
         if lack := _kernel_lack(kernel):
             yield Check("kernel", kernel.name, f"not here: {lack}", None)
@@ -182,7 +184,8 @@ def _present_devices() -> list[str]:
 def _kernel_lack(kernel: "Kernel") -> str:
     """Return why a kernel runs on no device here, in the words for the GPU if there is one; "" where it runs.
 
-    The kernel is asked about the easiest call: one head of size 64 in the kernel's first dtype, not deterministic.
+    The kernel is asked about a call that any machine with the right device and package can run: one head of size 64, in
+    the kernel's first dtype, not deterministic.
     """
     import torch
 
@@ -197,7 +200,7 @@ def _kernel_lack(kernel: "Kernel") -> str:
 def kernel_report(*, as_json: bool) -> str:
     """Write the tables of docs/attention.md, without Markdown's backquotes.
 
-    The kernels' table has one more column: whether each runs here, or what it lacks.
+    The table of kernels has one more column, "here": "yes", or what this machine lacks for the kernel.
     """
     from longspan.attention import KERNELS
     from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
@@ -237,12 +240,10 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
 def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
     """Yield the ranks of each level of hierarchical groups, and what `auto` chose.
 
-    Each combination of degree, type and sizes is told once, though it was compared in two dtypes.
+    Every case was compared in two dtypes, in which groups are the same: one row of a degree, type and sizes is enough.
     """
-    for row in {
-        (row_of_case["cp"], row_of_case["cp_comm_type"], str(row_of_case.get("sizes"))): row_of_case
-        for row_of_case in parity
-    }.values():
+    rows = {(row["cp"], row["cp_comm_type"], str(row.get("sizes"))): row for row in parity}
+    for row in rows.values():
         for levels in row.get("levels", ()):
             yield Check("group", f"cp {row['cp']}, a2a+p2p {tuple(row['sizes'])}", f"ranks of {levels}", None)
         if row.get("why"):
@@ -250,14 +251,15 @@ def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
 
 
 def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
-    """Compare a small Qwen3 with the stock model; returns a JSON object.
+    """Compare a small Qwen3 with the stock model on several ranks; returns the JSON object of `compare_preset`.
 
     Raises CommError if ranks failed.
     """
     from longspan.cli.doctor_model import compare_preset
 
     gpus = usable_gpus()
-    device: Device = "cpu" if flags.backend == "gloo" else "cuda" if flags.backend == "nccl" else "auto"
+    devices: dict[str, Device] = {"gloo": "cpu", "nccl": "cuda", "auto": "auto"}
+    device = devices[flags.backend]
     if device == "auto" and gpus == 1 and not flags.world:  # one GPU has no degrees to compare
         device = "cpu"
     processes = choose_processes(

@@ -55,26 +55,28 @@ class ProofFlags:
 
 
 def prove_model(name: str, flags: ProofFlags) -> int:
-    """Prove a model and print what was found. Returns 0 if it is proven, otherwise 1.
+    """Prove that a model is exact here, on all processes of `_list_proof_processes`, and print the outcomes.
+
+    Returns 0 if it is proven, otherwise 1.
 
     Raises ConfigError for an unknown name, ModelError where no small copy of the model can be made.
     """
     began = time.perf_counter()
     config = find_configuration(name)
-    proofs, models = list[Proof](), list[dict[str, Any]]()
+    proofs, models = list[Proof](), list[dict[str, Any]]()  # one for each choice of processes
     for processes in _list_proof_processes(flags):
         small_config = shrink_configuration(
-            config, true_heads=_true_heads(flags, processes), images=reads_images(config)
+            config, true_heads=_has_true_heads(flags, processes), images=reads_images(config)
         )
         models.append(_model_facts(config, small_config, processes))
         proofs.append(_prove_cases(small_config, _choose_cases(flags, processes, config), processes, flags.timeout))
-    outcomes = tuple(outcome for part in proofs for outcome in part.outcomes)
-    worlds = tuple(world for part in proofs for world in part.worlds)
+    outcomes = tuple(outcome for proof in proofs for outcome in proof.outcomes)
+    worlds = tuple(world for proof in proofs for world in proof.worlds)
     proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
     seconds = time.perf_counter() - began
     if is_reporting():  # about the last processes, which are on GPUs where there are any
         device = torch.device("cuda" if models[-1]["backend"] == "nccl" else "cpu")
-        lines, note = _kernel_text(config, device)
+        lines, note = _kernels_at_true_sizes(config, device)
         if flags.json:
             model = {"name": name, "copies": models, "kernels": [asdict(line) for line in lines], "note": note}
             print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
@@ -93,7 +95,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
     cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in list_type_cases(cp)]
     dtypes = (_EXACT[processes.backend], _ROUNDED[processes.backend])
     proof = _prove_cases(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
-    if not proof.worlds:
+    if not proof.worlds:  # no ranks came up, and every outcome says why
         raise CommError(proof.outcomes[0].message)
     world = proof.worlds[0]
     parity = [outcome.row() | {"found": outcome_text(outcome)} for outcome in proof.outcomes]
@@ -101,45 +103,42 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
 
 
 def _list_proof_processes(flags: ProofFlags) -> Iterator[Processes]:
-    """Yield the processes of each proof: on the GPUs, or on CPUs.
+    """Yield the processes of each proof: those on CPUs, those on GPUs, or first the one and then the other.
 
-    On one GPU only degree 1 is possible: unless flags or torchrun set the processes, CPUs then prove the model first.
-    Where there is no GPU, `choose_processes` refuses --backend nccl.
+    A single GPU allows degree 1 alone: unless flags or torchrun set the processes, CPUs then prove the model as well.
     """
-    gpus, cpus_too = usable_gpus(), False
-    if flags.backend == "auto" and not flags.world and not has_torchrun():
-        cpus_too = gpus == 1
+    gpus = usable_gpus()
+    cpus_too = gpus == 1 and flags.backend == "auto" and not flags.world and not has_torchrun()
     if gpus == 0 or cpus_too or flags.backend == "gloo":
-        yield choose_processes(
-            flags.world, "cuda" if flags.backend == "nccl" else "cpu", on_gpus=1, on_cpus=LOCAL_RANKS
-        )
+        # without a GPU, --backend nccl still asks for one, so that `choose_processes` refuses it
+        device = "cuda" if flags.backend == "nccl" else "cpu"
+        yield choose_processes(flags.world, device, on_cpus=LOCAL_RANKS)
     if gpus and flags.backend != "gloo":
         yield choose_processes(flags.world, "cuda", on_gpus=min(gpus, LOCAL_RANKS), for_cpus="--backend gloo")
 
 
-def _true_heads(flags: ProofFlags, processes: Processes) -> bool:
-    """Return whether the flags or GPUs ask for heads as large as the model's."""
+def _has_true_heads(flags: ProofFlags, processes: Processes) -> bool:
+    """Return whether the small copy has heads as large as the model's: as --head-size says; auto: on GPUs."""
     return flags.head_size == "true" or (flags.head_size == "auto" and processes.backend == "nccl")
 
 
 def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) -> list[Case]:
-    """Choose the cases of a proof: the set of --cases in the dtype that tells most, the basic set in another.
+    """Choose the cases of a proof: the set of --cases in one dtype, and the basic set in a second dtype.
 
-    float64 tells most on CPUs, bfloat16, in which runs train, on GPUs. Models that read images have both sets with
-    images too; one that cannot run without images has only the basic set of text. Hybrids also have cases whose slots
-    hold contiguous rows.
+    The first dtype tells most: float64 on CPUs, and on GPUs bfloat16, in which runs train. A model that reads images
+    has the cases with images too; if it cannot run without images, its cases of text are only the basic set. A hybrid
+    also has cases whose slots hold contiguous rows.
     """
-    most_telling, other_types = (_EXACT, _ROUNDED) if processes.backend == "gloo" else (_ROUNDED, _EXACT)
+    exact, rounded = (_EXACT[processes.backend],), (_ROUNDED[processes.backend],)
+    first, second = (exact, rounded) if processes.backend == "gloo" else (rounded, exact)
     ranks = processes.ranks
-    first: tuple[DTypeName, ...] = (most_telling[processes.backend],)
-    second: tuple[DTypeName, ...] = (other_types[processes.backend],)
     text_set: CaseSet = "basic" if reads_images_alone(config) else flags.cases
     cases = [*list_cases(text_set, ranks, first), *list_cases("basic", ranks, second)]
     if has_mixers(config):
         cases += list_contiguous_cases(text_set, ranks, first)
     if reads_images(config):
         cases += [*list_image_cases(flags.cases, ranks, first), *list_image_cases("basic", ranks, second)]
-    return list(dict.fromkeys(cases))
+    return cases
 
 
 def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
@@ -151,7 +150,7 @@ def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Process
 
 
 def _run_torchrun_cases(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
-    """Run `fn` in torchrun's processes, with the arguments that `run_proof` would give its own ranks."""
+    """Run `fn(rank, task)` in the `count` processes of torchrun, in place of ranks that `run_proof` starts itself."""
     return run_on_ranks(fn, (task,), count, seconds)
 
 
@@ -175,17 +174,18 @@ def _model_heading(model: dict[str, Any]) -> str:
 
 
 def _video_text(small: PreTrainedConfig) -> str:
-    """Return whether a document with images has videos, in words; "" for a model without videos."""
+    """Write whether the proof's documents have videos, and if not, why; "" for a model that reads no videos."""
     if not reads_images(small) or not isinstance(getattr(small, "video_token_id", None), int):
         return ""
     reason = no_video_reason(small)
     return f"no videos: {reason}" if reason else "one of the documents with images has videos too"
 
 
-def _kernel_text(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:
-    """Return the attention kernels at the model's true sizes, and a note why they are not known, or "".
+def _kernels_at_true_sizes(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:
+    """Return the attention kernels that the model would use at its true sizes, and a note.
 
-    Whatever the model's own code raises on the meta device becomes the note, for the proof is still to be printed.
+    The note is "", or why the kernels are not known. Whatever the model's own code raises on the meta device becomes
+    the note, for the proof is still to be printed.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:

@@ -29,7 +29,7 @@ def check_zoo(*, as_json: bool, timeout: float) -> int:
 
 def zoo_row(result: ZooResult) -> dict[str, Any]:
     """Return a result as a JSON object; an infinite error is the text "inf", for JSON has no such number."""
-    error = result.error if result.error is None or result.error != float("inf") else "inf"
+    error = "inf" if result.error == float("inf") else result.error  # None: the check ended without one
     return {
         "name": result.known.name,
         "thread": result.known.thread,
@@ -62,7 +62,7 @@ def zoo_text(results: Sequence[ZooResult], seconds: float) -> str:
 
 
 def _error_text(result: ZooResult) -> str:
-    """Write the relative error; of a check that ended without one, the beginning of its message."""
+    """Write the relative error of a check, or the beginning of its message where it ended without an error."""
     if result.error is None:
         return " ".join(result.message.split())[:100]
     return "none" if result.error == 0 else f"{result.error:.0e}"

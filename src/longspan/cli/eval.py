@@ -49,12 +49,12 @@ class EvalDisplay:
     """
 
     def __init__(self, stream: TextIO | None) -> None:
-        """Show on a stream; on a terminal the bars begin with the first evaluation, one for each."""
+        """Begin without bars: on a terminal each evaluation adds its bar when it begins."""
         self._stream = stream
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._tenths: dict[str, int] = {}  # by title: how many tenths of an evaluation were shown
-        self._written = time.monotonic()  # when the last line was
+        self._written = time.monotonic()  # when the last line was written
 
     def __enter__(self) -> "EvalDisplay":
         return self
@@ -73,7 +73,10 @@ class EvalDisplay:
             self._written = time.monotonic()
 
     def show_progress(self, title: str, done: int, count: int) -> None:
-        """Show how many of an evaluation's micro-batches are done: by a bar on a terminal, else now and then a line."""
+        """Show how many of an evaluation's micro-batches are done: by its bar on a terminal, elsewhere by a line.
+
+        A line is shown for each tenth (`LINES`), and where the last line is `LINE_SECONDS` old.
+        """
         if self._stream is None:
             return
         if self._stream.isatty():
@@ -111,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     print_note(processes.note, sys.stderr)
     starts.end_part("command")
     args = (request, processes.ranks, processes.backend, starts)
-    config = request.subjects[0].config
+    config = request.subjects[0].config  # kernels that only a second subject calls are compiled when it is evaluated
     with attention_ahead(config, processes, backward=False):
         results: tuple[SubjectResult, ...] = run_on_ranks(
             eval_rank, args, processes.ranks, compile_cache=config.run.compile_cache
@@ -134,9 +137,9 @@ def _write_results(flags: EvalFlags, results: Sequence[SubjectResult], ranks: in
 
 
 def check_request(request: EvalRequest, ranks: int) -> Layout:
-    """Return the home of the evaluation, if every value is possible on so many ranks.
+    """Check every value of a request for this number of ranks; returns the home of the evaluation.
 
-    Raises ConfigError or LayoutError.
+    Raises ConfigError or LayoutError for a value that is not possible.
     """
     home = home_of(request.subjects[0].config.parallel, ranks)
     for subject in request.subjects:
@@ -145,7 +148,10 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
 
 
 def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts: Starts) -> tuple[SubjectResult, ...]:
-    """Evaluate on one rank; `starts` has the parts of the command's start so far."""
+    """Evaluate on one rank; `starts` has the seconds of the parts of the command's start so far.
+
+    What imports torch is imported here, as a part of the start that is timed: the command itself needs no torch.
+    """
     starts.end_part("processes")
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=False)
@@ -156,6 +162,6 @@ def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts:
     starts.end_part("imports")
     home, seconds = check_request(request, ranks), request.subjects[0].config.run.timeout_seconds
     world = World(home, backend=backend, timeout=longest_wait(seconds))
-    with world, EvalDisplay(sys.stderr if rank == 0 else None) as show:
+    with world, EvalDisplay(sys.stderr if rank == 0 else None) as display:
         starts.end_part("groups")
-        return evaluate_saved(request, world, show.show_line, show.show_progress, starts)
+        return evaluate_saved(request, world, display.show_line, display.show_progress, starts)

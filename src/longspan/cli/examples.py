@@ -76,15 +76,15 @@ def examples_folder() -> Path:
 
 
 def first_sentence(path: Path) -> str:
-    """Return the first sentence of the comment or docstring at the head of an example; "" of a file without one.
+    """Return the first sentence of the comment or docstring that an example begins with; "" where there is neither.
 
     A sentence too wide for the list ends at its first comma, semicolon or colon.
     """
     lines = path.read_text(encoding="utf-8").removeprefix("#!/bin/bash\n").splitlines()
-    inside = (
-        takewhile(str.strip, lines) if lines[0].startswith('"""') else takewhile(lambda x: x.startswith("#"), lines)
-    )
-    text = " ".join(line.removeprefix("#").strip() for line in inside).removeprefix('"""')
+    # of a docstring the first paragraph, else the lines of the comment
+    is_docstring = lines[0].startswith('"""')
+    first_lines = takewhile(str.strip, lines) if is_docstring else takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line.removeprefix("#").strip() for line in first_lines).removeprefix('"""')
     # Up to closing quotes, a full stop behind a word or bracket (not that of "e.g."), or the command to run it.
     sentence = re.split(r'[.:]? ?"""|(?<=\w\w)[.](?: |$)|(?<=[)`])[.:](?: |$)| longspan train ', text, maxsplit=1)[0]
     return sentence if len(sentence) <= _WIDEST else re.split(r"[,;:] ", sentence, maxsplit=1)[0]
@@ -97,9 +97,10 @@ def _list_paths(root: Path) -> Iterator[Path]:
 
 
 def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
-    """Return the files that a name stands for. Raises ConfigError, with the nearest name, where there are none.
+    """Return the files that a name stands for: a file, the files of a folder, or with the name `all` every file.
 
-    All files have the name `all`; a path to the folder itself, such as ".", names none of them.
+    Raises ConfigError, with the nearest name, where there are none. A path to the examples' folder itself, such as ".",
+    is refused too: only `all` means everything.
     """
     name = name.removeprefix("examples/").rstrip("/")
     choice = [path for path in paths if name == ALL or (root / name) in (path, *path.parents)]
@@ -112,18 +113,21 @@ def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]
 
 
 def _copy_examples(paths: Sequence[Path], root: Path, folder: Path, *, overwrite: bool) -> list[Path]:
-    """Copy examples to a folder; returns what was written. Raises RunFolderError for files that are there."""
-    targets = [folder / path.relative_to(root) for path in paths]
-    if (older := [target for target in targets if target.exists()]) and not overwrite:
+    """Copy examples to a folder, below which their paths are as below `root`; returns the paths of the copies.
+
+    Raises RunFolderError where files of these names are there and `overwrite` is not set.
+    """
+    copies = [folder / path.relative_to(root) for path in paths]
+    if (older := [copy for copy in copies if copy.exists()]) and not overwrite:
         raise RunFolderError(
             f"{older[0]} is there{f', and {len(older) - 1} more' if older[1:] else ''}; name another folder, or "
             "replace files with --overwrite"
         )
     try:
-        for path, target in zip(paths, targets, strict=True):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
-            target.chmod(path.stat().st_mode & 0o777 | 0o200)  # installed files may be read-only, copies are edited
+        for path, copy in zip(paths, copies, strict=True):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+            copy.chmod(path.stat().st_mode & 0o777 | 0o200)  # installed files may be read-only, copies are edited
     except OSError as error:
         raise RunFolderError(f"cannot copy examples to {folder}: {error.strerror} ({error.filename})") from error
-    return targets
+    return copies

@@ -54,7 +54,7 @@ _SECTIONS = ConstructorRegistry()
 
 @_SECTIONS.struct_rule
 def _section_flags(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Give tyro one flag for each key of [context] and of the section inside it, by its name in files.
+    """Give tyro a flag for each key of [context], in files of one table, in code of a section inside another.
 
     None leaves any other type to tyro.
     """
@@ -97,13 +97,13 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flag
 def _box_text(text: str) -> str:
     """Return tyro's error in one line: what stands between the rule with its title and the next rule.
 
-    The rules are sides of a box or dashes, by tyro's version; without any of them all lines count.
+    A rule is a side of a box or a row of dashes, by tyro's version. Without any rule all lines count.
     """
     lines = [line.strip("│ ") for line in text.splitlines() if line.strip()]
     is_rule = [line.startswith("╭") or not line.strip("─╰╯-") for line in lines]
     below = lines[is_rule.index(True) + 1 :] if True in is_rule else lines
-    above = list(takewhile(lambda line: line.strip("─╰╯-"), below))
-    return " ".join(" ".join(above or lines).split()).rstrip(".")
+    message = list(takewhile(lambda line: line.strip("─╰╯-"), below))
+    return " ".join(" ".join(message or lines).split()).rstrip(".")
 
 
 def check_least(flags: Any, **least: int) -> None:
@@ -125,13 +125,13 @@ def flag_types(kind: type) -> dict[str, Any]:
 
 
 def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
-    """Split lists so that every number is a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`.
+    """Split lists of numbers so that every number is a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`.
 
-    Words belong to a list of numbers up to the next flag; those of other flags stay as they are.
+    All words from a flag of a list of numbers up to the next flag are its list. Words of other flags stay as they are.
     """
     words, in_list = list[str](), False
     for word in argv:
-        flag, value = "", word
+        flag, value = "", word  # a word behind its flag
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
             option = _list_type(types.get("--" + flag[2:].replace("-", "_")))
@@ -154,7 +154,7 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
     """
     words: list[str] = []
     argv = _use_present_flags(argv, types)
-    for next_index, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):
+    for next_index, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):  # "--": the end
         if not word.startswith("--"):  # the value of the flag before it, if there is one
             words.append(word if not words else _python_word(word, types.get(words[-1])))
             continue
@@ -186,16 +186,16 @@ def _use_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
     """
     words = list(argv)
     flags = [word.partition("=")[0] for word in words]
-    for index, former_name in enumerate(flags):
-        present_name = _FORMER.get(former_name, former_name)
-        if former_name in types or present_name not in types:
+    for index, flag in enumerate(flags):
+        present_name = _FORMER.get(flag, flag)
+        if flag in types or present_name not in types:  # the verb has this name itself, or neither
             continue
         if present_name in flags:
             raise ConfigError(
-                f"{former_name} and {present_name} are both given: {former_name} is the former name of "
-                f"{present_name}; leave {former_name} out"
+                f"{flag} and {present_name} are both given: {flag} is the former name of "
+                f"{present_name}; leave {flag} out"
             )
-        words[index] = present_name + words[index].removeprefix(former_name)
+        words[index] = present_name + words[index].removeprefix(flag)
     return words
 
 
@@ -259,11 +259,11 @@ def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
     """Raise ConfigError, with the nearest name, for a flag that the verb does not have."""
     if flag in types or flag == "--help":
         return
-    for other, (owner, advice) in _ADVICE.items():
-        if flag == other and owner in types:
+    for other, (flag_of_verb, advice) in _ADVICE.items():
+        if flag == other and flag_of_verb in types:
             raise ConfigError(f"{prog} has no flag {flag}: {advice}")
-    owners = [name for name in types if name.endswith("." + flag[2:])]
-    hint = f"did you mean {owners[0]!r}?" if owners else nearest_hint(flag, types, prefix="--")
+    with_section = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
+    hint = f"did you mean {with_section[0]!r}?" if with_section else nearest_hint(flag, types, prefix="--")
     if hint.startswith("known: ") and len(types) > _FEW:
         hint = f"{prog} --help lists those that it has"
     raise ConfigError(f"{prog} has no flag {flag}: {megatron_hint(flag, types) or hint}")

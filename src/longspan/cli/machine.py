@@ -36,7 +36,11 @@ NONE = Gpus(0, (0, 0))
 
 
 def find_gpus() -> Gpus:
-    """Find the GPUs that torch can use; torch itself counts them if its build is not for CUDA on Linux."""
+    """Find the GPUs that torch can use.
+
+    On Linux CUDA's driver counts them for a build of torch for CUDA, and a build for CPUs can use none. For a build for
+    AMD, and on other systems, torch itself is imported to count them.
+    """
     if sys.platform == "linux" and not _has_build("hip"):
         return _driver_gpus() if _has_build("cuda") else NONE
     import torch
@@ -66,7 +70,7 @@ def find_first_gpu() -> tuple[str, int] | None:
     """Return the name and the bytes of the first GPU that torch can use, by CUDA's driver; None where it finds none."""
     if sys.platform != "linux" or not _has_build("cuda") or not _driver_gpus().count:
         return None
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")  # `_driver_gpus` has initialised it
     name, size, device = ctypes.create_string_buffer(256), ctypes.c_size_t(), ctypes.c_int()
     if driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
         return None
@@ -96,10 +100,11 @@ def allocator_environment() -> dict[str, str]:
 
 
 def set_gpu_environment(compile_cache: str = "") -> None:
-    """Keep kernels in a folder across runs ("": the user's cache), and let segments of memory grow; nothing on CPUs.
+    """Set the variables that keep compiled kernels across runs and let segments of GPU memory grow; none without GPUs.
 
-    Growing segments hold micro-batches of different sizes without gaps, for which the allocator would otherwise free
-    and ask again. Raises ConfigError if the folder cannot be written.
+    `compile_cache` is the folder of kernels, "" the user's cache. In growing segments micro-batches of different sizes
+    leave no gaps; gaps would make the allocator free memory and ask for it again. Raises ConfigError if nothing can be
+    written in the folder.
     """
     gpus = find_gpus()
     if not gpus.count:
@@ -120,8 +125,9 @@ def set_gpu_environment(compile_cache: str = "") -> None:
 
 def kernel_cache_folder(compile_cache: str = "") -> Path:
     """Return the folder of compiled kernels: `compile_cache`, or longspan/kernels in the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return Path(compile_cache).expanduser().absolute() if compile_cache else cache / "longspan" / "kernels"
+    if compile_cache:
+        return Path(compile_cache).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "longspan" / "kernels"
 
 
 def _make_writable(folder: Path) -> Path:
@@ -145,7 +151,7 @@ def _folder_error_text(folder: Path) -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return processor, memory and GPUs, as a JSON object."""
+    """Return the facts of processor, memory and GPUs, as a JSON object; without GPUs their keys are left out."""
     import torch
     from torch.cuda import nccl
 
@@ -165,7 +171,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def machine_text(facts: dict[str, Any]) -> str:
-    """Write one line about a machine."""
+    """Write one line about a machine from its `machine_facts`: the GPUs, if any, then the cores and the memory."""
     gpus = facts.get("gpus", [])
     memory = f"{facts['memory_bytes'] / 2**30:.0f} GiB"
     host = f"{facts['cores']} cores of {facts['processor']}, {memory}"

@@ -38,7 +38,7 @@ EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns the exit code: 0, 2 for an error, 3 for a lost rank, 128 + a signal's number, or its own.
 
-    Only for the command itself (`argv` is None) the imports of ranks begin beside it.
+    Only for the command itself (`argv` is None) another process already imports what ranks need meanwhile.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
@@ -61,11 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
-    """Return a context in which the imports of ranks go on beside the command, if it will start ranks.
+    """Return a context in which another process imports what ranks need, if the command will start ranks.
 
     Under torchrun (RANK is set) the process is a rank itself, and starts none.
     """
-    if words[:1] not in [[verb] for verb in _RANK_VERBS] or _WITHOUT_RANKS.intersection(words) or "RANK" in os.environ:
+    starts_ranks = bool(words) and words[0] in _RANK_VERBS and not _WITHOUT_RANKS.intersection(words)
+    if not starts_ranks or "RANK" in os.environ:
         return nullcontext()
     from longspan.cli.machine import allocator_environment
     from longspan.launch.fork_server import imports_for_ranks
@@ -82,14 +83,14 @@ def _print_error(error: LongspanError, *, debug: bool) -> int:
 
 
 def _find_rank_loss(error: BaseException) -> RankLostError | None:
-    """Return the error of a lost rank that was under way when a signal came.
+    """Return the error of a lost rank that this rank was raising when a signal interrupted it; None if there is none.
 
-    torchrun sends such a signal to the ranks that are left.
+    When a rank is lost, torchrun sends a signal to the ranks that are left: the loss is the news, not the signal.
     """
-    error_before = error.__context__
-    while error_before is not None and not isinstance(error_before, RankLostError):
-        error_before = error_before.__context__
-    return error_before
+    earlier_error = error.__context__
+    while earlier_error is not None and not isinstance(earlier_error, RankLostError):
+        earlier_error = earlier_error.__context__
+    return earlier_error
 
 
 def usage_text() -> str:

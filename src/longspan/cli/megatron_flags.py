@@ -48,7 +48,9 @@ HINTS: Mapping[str, tuple[str, ...]] = {
 
 
 def megatron_hint(flag: str, flags: Collection[str]) -> str:
-    """Return what stands for a flag of Megatron-LM among the flags of a verb; "" for a flag of another name.
+    """Return a sentence that names the flag of a verb that does what a flag of Megatron-LM does; "" if none does.
+
+    `flag` is the one that the verb lacks, `flags` are those that it has.
 
     >>> megatron_hint("--max_seqlen_per_dp_cp_rank", ["--slots", "--max_tokens_per_slot"])
     'the flag of Megatron-LM is here --max-tokens-per-slot'

@@ -103,7 +103,7 @@ def _plan_step(flags: PlanFlags) -> int:
         *type_notes(flags),
         *_image_notes(flags, plan),
     ]
-    # written only now, because making the notes checks the images; listed behind the documents
+    # Files are written only now, because making the notes checks the images; their notes stand behind the first one.
     notes[1:1] = [f"wrote {path}" for path in _write_files(flags, plan, source)]
     print(plan.to_json() if flags.json else plan.table())
     print("\n".join(notes), file=sys.stderr if flags.json else sys.stdout)
@@ -111,9 +111,9 @@ def _plan_step(flags: PlanFlags) -> int:
 
 
 def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Plan, str]:
-    """Make the plan that the flags describe, and tell why a hybrid's rows are dealt out so.
+    """Make the plan that the flags describe, and return it with the reason for a hybrid's partition ("" for others).
 
-    Raises LongspanErrors if it is impossible.
+    Raises LongspanErrors for an impossible plan.
     """
     home = Layout(flags.slots)
     options = plan_options(
@@ -124,14 +124,15 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Pla
         mode=flags.mode,
         row_multiple=flags.row_multiple,
     )
-    kind = flags.planner if flags.planner != "auto" else "fixed" if flags.cp else "dynamic"
+    default_kind = "fixed" if flags.cp else "dynamic"
+    kind = default_kind if flags.planner == "auto" else flags.planner
     if kind == "dynamic" and flags.cp:
         raise ConfigError("--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed")
     return plan_with_partition(partial(_run_planner, flags, kind, lengths, home), options, flags.partition)
 
 
 def _run_planner(flags: PlanFlags, kind: str, lengths: Sequence[int], home: Layout, options: PlanOptions) -> Plan:
-    """Plan with the planner of this kind; without --cp at the smallest degree that holds the documents."""
+    """Plan with the planner of this kind; a fixed or padded plan without --cp has the least degree that is enough."""
     if kind == "dynamic":
         return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=options)
     planner = plan_padded if kind == "padded" else plan_fixed
@@ -162,7 +163,7 @@ def _write_plan_picture(plan: Plan, path: str, title: str) -> None:
 
 
 def _add_images(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Cost:
-    """Add to a cost the attention among tokens of one image, for models in which these see each other.
+    """Add to a cost the attention inside each image, for models in which all tokens of an image see each other.
 
     Images without a model are refused in `_image_notes`.
     """

@@ -31,9 +31,10 @@ class Processes:
 
     @contextmanager
     def add_note_to_errors(self) -> Iterator[None]:
-        """Add the note to an error inside, if GPUs decided how many processes there are.
+        """Add the note to a LongspanError that is raised in this context, for processes on GPUs.
 
-        The error may be of a home that does not fit this number, which the user did not give.
+        The number of GPUs may have decided how many processes there are, and the error may be of a home that does not
+        fit this number, which the user never gave.
         """
         try:
             yield
@@ -49,8 +50,8 @@ def choose_processes(
     """Choose the processes of a verb: torchrun's; else `world` local ones (0: not given); else a default number.
 
     The default is `on_gpus` where this machine has GPUs (0: one process a GPU), else `on_cpus`. Only GPUs in
-    CUDA_VISIBLE_DEVICES count. Raises ConfigError for an impossible --world, and where processes
-    outnumber the GPUs that each of them needs, with the flag `for_cpus`.
+    CUDA_VISIBLE_DEVICES count. Raises ConfigError for an impossible --world, for a lack of GPUs that are asked for, and
+    for more processes than GPUs. `for_cpus` is the flag that the error recommends for processes on CPUs.
     """
     if world < 0:
         raise ConfigError(f"--world is {world}; give the number of processes to start, or leave it out")
@@ -64,7 +65,8 @@ def choose_processes(
     if has_torchrun():
         ranks, ranks_here = int(os.environ["WORLD_SIZE"]), count_host_ranks()
     else:
-        ranks = ranks_here = world or (on_gpus or gpus if gpus else on_cpus)
+        default_ranks = (on_gpus or gpus) if gpus else on_cpus
+        ranks = ranks_here = world or default_ranks
     if ranks_here > gpus > 0:
         raise ConfigError(
             f"{plural(ranks_here, 'process', 'es')} on this machine need a GPU each, and it has {plural(gpus, 'GPU')}; "
@@ -78,7 +80,7 @@ def choose_processes(
 
 
 def _gpu_note(ranks: int, gpus: int) -> str:
-    """Write a note about the processes that are started and idle GPUs; under torchrun only about idle GPUs."""
+    """Write a note about this host's processes and its idle GPUs; under torchrun only about idle GPUs, "" for none."""
     if has_torchrun():
         all_of_them = f"torchrun --nproc-per-node {gpus} uses all"
         return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""
@@ -107,7 +109,10 @@ def has_torchrun() -> bool:
 
 
 def count_host_ranks(ranks: int | None = None) -> int:
-    """Count how many of torchrun's processes run on this host; all of these `ranks` where that is not known."""
+    """Count the ranks that run on this host: those that torchrun says, else all of them.
+
+    `ranks` is the number of all ranks, None under torchrun, which says that too.
+    """
     return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks or os.environ["WORLD_SIZE"])
 
 
@@ -133,8 +138,9 @@ def run_on_ranks(
 ) -> Any:
     """Run `fn(rank, *args)` on every rank; returns the first rank's result, or under torchrun this rank's result.
 
-    `compile_cache` is the folder in which GPUs' compiled kernels are kept ("": the user's). Signals that
-    are `ignored` do nothing in local ranks until `fn` handles them.
+    `timeout`: seconds that local ranks may take, None for no limit. `compile_cache` is the folder in which GPUs'
+    compiled kernels are kept ("": the user's). Signals that are `ignored` do nothing in local ranks until `fn` handles
+    them.
     """
     set_gpu_environment(compile_cache)
     if has_torchrun():
@@ -145,7 +151,10 @@ def run_on_ranks(
 
 @contextmanager
 def attention_ahead(config: RunConfig, processes: Processes, *, backward: bool) -> Iterator[None]:
-    """While open, attention's kernels are compiled ahead on GPUs, by the first process of each host for all of them."""
+    """While open, attention's kernels are compiled ahead on GPUs, those of backward passes too if `backward`.
+
+    The first process of a host does it for all processes there, which share the folder of kernels.
+    """
     if processes.backend != "nccl" or os.environ.get("LOCAL_RANK", "0") != "0":
         yield
         return

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
-    """Serve the page of a run until that ends; returns the exit code."""
+    """Serve the page of a run until the run ends; returns the exit code."""
     if run_dir.is_file() or flags.out:
         raise ConfigError(f"--follow takes the folder of a run, and no --out; {run_dir} as a plan: leave --follow out")
     if not 0 <= flags.port < 1 << 16:
@@ -67,7 +67,7 @@ def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
 
     with Follower(run_dir, flags.port) as follower:
         live = follower.records.read()
-        if live.state != "done":  # of a run that has ended only the last line is printed
+        if live.state != "done":  # if the run has ended already, only the last line is printed
             state = "" if live.state == "running" else f" ({live.last_line()}; waits for one to begin)"
             line = f"following {run_dir}{state}: {follower.address}\nCtrl-C ends this; the run goes on"
             print(json.dumps({"address": follower.address}) if flags.json else line, flush=True)
@@ -94,7 +94,7 @@ def _end_text(state: str, run_dir: Path) -> str:
 
 
 def _plan_report(source: Path, out: str) -> Path:
-    """Write the page of a saved plan; returns its path."""
+    """Write the page of a saved plan to `out`, "" next to the plan; returns the page's path."""
     try:
         plan = Plan.from_json(source.read_bytes())
         path = Path(out) if out else source.with_suffix(".html")

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             result: TrainResult = run_on_ranks(
                 train_rank, args, ranks, compile_cache=config.run.compile_cache, ignored=save_on
             )
-    except Interrupted as interrupted:  # before the run heeded signals, or a second one
+    except Interrupted as interrupted:  # by a signal before the run heeds signals, or by a second one
         interrupted.status = config.run.stopped_status or interrupted.status
         raise
     if is_reporting():
@@ -65,7 +65,10 @@ def main(argv: Sequence[str]) -> int:
 def train_rank(
     rank: int, config: RunConfig, ranks: int, backend: str, to_stderr: bool, starts: Starts
 ) -> "TrainResult":
-    """Train on one rank; `starts` has the parts of the command's start so far."""
+    """Train on one rank; the first rank's progress goes to standard output, or with `to_stderr` to standard error.
+
+    `starts` has the seconds of the parts of the command's start so far.
+    """
     starts.end_part("processes")
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compiled != "none")
@@ -89,7 +92,10 @@ def train_rank(
 
 
 def _report_result(result: "TrainResult", saved: str, checkpoints: str, *, as_json: bool) -> None:
-    """Write the report of a run; print where it, the checkpoints and the model are, and the result."""
+    """Write the report of a run; print the paths of the report, the checkpoints and the model, then the result.
+
+    `saved` says what the model's folder is, `checkpoints` is the key: "" for the run's folder.
+    """
     from longspan.report import write_report
 
     out = sys.stderr if as_json else sys.stdout

@@ -87,7 +87,7 @@ class RunFacts:
         sums = f"gradients summed in {self.reduce_dtype}"
         yield "precision", f"parameters {self.parameter_dtype}, compute {self.compute_dtype}, {sums}"
         yield "devices", self._device_text()
-        yield "home", ", ".join(self._home_words())
+        yield "home", ", ".join(self._home_texts())
         yield "attention", f"{self.comm_types}; kernel {'; '.join(self.kernels) or 'chosen in the first pass'}"
         optional = {
             "products": self.float8,
@@ -118,12 +118,13 @@ class RunFacts:
         if self.caution:
             yield "caution", self.caution
 
-    def _home_words(self) -> Iterator[str]:
-        """Yield the slots of the home, on several hosts also those of a host, and each other degree that is above 1."""
+    def _home_texts(self) -> Iterator[str]:
+        """Yield in words the number of slots, of several hosts also the slots of one, and each degree above 1."""
         host_text = f" ({self.node_size} a host)" if self.hosts > 1 and self.node_size else ""
         yield plural(self.home["slots"], "slot") + host_text
         yield from (f"{name} {degree}" for name, degree in self.home.items() if name != "slots" and degree > 1)
-        yield from ["sequence-parallel"] * self.sequence_parallel
+        if self.sequence_parallel:
+            yield "sequence-parallel"
 
     def _device_text(self) -> str:
         """Return in words which devices, hosts and backend the run has, and the peak that MFU refers to."""
@@ -135,7 +136,7 @@ class RunFacts:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "RunFacts | None":
-        """Return the facts in a run.json; None if another release wrote it, or values are of other types."""
+        """Return the facts in a run.json; None if another release wrote it with other keys, or a type is wrong."""
         try:
             sessions = tuple((step, ranks) for step, ranks in values.get("sessions", ()))
             facts = cls(**{**values, "kernels": tuple(values["kernels"]), "sessions": sessions})
@@ -146,17 +147,19 @@ class RunFacts:
     def _has_types(self) -> bool:
         """Return whether every value is of its type, as files may come from elsewhere.
 
-        Simple fields are compared with their annotations; lists and mappings are looked into. A home has its slots.
+        The annotation decides for a number, a text or a boolean. Of lists and of the home every entry is looked at, and
+        the home must name its slots.
         """
         kinds: dict[Any, Any] = {int: int, float: int | float, float | None: int | float | None, str: str, bool: bool}
-        plain = all(isinstance(vars(self)[field.name], kinds.get(field.type, object)) for field in fields(self))
+        # `object` lets every value of another annotation pass
+        simple_fit = all(isinstance(vars(self)[field.name], kinds.get(field.type, object)) for field in fields(self))
         counts = [count for session in self.sessions for count in session]
-        lists = all(isinstance(word, str) for word in self.kernels) and all(isinstance(n, int) for n in counts)
-        home = isinstance(self.home, dict) and all(isinstance(n, int) for n in self.home.values())
+        lists_fit = all(isinstance(name, str) for name in self.kernels) and all(isinstance(n, int) for n in counts)
+        home_fits = isinstance(self.home, dict) and all(isinstance(n, int) for n in self.home.values())
         return (
-            plain
-            and lists
-            and home
+            simple_fit
+            and lists_fit
+            and home_fits
             and "slots" in self.home
             and isinstance(self.memory, dict)
             and isinstance(self.starts, dict)

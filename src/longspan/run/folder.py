@@ -76,7 +76,7 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
 
 
 def _lock_holder_text(directory: Path, file: TextIO) -> str:
-    """Return the message that another run is at work in the folder, named as its lock file has it."""
+    """Return the message that another run is at work in the folder, which its lock file names; closes the file."""
     with file:
         file.seek(0)
         holder = file.read().strip() or "another process"
@@ -111,17 +111,17 @@ class Saves:
             log=log,
         )
         self._best: BestCheckpoint | None = None
-        if figure := run.config.train.keep_best:
-            self._best = BestCheckpoint(figure, run.dir, run.world, log)
+        if figure_name := run.config.train.keep_best:
+            self._best = BestCheckpoint(figure_name, run.dir, run.world, log)
             self._best.figure.check_sets({entry.name for entry in run.sets})
-            saved = run_on_first_rank(
+            saved_steps = run_on_first_rank(
                 run.world, lambda: [*map(step_of, complete_checkpoints(run.checkpoints))], CheckpointError
             )
-            self._best.take_up(run.done, saved)
+            self._best.take_up(run.done, saved_steps)
             self.saver.best = self._best.step
 
     def minutes_are_over(self) -> bool:
-        """Whether the next checkpoint is due by the clock of the first rank, which the other ranks follow."""
+        """Whether the first rank's clock makes the next checkpoint due; False on other ranks, which follow it."""
         minutes = self._run.config.train.save_minutes
         return is_first_rank(self._run.world) and 0 < minutes <= (time.monotonic() - self._saved_at) / 60
 
@@ -130,16 +130,17 @@ class Saves:
         settings = self._run.config.train
         return minutes_over or is_due(self.done, settings.save_every) or self.done == settings.steps
 
-    def prepare(self) -> None:
-        """After a session's first step, take the memory into which saves copy weights.
+    def reserve_memory(self) -> None:
+        """After a session's first step, begin to take the memory into which saves copy weights.
 
-        Nothing is taken where the checkpoint of that step has just begun.
+        The call does nothing after other steps, nor where a checkpoint of the first step has just begun, which takes
+        the memory itself.
         """
         if self.done == self._run.done + 1 and self.done > self._saved:
             self.saver.prepare(self._run.model, self._run.optimizer)
 
     def save(self, *, keep_all: bool = False) -> None:
-        """Begin a checkpoint of the weights as they are, `keep_all` without removing old ones; all ranks call it."""
+        """Begin a checkpoint of the weights as they are; all ranks call it. With `keep_all` no old one is removed."""
         run = self._run
         state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": ORDER}
         state |= {STATE: run.refinement.to_json()} if run.refinement else {}
@@ -153,13 +154,16 @@ class Saves:
             self.save()
 
     def keep_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the checkpoint of this step if its evaluations have the best figure so far, and write it if need be."""
+        """Keep this step's checkpoint if its evaluations have the best figure so far; it is written if it is not yet.
+
+        `rows` are the metrics of this step's evaluations, empty where none was due.
+        """
         if self._best is None or not rows or not self._best.is_new(rows, self.done):
             return
         self.save_if_unsaved()
         self.saver.best = self.done
 
-    def remove_old(self) -> None:
+    def remove_old_saves(self) -> None:
         """Remove checkpoints that are not kept any more, after the last evaluation; all ranks call it together.
 
         Without train.keep_best each save has removed them already.
@@ -175,7 +179,7 @@ class Saves:
         self.saver.wait()
 
     def columns(self) -> dict[str, Any]:
-        """Return what the last save took, for the first row of metrics after it is known."""
+        """Return the columns of metrics with the time and bytes of the last save; {} unless they are known and new."""
         figures = self.saver.take_figures()
         if figures is None:
             return {}
@@ -189,14 +193,15 @@ class Saves:
     def save_before_errors(self) -> Iterator[None]:
         """Write what was trained since the last checkpoint before an error that all ranks raise leaves the context.
 
-        Nothing new is written after an error of this rank alone, for the others do not join, nor where saving itself
-        failed or weights are not finite: ranks then only wait for the save under way. A rank that fails alone waits a
-        quarter at most of `world.timeout`, for which the other ranks wait for it. After the loss of a rank none waits.
+        Nothing new is written after an error of this rank alone, as other ranks would not join, nor where saving itself
+        failed or weights are not finite: the ranks then only wait for the save under way. A rank that fails alone waits
+        for at most a quarter of `world.timeout`, because the other ranks wait for this rank no longer than the whole.
+        After the loss of a rank no rank waits.
         """
         try:
             yield
         except Exception as error:
-            if not isinstance(error, LongspanError):
+            if not isinstance(error, LongspanError):  # an error of this rank alone, as far as anyone knows
                 self.saver.wait_here(self._run.world.timeout / 4)
                 raise
             refused = isinstance(error, CheckpointError)
@@ -213,12 +218,12 @@ class Saves:
 
     def _try_to_save(self) -> str:
         """Save after an error; return in a sentence what is saved, or what is lost and why."""
-        saved = self._saved
+        saved_step = self._saved  # before `save` changes it
         try:
             self.save(keep_all=True)
             self.wait()
         except LongspanError as error:  # a disk that is full, or a rank that died meanwhile
-            return f"What was trained since step {saved} is lost: {error}"
+            return f"What was trained since step {saved_step} is lost: {error}"
         return f"The weights after {plural(self.done, 'step')} are saved in {self._run.checkpoints}"
 
     def _try_to_wait(self, error: LongspanError) -> None:

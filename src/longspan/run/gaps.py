@@ -26,7 +26,7 @@ class _Cause:
     """The gaps of one activity of the host, and what the device ran after each."""
 
     def __init__(self, seconds: Sequence[float] = ()) -> None:
-        """Begin with gaps of these lengths; kernels are counted by name."""
+        """Begin with gaps of these lengths; `kernels` counts by name what the device ran next."""
         self.seconds = list(seconds)
         self.kernels = Counter[str]()
 
@@ -47,24 +47,24 @@ def gaps_by_cause(
 ) -> list[dict[str, Any]]:
     """Return rows of the device's idle time by what the host did, the longest first.
 
-    Events are (name, start, end) in seconds, of the device and of the host on one clock; `within` is from when to when.
-    In it `repeats` steps were run, and figures are those of one step, in the mean. Of the MOST_GAPS longest gaps causes
-    are looked for; the others share the row SHORT.
+    Events are (name, start, end) in seconds, of the device and of the host on one clock. `within` is the interval that
+    is looked at, in which `repeats` steps were run; figures are those of a step in the mean. Causes are looked for only
+    of the MOST_GAPS longest gaps; all shorter ones share the row SHORT.
 
     >>> device, host = [("gemm", 0.0, 1.0), ("adam", 3.0, 4.0)], [("aten::empty", 0.9, 2.9), ("cudaFree", 1.0, 2.8)]
     >>> [(row["host"], row["seconds"], row["then"]) for row in gaps_by_cause(device, host, (0.0, 4.0))]
     [('cudaFree', 2.0, 'adam')]
     """
-    gaps = sorted(find_gaps(device, within), key=lambda gap: gap[0] - gap[1])
+    gaps = sorted(find_gaps(device, within), key=lambda gap: gap[0] - gap[1])  # the longest first
     starts = sorted((start, name) for name, start, _ in device)
     start_times, calls = np.array([start for start, _ in starts]), _Calls(host)
     causes: dict[str, _Cause] = {}
     for start, end in gaps[:MOST_GAPS]:
         cause = causes.setdefault(calls.find_cause(start, end), _Cause())
         cause.seconds.append(end - start)
-        following = int(np.searchsorted(start_times, end))
-        if following < len(starts):
-            cause.kernels[starts[following][1]] += 1
+        next_event = int(np.searchsorted(start_times, end))
+        if next_event < len(starts):
+            cause.kernels[starts[next_event][1]] += 1
     rows = [cause.row(name, repeats) for name, cause in causes.items()]
     rows.sort(key=lambda row: -row["seconds"])
     short_gaps = _Cause([end - start for start, end in gaps[MOST_GAPS:]])
@@ -77,7 +77,7 @@ def find_gaps(device: Iterable[Event], within: Interval) -> list[Interval]:
     busy = merge_intervals(
         [(max(start, first), min(end, last)) for _, start, end in device if start < last and end > first]
     )
-    # a gap goes from one even edge, where something ended, to the next odd one
+    # edges at even indices are where something ended, those at odd indices where the next thing began
     edges = [first, *(time for interval in busy for time in interval), last]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b - a >= SHORTEST]
 
@@ -106,14 +106,15 @@ class _Calls:
     def find_cause(self, start: float, end: float) -> str:
         """Return the name of the shortest call that covers half of an interval at least.
 
-        Where none does, Python ran; the call that began next, after the interval's middle, tells where.
+        Where no call does, Python ran, and the first call that began after the interval's middle tells where: short
+        calls in the first half are passed over.
         """
         overlaps = np.minimum(self._ends, end) - np.maximum(self._starts, start)
         covering = np.flatnonzero(overlaps >= _COVERED * (end - start))
         if len(covering):
             return self._names[covering[np.argmin((self._ends - self._starts)[covering])]]
-        following = int(np.searchsorted(self._starts, (start + end) / 2))
-        return f"Python before {self._names[following]}" if following < len(self._names) else "Python"
+        next_call = int(np.searchsorted(self._starts, (start + end) / 2))
+        return f"Python before {self._names[next_call]}" if next_call < len(self._names) else "Python"
 
 
 def gap_cells(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -148,7 +148,7 @@ class _Loop:
                 refine_prices(run, saves.done)
                 row, plan = _take_step(run, reader, saves.done, slow_slots, limits, self.profiles)
                 saves.done += 1
-                self.profiles.write()
+                self.profiles.write_files()
                 row |= saves.columns() | allocator.columns()
                 with limits.around_end_of_step():
                     _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
@@ -166,7 +166,7 @@ class _Loop:
                 if stopped or agreed.save_on or saves.is_save_due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                     stop.answer_save()  # also what other ranks received meanwhile
-                saves.prepare()
+                saves.reserve_memory()
                 if agreed.save_on and not stopped:
                     self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")
                 if saves.done < settings.steps and not stopped:
@@ -216,7 +216,7 @@ class _Loop:
         save_model(run.model, run.dir / "model", run.world, KeptFiles(run.dir), dtype=dtype)
         final = self.evaluations.evaluate_at_end()
         saves.keep_if_best(self.evaluations.take_rows())
-        saves.remove_old()
+        saves.remove_old_saves()
         return final
 
 
@@ -235,13 +235,13 @@ def _take_step(
     neither for slow slots, nor for the refinement of prices, nor for later time limits. The row has figures that any
     run has, then those of runs with several sources, images, routers, or depths of prediction.
     """
-    started, is_usual = time.perf_counter(), not profiles.has(step + 1)
-    documents, plan = reader.read(step)
+    started, is_usual = time.perf_counter(), not profiles.has_step(step + 1)
+    documents, plan = reader.read_step(step)
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
         reader.prepare_images(run.model, step + 1)
     limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
     with limit, explain_memory(run, step + 1), profiles.around_step(step + 1):
-        result = run.take_step(plan, documents, step, partial(reader.prepare, step + 1))
+        result = run.take_step(plan, documents, step, partial(reader.prepare_documents, step + 1))
     seconds = time.perf_counter() - started
     if is_usual:
         slow_slots.note(result.slot_ratio)

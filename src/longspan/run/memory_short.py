@@ -55,7 +55,10 @@ class AllocatorWatch:
         return {"allocator_retries": self.of_step} if self._device.type == "cuda" else {}
 
     def warning(self, most: float) -> str:
-        """Return the line to log, given the most of any rank in the step that ended; "" for none."""
+        """Return the line to log after a step, once in a run; "" for none.
+
+        `most` is the largest `of_step` of any rank. The line comes when that was above 0 for WARNED_AFTER steps.
+        """
         self._steps.append(most)
         if self._is_warned or len(self._steps) < WARNED_AFTER or not all(self._steps):
             return ""
@@ -67,7 +70,10 @@ class AllocatorWatch:
 
 @contextmanager
 def explain_memory(run: TrainingRun, step: int) -> Iterator[None]:
-    """Add to an error of short memory inside a note with what the plan says, and write a file; steps count from 1."""
+    """Where the code inside is out of memory, write the rank's files, and add their text to the error as a note.
+
+    `step` counts from 1.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -77,7 +83,7 @@ def explain_memory(run: TrainingRun, step: int) -> Iterator[None]:
 
 
 def record_history(run: TrainingRun) -> None:
-    """Let torch record where the last allocations of a GPU come from, as many as `train.memory_history`."""
+    """Let torch record the stacks of a GPU's last allocations: `train.memory_history` of them, 0 for none."""
     if (entries := run.config.train.memory_history) and run.world.device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=entries)
 
@@ -86,7 +92,7 @@ def _write_explanation(run: TrainingRun, step: int, error: BaseException) -> str
     """Write the files of this rank; returns the table, and where they are."""
     rank, folder = run.world.rank, run.dir / FOLDER
     text = f"rank {rank} was out of memory in step {step}: {one_line(error)}\n{memory_table(run)}"
-    with suppress(OSError):  # of a disk that is full too
+    with suppress(OSError):  # where the disk refuses a file, the note has the table alone
         folder.mkdir(exist_ok=True)
         write_atomically(folder / f"rank-{rank}.txt", f"{text}\n")
         text = f"{text}\nkept as {folder / f'rank-{rank}.txt'}{_write_snapshot(run, folder)}"
@@ -107,11 +113,11 @@ def _write_snapshot(run: TrainingRun, folder: Path) -> str:
 
 
 def memory_table(run: TrainingRun) -> str:
-    """Return a table of bytes by part: those of the plan of memory, and those of this rank.
+    """Return a table of bytes by part: as the plan of memory has them, and as measured on this rank.
 
-    Of a rank only parameters, gradients and states can be counted, as they are tensors that are there; "the rest" is
-    what the peak had beyond these. The peak is torch's, which does not allocate communicators: the planned "rest" and
-    "most" are without them. Without a plan its column is empty.
+    Only weights, gradients and states can be measured, by their tensors; "the rest of them" is what the peak had beyond
+    these three. The peak is that of torch, which does not allocate communicators, so communicators are
+    subtracted from the planned total. Without a plan the column "planned" is empty.
     """
     planned = run.memory.to_json()["device"] if run.memory is not None else {}
     if planned:
@@ -119,7 +125,8 @@ def memory_table(run: TrainingRun) -> str:
     measured = _count_stored_bytes(run)
     peak, stored_bytes = peak_memory_bytes(run.world.device), sum(measured.values())
     parts = [name for name in planned if name != "total"] or list(STORED)
-    rows = [(name, _cell(planned, name), _cell(measured, name)) for name in parts if name in STORED or planned[name]]
+    shown_parts = [name for name in parts if name in STORED or planned[name]]  # no line for a planned 0
+    rows = [(name, _cell(planned, name), _cell(measured, name)) for name in shown_parts]
     planned_rest = planned.get("total", 0) - sum(planned.get(name, 0) for name in STORED)
     rows.append(("the rest of them", bytes_text(planned_rest) if planned else "", bytes_text(peak - stored_bytes)))
     rows.append(("most at one time", _cell(planned, "total"), bytes_text(peak)))

@@ -44,7 +44,7 @@ class StepProfiles:
     >>> profiles = StepProfiles((10, 11), run.dir / FOLDER, world, display.log)
     >>> with profiles.around_step(10):
     ...     run.take_step(plan, documents, 9)
-    >>> profiles.write()
+    >>> profiles.write_files()
     """
 
     def __init__(self, steps: Sequence[int], folder: Path, world: World, log: LogLine) -> None:
@@ -52,33 +52,33 @@ class StepProfiles:
         self._steps, self._folder, self._world, self._log = frozenset(steps), folder, world, log
         self._step, self._profile, self._seconds = 0, None, 0.0  # what was profiled, until it is written
 
-    def has(self, step: int) -> bool:
+    def has_step(self, step: int) -> bool:
         """Whether a step is profiled, which makes it longer."""
         return step in self._steps
 
     @contextmanager
     def around_step(self, step: int) -> Iterator[None]:
-        """Profile what runs inside if this step is to be profiled; `write` then writes what was recorded."""
-        if not self.has(step):
+        """Profile what runs inside if this step is to be profiled; `write_files` then writes what was recorded."""
+        if not self.has_step(step):
             yield
             return
         with record_profile(self._world, with_host=True) as (profile, seconds):
             yield
         self._step, self._profile, self._seconds = step, profile, seconds()
 
-    def write(self) -> None:
-        """Write what was recorded of the last step, and log its table; entered by all ranks.
+    def write_files(self) -> None:
+        """Write what was recorded of the last step, and log its table; nothing if that step was not profiled.
 
-        Raises RunFolderError on every rank for what the disk of one refuses.
+        Entered by all ranks. Raises RunFolderError on every rank where the disk of one rank refuses a file.
         """
         if self._step:
-            text = run_on_every_rank(self._world, self._write_files, RunFolderError)
+            text = run_on_every_rank(self._world, self._write_rank_files, RunFolderError)
             self._step, self._profile = 0, None
             if text:
                 self._log(text)
 
-    def _write_files(self) -> str:
-        """Write this rank's trace and, on the first rank, the tables; returns their text."""
+    def _write_rank_files(self) -> str:
+        """Write this rank's trace and, on the first rank, the tables; returns the text of the tables, "" elsewhere."""
         folder, world, seconds = self._folder / f"step-{self._step:06d}", self._world, self._seconds
         folder.mkdir(parents=True, exist_ok=True)
         profile: Any = self._profile
@@ -91,8 +91,9 @@ class StepProfiles:
         row["kernels"] = longest_kernels(events)
         if world.device.type == "cuda":
             calls = read_host_calls(profile)
-            ends = [end for _, _, end in (*events, *calls)]
-            row["gaps"] = gaps_by_cause(events, calls, (min(start for _, start, _ in calls), max(ends)))
+            first_start = min(start for _, start, _ in calls)  # the host begins a step, not the device
+            last_end = max(end for _, _, end in (*events, *calls))
+            row["gaps"] = gaps_by_cause(events, calls, (first_start, last_end))
         text = profile_text(row)
         write_atomically(folder / PARTS_FILE, as_json(row, indent=1))
         write_atomically(folder / TABLE_FILE, f"{text}\n")
@@ -101,9 +102,9 @@ class StepProfiles:
 
 @contextmanager
 def record_profile(world: World, *, with_host: bool = False) -> Iterator[tuple[Any, Callable[[], float]]]:
-    """Profile what runs inside; gives torch's profile, and a function that returns its seconds afterwards.
+    """Profile what runs inside; yields torch's profile, and a function that returns the seconds after the context.
 
-    On GPUs the kernels, and operators of the host too with `with_host`; on CPUs the operators.
+    On GPUs kernels are recorded, and with `with_host` the host's operators too; on CPUs operators.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -119,64 +120,70 @@ def record_profile(world: World, *, with_host: bool = False) -> Iterator[tuple[A
 
 
 def profile_text(row: Mapping[str, Any], kernels: int = 8) -> str:
-    """The tables of a profiled step for a terminal: its parts, its longest kernels, and who made the device wait."""
+    """Write the tables of a profiled step for a terminal: its parts, its longest kernels, and who made the device wait.
+
+    `row` is what parts.json holds; `kernels` is the most lines of a table.
+    """
     parts = text_table(TITLES, [(f"step {row['step']}, rank {row['rank']}", *part_cells(row))])
     gaps = f"\n\n{text_table(GAP_TITLES, gap_cells(row['gaps'][:kernels]))}" if row.get("gaps") else ""
     return f"{parts}\n\n{text_table(KERNEL_TITLES, kernel_rows(row)[:kernels], left=2)}{gaps}"
 
 
 def part_cells(row: Mapping[str, Any]) -> list[str]:
-    """The milliseconds of the parts of a profiled step, in the order of `PARTS`."""
+    """Return the milliseconds of the parts of a profiled step, in the order of `PARTS`."""
     return [f"{1e3 * row['parts'][part]:.1f}" for part in PARTS]
 
 
 def kernel_rows(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The longest kernels of a profiled step, under `KERNEL_TITLES`."""
+    """Return the longest kernels of a profiled step, under `KERNEL_TITLES`."""
     return [(k["name"], k["part"], str(k["calls"]), f"{1e3 * k['seconds']:.1f}") for k in row["kernels"]]
 
 
 def kind_of(name: str) -> Kind:
-    """Return the part of a step that a kernel or operator belongs to, by the first word of _NAMES in its name."""
-    low = name.lower()
-    for kind, words in _NAMES:
-        if any(word in low for word in words):
+    """Return the kind of a kernel or operator, which is the part of a step that its time belongs to.
+
+    The first entry of _NAMES that matches decides.
+    """
+    lower_name = name.lower()
+    for kind, name_parts in _NAMES:
+        if any(part in lower_name for part in name_parts):
             return kind
     return "other layers"
 
 
 def seconds_by_part(events: Iterable[Event], seconds: float) -> dict[str, float]:
-    """Return seconds by part of events (name, start, end) of a step that took so long.
+    """Return seconds by part, "idle" included, of the events (name, start, end) of a step that took `seconds`.
 
     >>> events = [("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)]
     >>> seconds_by_part(events, 2.5)["exposed communication"]
     0.25
 
-    A moment counts for one part only: kinds come in the order of ORDER, and each gets what it adds to the time that
-    those before it cover. What none covers is idle.
+    A moment counts for one part only: kinds are taken in the order of ORDER, and a kind gets the time that its events
+    add to the time that earlier kinds cover. Time that no event covers is idle.
     """
     by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}
     for name, start, end in events:
         by_kind[kind_of(name)].append((start, end))
-    seconds_by_kind, seen, covered_seconds = dict[str, float](), list[Interval](), 0.0
+    seconds_by_kind, covered, covered_seconds = dict[str, float](), list[Interval](), 0.0
     for kind in ORDER:
-        seen = merge_intervals([*seen, *by_kind[kind]])
-        total = sum(end - start for start, end in seen)
+        covered = merge_intervals([*covered, *by_kind[kind]])
+        total = sum(end - start for start, end in covered)
         seconds_by_kind[kind], covered_seconds = total - covered_seconds, total
     return seconds_by_kind | {"idle": max(0.0, seconds - covered_seconds)}
 
 
 def longest_kernels(events: Iterable[Event], count: int = 16) -> list[dict[str, Any]]:
-    """Name, part, calls and seconds (the sum) of the kernels that take most, among events (name, start, end).
+    """Return name, part, calls and summed seconds of the kernels that take most, among events (name, start, end).
 
     >>> longest_kernels([("gemm", 0.0, 1.0), ("gemm", 2.0, 3.0), ("adam", 3.0, 3.5)], 1)
     [{'name': 'gemm', 'part': 'other layers', 'calls': 2, 'seconds': 2.0}]
     """
-    spent: dict[str, list[float]] = {}
+    seconds_by_name: dict[str, list[float]] = {}
     for name, start, end in events:
-        spent.setdefault(name, []).append(end - start)
+        seconds_by_name.setdefault(name, []).append(end - start)
     kernels = [
         {"name": name[:_NAME_LENGTH], "part": kind_of(name), "calls": len(times), "seconds": sum(times)}
-        for name, times in spent.items()
+        for name, times in seconds_by_name.items()
     ]
     return sorted(kernels, key=lambda kernel: -kernel["seconds"])[:count]
 
@@ -184,7 +191,7 @@ def longest_kernels(events: Iterable[Event], count: int = 16) -> list[dict[str, 
 def read_host_calls(profile: Any) -> list[Event]:
     """Read the name, start and end in seconds of what the host did: operators, calls of CUDA and named ranges.
 
-    Those inside others are among them.
+    A call inside another call is an event of its own.
     """
     from torch.autograd import DeviceType
 
@@ -196,9 +203,10 @@ def read_host_calls(profile: Any) -> list[Event]:
 
 
 def read_events(profile: Any, *, cuda: bool) -> list[Event]:
-    """Read the name, start and end in seconds of what ran: kernels and copies of the GPU, or work of a CPU.
+    """Read the name, start and end in seconds of what ran: kernels and copies of the GPU, or operators of a CPU.
 
-    Named ranges are left out, and autograd's nodes on a CPU: they only surround what ran.
+    Left out are named ranges, and on a CPU nodes of autograd and operators that only call others (`_is_work`): what ran
+    is inside of them, with events of its own.
     """
     from torch.autograd import DeviceType
 

@@ -65,7 +65,7 @@ class TrainingRun(Training):
 def check_paths_and_metrics(config: RunConfig, world: World, vocabulary: int) -> None:
     """Raise on every rank, before a corpus is built, for a missing path and for an object that is not a metric."""
 
-    def check() -> None:
+    def check_metrics_of_sets() -> None:
         """Raise ConfigError for metrics of an evaluation set that cannot be loaded or do not fit the vocabulary."""
         for entry in (held_out_set(config), *config.eval):
             try:
@@ -74,16 +74,16 @@ def check_paths_and_metrics(config: RunConfig, world: World, vocabulary: int) ->
                 raise ConfigError(f"{entry.metrics_key}: {error}") from error
 
     check_paths(config, world)
-    run_on_every_rank(world, check, ConfigError)
+    run_on_every_rank(world, check_metrics_of_sets, ConfigError)
 
 
 def open_sets(
     config: RunConfig, corpus: Corpus, held_out: CorpusDocuments, world: World, log: LogLine
 ) -> tuple[EvaluationSet, ...]:
-    """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, in order.
+    """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, in order, with their metrics.
 
-    All ranks call it together, once the run has its tokenizer. Logs a line for each set. Raises DataError on every rank
-    for texts that cannot be read.
+    All ranks call it together, once the run's folder has the tokenizer, by which a set knows the bytes of each token.
+    Logs a line for each set of a table. Raises DataError on every rank for texts that cannot be read.
     """
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.eval:
@@ -103,7 +103,7 @@ def open_sets(
     )
 
 
-def check_lengths(
+def check_set_lengths(
     sets: Sequence[EvaluationSet],
     config: RunConfig,
     home: Layout,
@@ -113,7 +113,8 @@ def check_lengths(
 ) -> None:
     """Raise ConfigError if the longest document of a named set fits no group of slots or exceeds the model's positions.
 
-    `longest`: tokens of the longest document of the run's corpus, by which positions are scaled.
+    The held-out documents have no name: they are of the run's corpus, and checked with it. `longest` is the tokens of
+    the longest document of that corpus, by which positions are scaled.
     """
     for entry in (s for s in sets if s.name):
         tokens, origin = entry.longest
@@ -122,8 +123,11 @@ def check_lengths(
         check_set_length(model, config.model, longest, entry.name, tokens, made=is_made)
 
 
-def with_rows(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
-    """Return the sets with their tables from this configuration, in which "auto" limits of rows are numbers now."""
+def with_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
+    """Return the sets with their [[eval]] tables replaced by those of `config`.
+
+    A set was opened with a table in which the limit of rows may be "auto"; in `config` it is a number.
+    """
     entries = {entry.name: entry for entry in (held_out_set(config), *config.eval)}
     return tuple(replace(s, config=entries[s.name]) for s in sets)
 
@@ -146,10 +150,11 @@ class RunData:
     @property
     def images(self) -> int:
         """The number of images in all documents, evaluation sets included."""
-        return len(self.corpus.images or ()) + sum(len(getattr(s.documents, "items", ())) for s in self.sets)
+        set_images = [len(getattr(s.documents, "items", ())) for s in self.sets]  # texts alone have no items
+        return len(self.corpus.images or ()) + sum(set_images)
 
     def image_rows(self, tokens_per_step: int) -> float:
-        """Return mean rows of images in a step, over all slots together."""
+        """Return the mean number of rows of images in a step, of all slots together; 0.0 without images."""
         if self.corpus.images is None or not len(self.corpus.images):
             return 0.0
         share = float(self.corpus.images.column("rows").sum()) / float(self.corpus.lengths.sum())
@@ -159,13 +164,16 @@ class RunData:
         """Raise ConfigError if the longest document of the corpus or of a set does not fit."""
         (tokens, origin), heads = self.longest, query_heads(self.model)
         check_longest(config, world.home, tokens, origin, heads)
-        check_lengths(with_rows(self.sets, config), config, world.home, self.model, tokens, heads)
+        check_set_lengths(with_eval_tables(self.sets, config), config, world.home, self.model, tokens, heads)
 
 
 def open_data(
     config: RunConfig, model: PreTrainedConfig, checkpoint: Path | None, world: World, log: LogLine
 ) -> RunData:
-    """Open the documents of a run that resumes from a checkpoint or begins (None). Raises ConfigError or DataError."""
+    """Open the documents and the evaluation sets of a run, which resumes from a checkpoint, or begins where it is None.
+
+    Raises ConfigError or DataError.
+    """
     check_paths_and_metrics(config, world, model.get_text_config().vocab_size)
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
@@ -197,7 +205,7 @@ def _longest_planned_document(config: RunConfig, corpus: Corpus, order: StepOrde
 class StepReader:
     """Selects the documents of each step and counts their targets into its plan, once a step.
 
-    What `prepare` and `prepare_images` made for the next step is kept for `read`.
+    What `prepare_documents` and `prepare_images` made for the next step is kept for `read_step`.
     """
 
     def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
@@ -205,19 +213,19 @@ class StepReader:
         self._run, self._plans = run, plans
         self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 
-    def read(self, step: int) -> tuple[Any, Plan]:
-        """Return the documents of a step and its plan, waited for if need be."""
+    def read_step(self, step: int) -> tuple[Any, Plan]:
+        """Return the documents of a step and its plan, for which this call waits if it is not made yet."""
         prepared, self._next = self._next, None
         if prepared is not None and prepared[0] == step:
             return prepared[1:]
         documents = self._select_documents(step)
         return documents, count_pack_targets(documents, self._plans.plan(step))
 
-    def prepare(self, step: int) -> None:
-        """Plan the next step and select its documents while the device computes; `read` raises the errors.
+    def prepare_documents(self, step: int) -> None:
+        """Plan `step`, the next one, and select its documents while the device computes; `read_step` raises errors.
 
         No rank waits for a plan here. Documents whose tokens the ranks make together (`_select_documents`) are left to
-        `read`, which all ranks enter.
+        `read_step`, which all ranks enter.
         """
         run, corpus = self._run, self._run.corpus
         # With refinement, prices may be fitted at the beginning of the next step, and its plan is made only after that.
@@ -230,9 +238,10 @@ class StepReader:
                 self._next = (step, documents, count_pack_targets(documents, plan))
 
     def prepare_images(self, model: MultimodalModel, step: int) -> None:
-        """Plan the next step's waves of images and read this rank's images, in threads; `read` raises the errors.
+        """Plan the waves of images of `step`, the next one, and read this rank's images, in threads.
 
-        A step whose plan is not ready reads its images itself; no step waits for the plan of another.
+        Where the plan of `step` is not ready, nothing is done here, and `step` reads its images itself: the step under
+        way does not wait for a later plan. Errors are left to `read_step`, which meets them again.
         """
         plan = self._plans.plan_if_made(step)
         if plan is None or self._run.corpus.images is None:

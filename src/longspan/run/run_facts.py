@@ -91,7 +91,10 @@ def _step_facts(run: TrainingRun) -> dict[str, Any]:
 
 
 def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
-    """Return the sessions of the run: earlier ones, except those whose steps are all repeated, and this one."""
+    """Return the steps that were done as each session of the run began, and its ranks; this session is the last.
+
+    An earlier session that began at this session's step, or later, is left out: all its steps are repeated.
+    """
     earlier = tuple[tuple[int, int], ...]()
     with suppress(OSError, ValueError):
         facts = RunFacts.from_json(read_json(run.dir / "run.json"))
@@ -102,15 +105,16 @@ def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
 def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
     """Count parameters: of the whole model, each once; on the rank that holds most; those that are trained.
 
-    Ranks of one pipeline stage count the same parameters, so one rank of each stage is taken for the sums.
+    All ranks of one pipeline rank count the same parameters, sharded ones in whole, so one of these ranks is summed.
     """
     parameters = counted_parameters(run.model)  # of this rank's stages
-    stage_count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    count_here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
-    rank_counts = run.world.control.gather_objects((run.world.coordinates.pp, stage_count, trained, count_here))
-    stage_counts = {pp: (stage_count, trained) for pp, stage_count, trained, _ in rank_counts}
-    stage_counts_of_all, all_trained = zip(*stage_counts.values(), strict=True)
-    return sum(stage_counts_of_all), max(count_here for *_, count_here in rank_counts), sum(all_trained)
+    here, trained_here = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    stored_here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
+    rank_counts = run.world.control.gather_objects((run.world.coordinates.pp, here, trained_here, stored_here))
+    stage_counts = {pp: (count, trained) for pp, count, trained, _ in rank_counts}  # by pipeline rank
+    total = sum(count for count, _ in stage_counts.values())
+    trained_total = sum(trained for _, trained in stage_counts.values())
+    return total, max(stored for *_, stored in rank_counts), trained_total
 
 
 def _dtype_names(execution: Execution) -> dict[str, str]:
@@ -120,7 +124,7 @@ def _dtype_names(execution: Execution) -> dict[str, str]:
 
 
 def _mixers_text(execution: Execution, device: torch.device, partition: str) -> str:
-    """Return how state-space layers run; "" if there are none."""
+    """Return in words how state-space layers run and how many states are sent; "" if there are no such layers."""
     if not execution.mixers:
         return ""
     kernels = describe_kernels(execution.compute_dtype, device, execution.mixer_kernels)
@@ -137,10 +141,7 @@ def _mtp_text(mtp: MtpSection) -> str:
 
 
 def _encoder_text(run: TrainingRun) -> str:
-    """Return in words which slots encode images, and which parts of the encoder are trained.
-
-    It is "" for a model without an encoder.
-    """
+    """Return in words which slots encode images, and which parts of the encoder are trained; "" without an encoder."""
     if not isinstance(run.model, MultimodalModel):
         return ""
     settings, count = run.config.encoder, run.corpus.manifest.images
@@ -153,7 +154,7 @@ def _encoder_text(run: TrainingRun) -> str:
 
 
 def _device_facts(world: World) -> dict[str, Any]:
-    """Return the facts of the ranks: their devices, hosts (of node_size slots with tp ranks each), cores, backend."""
+    """Return the facts of the ranks: their device, hosts, cores and backend; `node_size` is the slots of a host."""
     gpu, ranks = world.device.type == "cuda", len(world.home.ranks)
     return {
         "device": device_name(world),
@@ -166,14 +167,14 @@ def _device_facts(world: World) -> dict[str, Any]:
 
 
 def _home_degrees(world: World, virtual_stages: int) -> dict[str, int]:
-    """Return the slots and the degrees of the home by name; `vpp` is the configuration's, for a home has none."""
+    """Return the slots and the degrees of the home by name; `virtual_stages` is a key, which a home does not have."""
     home = world.home
     degrees = {"tp": home.tp, "pp": home.pp, "vpp": virtual_stages, "ep": home.ep, "dp_replicate": home.dp_replicate}
     return {"slots": home.slots, **degrees}
 
 
 def _planning_text(run: TrainingRun) -> str:
-    """Return how steps and evaluations are planned."""
+    """Return in words how steps are planned, and how evaluations if documents are held out."""
     free = ", free" if run.config.context.mode == "free" else ""
     cap = run.choice.options.max_tokens_per_slot
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
@@ -182,7 +183,7 @@ def _planning_text(run: TrainingRun) -> str:
 
 
 def _price_source(run: TrainingRun) -> str:
-    """The model and machine of the run's prices; "" for those of no machine."""
+    """Return the model and machine that the run's prices are of, and whether they are refined; "" for no machine."""
     return (run.cost.source or "") + (REFINED if run.refinement and run.cost.source else "")
 
 

@@ -115,9 +115,10 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
 
 
 def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
-    """Make the request that the flags make on so many ranks.
+    """Make the request of an evaluation on this number of ranks from its flags.
 
-    Raises ConfigError or CheckpointError for an impossible one.
+    The weights to compare with, if any, are a second subject, in the layout of the first. Raises ConfigError or
+    CheckpointError for an impossible request.
     """
     _check_values(flags)
     _check_passkey_flags(flags)
@@ -131,7 +132,8 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     if flags.compare:
         base = flags.compare == BASE
         weights = saved_weights(flags.target if base else flags.compare)
-        base |= flags.without_adapter and weights.run_dir is not None  # a folder is a whole model
+        # --without-adapter is of both subjects, but a Hugging Face folder has no adapter to leave out
+        base |= flags.without_adapter and weights.run_dir is not None
         second = _make_subject(argv, weights, flags, base=base)
         subjects.append(replace(second, config=_copy_layout(config, second.config)))
     return EvalRequest(
@@ -171,7 +173,7 @@ def _check_values(flags: EvalFlags) -> None:
 
 
 def _copy_layout(config: RunConfig, other: RunConfig) -> RunConfig:
-    """Return `other`, of the weights to compare with, with the layout, sets and metrics of `config`."""
+    """Return `other`, the configuration of the second subject, with the layout, sets and metrics of the first's."""
     return replace(
         other,
         parallel=config.parallel,
@@ -184,7 +186,7 @@ def _copy_layout(config: RunConfig, other: RunConfig) -> RunConfig:
 
 
 def _check_passkey_flags(flags: EvalFlags) -> None:
-    """Raise ConfigError or DataError for flags of passkey retrieval that make no documents."""
+    """Raise ConfigError or DataError for flags of passkey retrieval without documents, or with a second set's name."""
     if flags.passkey.lengths:
         flags.passkey.check()
     elif flags.plot or flags.passkey != PasskeySettings():
@@ -197,14 +199,14 @@ def _check_passkey_flags(flags: EvalFlags) -> None:
 
 
 def read_flag_keys(argv: Sequence[str]) -> frozenset[str]:
-    """Read the keys "section.key" that words of the command line set."""
+    """Read which keys "section.key" the words of the command line set, by the names of their flags."""
     words = (word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
     return frozenset(word for word in words if "." in word)
 
 
 def refuse_training_keys(flag_keys: frozenset[str]) -> None:
     """Raise ConfigError for keys of training, which would have no effect."""
-    plan_keys = {field.name for field in fields(PlanSection)}
+    plan_keys = {field.name for field in fields(PlanSection)}  # each has a form eval_KEY
     for key in sorted(key.removeprefix("context.") for key in flag_keys if key.startswith("context.")):
         if key in plan_keys:
             raise ConfigError(f"--context.{key} is a key of training; evaluation reads --context.eval_{key}")
@@ -213,9 +215,10 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
 
 
 def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, base: bool) -> Subject:
-    """Make the weights, without their adapter for `base`, and the configuration that their run and flags make.
+    """Make a subject: the weights, for `base` without their adapter, and their run's configuration under the flags.
 
-    Raises ConfigError where there is no adapter to leave out.
+    A Hugging Face folder has no run: its configuration is the default one with the flags. Raises ConfigError where
+    there is no adapter to leave out.
     """
     config = None if weights.run_dir is None else load_config(weights.run_dir / "config.toml")
     if base and (config is None or not config.lora.rank):
@@ -223,7 +226,7 @@ def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, 
         reason = "is no run" if config is None else "trains no adapter (lora.rank is 0)"
         raise ConfigError(f"{flag} is given, and {weights.path} {reason}; leave it out, or name a run with [lora]")
     if config is None:
-        model = ModelConfig(path=str(weights.path), **_set_values(flags.model))
+        model = ModelConfig(path=str(weights.path), **_explicit_values(flags.model))
         config = RunConfig(model, DataConfig(max_document_tokens=0), flags.parallel, flags.context)
         config = replace(config, encoder=replace(config.encoder, **asdict(flags.encoder)))
         config = replace(config, run=replace(config.run, machine=flags.run.machine))
@@ -231,7 +234,7 @@ def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, 
     flags = parse_eval(argv, config)  # again, so that keys of the layout that no flag gives are the run's
     config = replace(
         config,
-        model=replace(config.model, **_set_values(flags.model)),
+        model=replace(config.model, **_explicit_values(flags.model)),
         parallel=flags.parallel,
         context=flags.context,
         encoder=replace(config.encoder, **asdict(flags.encoder)),
@@ -241,13 +244,13 @@ def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, 
     return Subject(replace(weights, base=base), config)
 
 
-def _set_values(model: SavedModel) -> dict[str, Any]:
-    """Return the keys --model.* that are given; "" and 0.0 stand for those that are not."""
+def _explicit_values(model: SavedModel) -> dict[str, Any]:
+    """Return the values of the flags --model.* that the user gave; others are "" or 0.0, and are left out."""
     return {f.name: value for f in fields(SavedModel) if (value := getattr(model, f.name)) not in ("", 0.0)}
 
 
 def _parse_degrees(text: str) -> tuple[int, ...]:
-    """Parse different degrees with commas between. Raises ConfigError for anything else."""
+    """Parse --degrees, such as 1,2,4. Raises ConfigError for anything but different integers of at least 1."""
     try:
         degrees = tuple(int(word) for word in text.split(",") if word.strip())
     except ValueError:  # a word that is no integer: refused below as degree 0 is

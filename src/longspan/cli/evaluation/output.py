@@ -30,15 +30,20 @@ PICTURE = "passkey.svg"
 
 
 def check_writable(file: str, out: str, plot: str = "") -> None:
-    """Make the folders of results; raise ConfigError where nothing can be written: before hours of evaluation."""
+    """Make the folders of results and check that they can be written to, before hours of evaluation.
+
+    `file`, `out` and `plot` are the values of --documents, --out and --plot, "" without the flag. Raises ConfigError.
+    """
     if file and Path(file).is_dir():
         raise ConfigError(f"--documents {file} is a folder; give a file in it, such as {Path(file, 'documents.jsonl')}")
     if out and Path(out).exists() and not Path(out).is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
     if plot and Path(plot).is_dir():
         raise ConfigError(f"--plot {plot} is a folder; give a file in it, such as {Path(plot, PICTURE)}")
-    parents = {flag: Path(name).parent for flag, name in (("--documents", file), ("--plot", plot)) if name}
-    for flag, folder in {**parents, **({"--out": Path(out)} if out else {})}.items():
+    folders = {flag: Path(name).parent for flag, name in (("--documents", file), ("--plot", plot)) if name}
+    if out:
+        folders["--out"] = Path(out)
+    for flag, folder in folders.items():
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -105,14 +110,14 @@ def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[st
         at_degrees = [set_result.evaluation for set_result in first.sets if set_result.evaluation.name == name]
         if len(at_degrees) > 1:
             yield f"{name or HELD_OUT}: {comparison_table(at_degrees)}"
-        if len(results) == 1:
+        if len(results) == 1:  # losses do not depend on the degree, so one degree's buckets are enough
             yield from _bucket_tables(at_degrees[0].name, at_degrees[0].by_length, at_degrees[0].by_position)
     for difference, other_result in pairs:
-        yield from _difference_table(difference, first, other_result)
+        yield _difference_table(difference, first, other_result)
 
 
 def _result_title(result: SubjectResult) -> str:
-    """Write the title of a subject's table: its weights, of a run their step, and degrees of its home above 1."""
+    """Write the title of a subject's table: its weights, the step of a run's checkpoint, the home's degrees above 1."""
     step, parallel = result.sets[0].evaluation.step, result.config.parallel
     words = [result.weights.title] + ([f"step {step}"] if result.weights.run_dir is not None else [])
     words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
@@ -152,16 +157,14 @@ def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
 
 
 def _bucket_tables(name: str, lengths: "Sequence[Bucket]", positions: "Sequence[Bucket]") -> Iterator[str]:
-    """Yield tables of the loss by document length and by position in it; no table of a single bucket."""
-    for title, buckets in (("document length", lengths), ("position", positions)):
+    """Yield tables of the loss of a set by document length, and by position in a document; none of a single bucket."""
+    for title, unit, buckets in (("document length", "tokens", lengths), ("position", "position", positions)):
         if len(buckets) > 1:
             rows = [
                 [_range_text(b.first, b.last), f"{b.loss.value or 0:.6f}", f"{b.documents:,}", f"{int(b.loss.count):,}"]
                 for b in buckets
             ]
-            yield f"{name or HELD_OUT}, loss by {title}\n" + text_table(
-                ("tokens" if title != "position" else "position", "loss", "documents", "targets"), rows
-            )
+            yield f"{name or HELD_OUT}, loss by {title}\n" + text_table((unit, "loss", "documents", "targets"), rows)
 
 
 def _range_text(first: int, last: int) -> str:
@@ -178,8 +181,8 @@ def _difference_line(difference: Difference, first: SubjectResult, other: Subjec
     )
 
 
-def _difference_table(difference: Difference, first: SubjectResult, other: SubjectResult) -> Iterator[str]:
-    """Yield the difference of two models on one set: in words, and as a table by document length."""
+def _difference_table(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
+    """Write the difference of two models on one set: in words, and as a table by document length."""
     unit = difference.unit.replace("_", " ")
     lines = [
         f"{difference.name or HELD_OUT}: {unit} of {other.weights.title} beside {first.weights.title}",
@@ -196,7 +199,7 @@ def _difference_table(difference: Difference, first: SubjectResult, other: Subje
         ("tokens", first.weights.title, other.weights.title, "difference", "documents"),
         [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{documents:,}") for name, a, b, documents in rows],
     )
-    yield "\n".join([*lines, table])
+    return "\n".join([*lines, table])
 
 
 def _spread_text(error: float | None) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from longspan.cli.flags import Switch, check_least
 from longspan.cli.plans.comparison_tables import (
@@ -134,13 +133,13 @@ def run_comparison(flags: CompareFlags) -> int:
 
 
 def _check_sensitivity(flags: CompareFlags) -> None:
-    """Raise ConfigError where there is no dynamic plan of a training step to change constants of."""
-    other_flags = {
+    """Raise ConfigError for --sensitivity with a flag under which no dynamic plan of a training step is made."""
+    flags_of_other_plans = {
         "--plans": flags.plans,
         "--which-eval-degree": flags.which_eval_degree,
         "--evaluation": flags.evaluation,
     }
-    for name, value in other_flags.items():
+    for name, value in flags_of_other_plans.items():
         if flags.sensitivity and value:
             raise ConfigError(
                 f"--sensitivity is of the dynamic plan of a training step, and {name} compares others; leave one out"
@@ -148,7 +147,10 @@ def _check_sensitivity(flags: CompareFlags) -> None:
 
 
 def _check_compared_degrees(flags: CompareFlags) -> None:
-    """Raise ConfigError for flags of degrees and micro-batches where nothing reads them."""
+    """Raise ConfigError for flags of degrees and micro-batches under which nothing changes.
+
+    --which-eval-degree compares all degrees, and saved plans have the degrees that they were made with.
+    """
     if flags.cp and flags.which_eval_degree:
         raise ConfigError(f"--cp {flags.cp} is one degree, and --which-eval-degree compares all; leave one of them out")
     for name in ("cp", "min_cp", "max_cp", "micro_batch_multiple"):
@@ -168,7 +170,7 @@ def make_home(flags: CompareFlags) -> Layout:
 
 
 def _slot_price(flags: CompareFlags, slots: int, mode: str) -> Cost:
-    """Return the cost of one slot, of `slots` in all: that of its first device, shared by its tp ranks."""
+    """Return the cost of one of `slots` slots: the price of a device, whose work the slot's tp ranks share."""
     training = not (flags.evaluation or flags.which_eval_degree)
     return read_price(flags, slots=slots, tp=flags.tp, mode=mode, training=training).shared_by(flags.tp)
 
@@ -176,7 +178,8 @@ def _slot_price(flags: CompareFlags, slots: int, mode: str) -> Cost:
 def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
     """Return the options of all compared plans, priced for a slot of tp ranks.
 
-    An interleaved schedule takes micro-batches only in multiples of the stages.
+    --node-size counts ranks here, and a planner's node size counts slots. An interleaved schedule (--vpp above 1) takes
+    micro-batches only in multiples of the stages.
     """
     cost, node_size = _slot_price(flags, home.slots, flags.mode), max(1, flags.node_size // flags.tp)
     return plan_options(
@@ -195,12 +198,12 @@ def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
     Plans of evaluations, whose cost is of forward passes, are simulated without backward passes.
     """
     for name, plan in _read_saved_plans(flags.plans):
-        flags_price = _slot_price(flags, plan.slots, plan.mode)
+        flags_price = _slot_price(flags, plan.slots, plan.mode)  # which also checks the flags, if it is not used
         price = flags_price if flags.machine or flags.model else plan.cost
         price = add_closing(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
-        passes: dict[str, Any] = {"backward": plan.cost.passes != "forward" and not flags.evaluation}
-        passes |= {"pp": flags.pp, "vpp": flags.vpp, "row_bytes": _row_bytes(flags, plan)}
-        yield name, simulate(plan, cost=price, **passes)
+        backward, row_bytes = plan.cost.passes != "forward" and not flags.evaluation, _row_bytes(flags, plan)
+        simulation = simulate(plan, cost=price, backward=backward, pp=flags.pp, vpp=flags.vpp, row_bytes=row_bytes)
+        yield name, simulation
 
 
 def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
@@ -213,9 +216,9 @@ def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
 
 
 def _plan_files(names: Sequence[str]) -> Iterator[Path]:
-    """Yield the plan files that names on the command line mean: a file itself, or the JSON files of a folder.
+    """Yield the plan files of --plans: each name is a file, or a folder, of which the JSON files are taken.
 
-    A run's folder keeps plans in its folder `plans`. Raises ConfigError for a name without plans.
+    Of a run's folder those in its folder `plans` are taken. Raises ConfigError for a name without plans.
     """
     for name in names:
         path = Path(name)
@@ -227,9 +230,10 @@ def _plan_files(names: Sequence[str]) -> Iterator[Path]:
 
 
 def _row_bytes(flags: CompareFlags, plan: Plan) -> RowBytes:
-    """Return what a row (a token in a slot) takes in activations, of --model or of Qwen3-8B, in bfloat16.
+    """Return the bytes of activations of a row of --model, or of Qwen3-8B, in bfloat16.
 
-    Depths of multi-token prediction count only in training steps; all-to-all keeps heads that were exchanged.
+    Depths of multi-token prediction count only in training steps. Under all-to-all a row also keeps the heads that were
+    exchanged.
     """
     depths = 0 if flags.evaluation else flags.mtp_depths
     exchanged, checkpointing = "a2a" in plan_type_text(plan), flags.activation_checkpointing
@@ -243,7 +247,10 @@ def _show_rows(
     notes: Sequence[str] = (),
     changes: Sequence[Sensitivity] = (),
 ) -> None:
-    """Print compared plans as a table or JSON, and write their picture where one is asked for."""
+    """Print compared plans as a table or JSON, and write their picture where --plot asks for one.
+
+    `notes` are lines below the table, `changes` is what wrong constants would change, empty without --sensitivity.
+    """
     if flags.json:
         print(comparison_json(title, rows, changes))
     else:
@@ -253,7 +260,7 @@ def _show_rows(
 
 
 def _show_degrees(flags: CompareFlags, title: str, lengths: Sequence[int], home: Layout) -> None:
-    """Print the degrees of an evaluation, and write their pictures."""
+    """Compare the degrees of an evaluation; print their table or JSON, and write their pictures."""
     options = _comparison_options(flags, home)
     if options.cost.states:  # of a hybrid: contiguous rows are one run a slot, so fewest states are sent
         options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
@@ -274,7 +281,7 @@ def _show_degrees(flags: CompareFlags, title: str, lengths: Sequence[int], home:
 
 
 def _write_pictures(flags: CompareFlags, title: str, picture: str) -> None:
-    """Write a picture to the files that the flags name, as it is or in a page."""
+    """Write a picture to the files of --plot: into a page for .html, else as it is, which is SVG."""
     for path in flags.plot:
         heading = title.splitlines()[0]
         figure = tag("figure", picture, class_="chart")

@@ -83,7 +83,7 @@ def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing:
 def compare_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
     """Compare the dynamic plan and the fastest plan of one degree, in a line.
 
-    There is none without plans of one degree, without a dynamic plan, and with several, as of saved steps.
+    There is no line without a plan of one degree, nor unless exactly one plan is dynamic: saved steps have several.
     """
     possible = list(_possible_simulations(rows))
     fixed, dynamic = ([row for row in possible if row[1].plan.planner == planner] for planner in ("fixed", "dynamic"))
@@ -100,9 +100,7 @@ def compare_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
 def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
     """Draw a bar for each plan's seconds, the dynamic one in a second colour, and a line at the least bound; an SVG."""
     simulations, timed = _possible_simulations(rows), _have_seconds(rows)
-    bars = [
-        NamedBar(name, s.seconds, _bar_words(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations
-    ]
+    bars = [NamedBar(name, s.seconds, _bar_text(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations]
     bound = min((s.lower_bound_seconds for _, s in simulations), default=0.0)
     line = (bound, f"lower bound{f', {seconds_text(bound)}' if timed else ''}")
     unit = "predicted seconds" if timed else "predicted time, of no machine"
@@ -112,8 +110,8 @@ def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
     return bar_document(heading, bars, unit, line)
 
 
-def _bar_words(simulation: Simulation, timed: bool) -> str:
-    """Write the words behind a plan's bar: seconds (if `timed`), communication type, and time over its bound."""
+def _bar_text(simulation: Simulation, timed: bool) -> str:
+    """Write the text behind a plan's bar: seconds (if `timed`), communication type, and time over its bound."""
     bound = f"{simulation.seconds / simulation.lower_bound_seconds:.3f} x bound"
     return " · ".join(
         filter(None, [seconds_text(simulation.seconds) if timed else "", plan_type_text(simulation.plan), bound])
@@ -121,7 +119,7 @@ def _bar_words(simulation: Simulation, timed: bool) -> str:
 
 
 def comparison_json(title: str, rows: Sequence[NamedSimulation], changes: Sequence[Sensitivity] = ()) -> str:
-    """Write simulations as a JSON object, with what wrong constants change if that was computed."""
+    """Write simulations as a JSON object, or why a plan is impossible; with `changes`, what wrong constants change."""
     plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _simulation_json(s)) for name, s in rows]
     content: dict[str, Any] = {"title": title, "plans": plans}
     if changes:
@@ -230,20 +228,20 @@ def _plan_cells(simulation: Simulation) -> tuple[str, ...]:
 
 
 def _fastest_text(comparison: DegreeComparison, accumulation: int) -> str:
-    """Compare two times in words: the best degree with each document once, and the first degree filled up.
+    """Compare two times in words: of the first degree filled up, and of the best degree with each document once.
 
-    Filled up is a pass of `accumulation` micro-batches, in which documents are repeated to keep the pipeline full.
+    A filled-up pass has `accumulation` micro-batches, in which documents are repeated to keep the pipeline full.
     """
     filled, best = comparison.choices[0], comparison.best
     count = len(best.planned.plan.lengths)
-    faster = filled.filled_seconds / best.planned.seconds
+    speedup = filled.filled_seconds / best.planned.seconds
     return (
         f"cp {filled.cp}, filled up to {plural(accumulation, 'micro-batch', 'es')} a pass to keep the pipeline full: "
         f"{filled.filled_steps:,} document-steps for {plural(count, 'document')}, "
         f"{seconds_text(filled.filled_seconds)}.\n"
         f"cp {best.cp}, planned: each document once, {count:,} document-steps in "
         f"{plural(len(best.planned.plan.micro_batches), 'micro-batch', 'es')}, {seconds_text(best.planned.seconds)} "
-        f"({faster:.1f} times faster).\n{comparison.reason()}"
+        f"({speedup:.1f} times faster).\n{comparison.reason()}"
     )
 
 
@@ -293,12 +291,12 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
     differs from the best.
     """
     choices, best = comparison.choices, comparison.best
-    places = np.arange(len(choices), dtype=np.float64)
+    indices = np.arange(len(choices), dtype=np.float64)  # degrees stand at equal distances
     filled_curve = Series(
-        "filled up, documents repeated", places, _float_array([choice.filled_seconds for choice in choices]), 0
+        "filled up, documents repeated", indices, _float_array([choice.filled_seconds for choice in choices]), 0
     )
     planned = Series(
-        "planned, each once", places, _float_array([choice.planned.seconds for choice in choices]), 1, "marks"
+        "planned, each once", indices, _float_array([choice.planned.seconds for choice in choices]), 1, "marks"
     )
     filled, dynamic = choices[0], comparison.dynamic
     lines = [(filled.filled_seconds, f"cp {filled.cp}, filled up: {seconds_text(filled.filled_seconds)}")]
@@ -306,19 +304,19 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
     if dynamic and not is_same_time:
         lines.append((dynamic.seconds, f"dynamic plan: {seconds_text(dynamic.seconds)}"))
     kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
-    faster = f"{filled.filled_seconds / best.planned.seconds:.1f} times faster than cp {filled.cp} filled up"
-    also = ", as the dynamic plan" if is_same_time else ""
-    words = f"cp {best.cp}{kind}: {seconds_text(best.planned.seconds)}{also}; {faster}"
-    doubled = all(b.cp == 2 * a.cp for a, b in pairwise(choices))
+    speedup_text = f"{filled.filled_seconds / best.planned.seconds:.1f} times faster than cp {filled.cp} filled up"
+    dynamic_text = ", as the dynamic plan" if is_same_time else ""
+    best_label = f"cp {best.cp}{kind}: {seconds_text(best.planned.seconds)}{dynamic_text}; {speedup_text}"
+    each_doubles = all(b.cp == 2 * a.cp for a, b in pairwise(choices))
     chart = Chart(
         title=f"Predicted time of an evaluation over its degree\n{title}",
         series=(filled_curve, planned),
         y_label="predicted seconds, logarithmic axis",
-        x_label=f"context-parallel degree, {'logarithmic axis' if doubled else 'one after another'}",
+        x_label=f"context-parallel degree, {'logarithmic axis' if each_doubles else 'one after another'}",
         width=760,
         height=340,
         references=tuple(lines),
-        notes=((float(choices.index(best)), best.planned.seconds, words),),
+        notes=((float(choices.index(best)), best.planned.seconds, best_label),),
         x_names=tuple(f"{choice.cp}" for choice in choices),
         log=True,
     )

@@ -45,7 +45,10 @@ class SourceFlags:
 
 
 def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
-    """Read the lengths that the flags name, and where they came from. Raises ConfigError, DataError or LayoutError."""
+    """Read the lengths of the one source that the flags name, and return them with a text that names it.
+
+    A distribution is drawn for `slots` where --tokens is not given. Raises ConfigError, DataError or LayoutError.
+    """
     sources = [name for name in ("lengths", "data", "distribution", "same") if getattr(flags, name)]
     if len(sources) != 1:
         several = " and ".join(f"--{name}" for name in sources) or "none of them"
@@ -96,9 +99,9 @@ def _read_lengths_json(path: str) -> Any:
 
 
 def _read_text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
-    """Read the lengths of the documents of --data; returns them, and the words for where they come from.
+    """Read the lengths of the documents of --data, and return them with a text that names their source and method.
 
-    Where tokens are estimated, a text of fewer bytes than one token has is left out.
+    Where tokens are estimated, a text with too few bytes for one token is left out.
     """
     files = tuple(CorpusFile(0, name, file) for name, file in find_files(flags.data, key="--data").items())
     if flags.tokenizer:
@@ -112,7 +115,10 @@ def _read_text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
 
 
 def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
-    """Count the tokens of each document that training would make; texts of any size count, and none is cut."""
+    """Count the tokens of each document that training would make, but of texts of any size, and without cutting any.
+
+    A limit of 0 means none, for the bytes of a row as for the tokens of a document. All files belong to source 0.
+    """
     from longspan.corpus.rows.encoding import RowEncoding
     from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
     from longspan.corpus.tokenizer import load_tokenizer
@@ -126,7 +132,7 @@ def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
 
 
 def _cut_lengths(counts: list[int], limit: int) -> list[int]:
-    """Cut each length into `limit` tokens as often as it holds them and what is left; a limit of 0 cuts none."""
+    """Cut each length into pieces of `limit` tokens and a shorter last piece; a limit of 0 cuts none."""
     if limit <= 0:
         return counts
     return [n for count in counts for n in (*[limit] * (count // limit), count % limit) if n]

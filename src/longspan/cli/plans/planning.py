@@ -102,8 +102,8 @@ def check_degrees(flags: PlanningFlags) -> None:
 def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lockstep", training: bool = True) -> Cost:
     """Read the cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
 
-    In lockstep a model's price on a machine has what FSDP2 gathers and sums over `slots` slots, each of whose `tp`
-    ranks holds a part of the weights. Raises ConfigError for a file without a cost and for depths without a model,
+    In lockstep the price of a model on a machine includes FSDP2's gathers and sums over `slots` slots, in which a rank
+    moves its 1 / `tp` of the weights. Raises ConfigError for a file without a cost and for depths without a model,
     PlanError for a model that cannot be priced.
     """
     # --machine next to --tflops is refused below, and its file need not be read
@@ -122,9 +122,10 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
 
 
 def _check_depths(flags: PlanningFlags, machine: Machine | Cost | None) -> None:
-    """Raise ConfigError for depths of multi-token prediction below 0, and for depths without a --model.
+    """Raise ConfigError for depths of multi-token prediction below 0, and for depths that cannot be added to a price.
 
-    A --machine file of an older version is a Cost: it was measured with the depths of its own model.
+    Depths are priced by the layers of --model. A --machine file of an older version is a Cost, to which none are added:
+    it was measured with the depths of its own model.
     """
     depths, is_model_cost = flags.mtp_depths, isinstance(machine, Cost)
     if depths < 0 or (depths and (is_model_cost or not flags.model)):
@@ -149,7 +150,8 @@ def _price_model_on_tflops(flags: PlanningFlags, depths: int) -> Cost:
 def read_heads(flags: PlanningFlags) -> int | None:
     """Read the query heads of the model that is planned for; None if it has none, or if they are not known.
 
-    Without --heads and --model they are those of Qwen3-8B, except with an older --machine file of one unnamed model.
+    Without --heads and --model Qwen3-8B is planned for. Heads are not known with a --machine file of an older version,
+    which is of one model and does not name it.
     """
     if flags.heads < 0:
         raise ConfigError(f"--heads is {flags.heads}; give the model's number of query heads, such as 32")
@@ -162,19 +164,19 @@ def read_heads(flags: PlanningFlags) -> int | None:
 
 
 def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
-    """Make the planners' options from flags; `options` are added, and win where both name one."""
+    """Make the planners' options from flags; `options` are added, and replace those of the same names from flags."""
     hybrid = (options.get("cost") or DEFAULT_COST).states is not None
-    of_flags: dict[str, Any] = {
+    flag_options: dict[str, Any] = {
         "max_tokens_per_slot": flags.max_tokens_per_slot or None,
         "cp_comm_type": flags.cp_comm_type or ("auto" if hybrid else "p2p"),
         "hierarchical_context_parallel_sizes": flags.hierarchical_context_parallel_sizes or None,
         "heads": read_heads(flags),
     }
-    return PlanOptions(**of_flags | options)
+    return PlanOptions(**flag_options | options)
 
 
 def type_notes(flags: PlanningFlags, types: str | None = None) -> Sequence[str]:
-    """Write the line below plans that says what unknown query heads mean for a2a; none where heads are known.
+    """Return the note below plans that says what unknown query heads mean for a2a; no note where heads are known.
 
     `types` is the communication type that the plans were made with; None: that of the flags.
     """
@@ -204,7 +206,7 @@ def check_weights(flags: PlanningFlags, *, free: bool) -> None:
 
 
 def add_closing(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
-    """Add to a cost free mode's closing micro-batch for --weights, of which each of a slot's `tp` ranks has a part."""
+    """Add to a cost free mode's closing micro-batch, in which a rank moves its 1 / `tp` of --weights; none without."""
     if not flags.weights:
         return cost
     home = Layout(slots, dp_replicate=flags.dp_replicate)

@@ -37,7 +37,7 @@ from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.cost_changes import with_spans
 from longspan.run.checks.check_model import check_image_keys
 from longspan.run.refining import refinement_of_run
-from longspan.run.run_data import RunData, TrainingRun, open_data, with_rows
+from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tables
 from longspan.run.set_up.resume import (
     check_steps_left,
     checkpoint_to_resume,
@@ -275,7 +275,7 @@ def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun
     data.check_fit(config, world)
     lengths = {s.name: s.documents.lengths for s in data.sets}
     config, why = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)
-    return replace(run, config=config, sets=with_rows(data.sets, config), why_degrees=why)
+    return replace(run, config=config, sets=with_eval_tables(data.sets, config), why_degrees=why)
 
 
 def _model_cost(
