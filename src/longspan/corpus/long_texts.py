@@ -57,8 +57,8 @@ def can_encode_in_pieces(engine: Tokenizer) -> bool:
 def encode_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP) -> Integers:
     """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it.
 
-    If two pieces cannot be joined, their overlap is doubled; if that does not help, the first piece is. Raises
-    LongTextError for a piece of more than `LARGEST` characters.
+    If two pieces cannot be joined, their overlap is doubled until it is longer than the first piece; then the first
+    piece is doubled. Raises LongTextError for a piece of more than `LARGEST` characters.
     """
     return encode_with_spans(engine, text, piece=piece, overlap=overlap)[0]
 
@@ -125,7 +125,7 @@ def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
 
 
 def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
-    """Find where two pieces can be joined: the left one's tokens before an index, then the right one's from another on.
+    """Find where two pieces can be joined: the left piece's tokens end before one index, the right's begin at another.
 
     Of the overlap's four quarters, both pieces must agree on the middle two, which hold enough runs of characters that
     what is beyond has no influence; the seam is in the middle of the overlap, behind the left piece's token `first`.

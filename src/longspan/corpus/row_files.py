@@ -40,11 +40,11 @@ class LineFile:
         self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the file's lines in order, some at a time; while a line is read over, chunks without rows.
+        """Yield the file's lines in order, CHUNK_BYTES and the rest of the line in which these end at a time.
 
-        A chunk is CHUNK_BYTES and the rest of its last line, which begins at `start`; `first` and `position` are the
-        number and the byte of its first line. Of a line that is longer than the limit only the first bytes are kept, to
-        be shown, and its size `too_long`, without its end; chunks without rows let a reader show progress meanwhile.
+        `first` and `position` are the number and the byte of a chunk's first line; its last line begins at `start` of
+        `data`. A last line longer than the limit is read over: `data` has only its first bytes, to be shown, and
+        `too_long` is its size without the line end. Meanwhile chunks without rows are yielded, which show progress.
         """
         folder, limit = parent_folder(self.path), self._most + 1 if self._most else -1  # 1: a line end
         with (
@@ -192,6 +192,7 @@ class ParquetFile:
             for number in range(meta.num_row_groups):
                 group = meta.row_group(number)
                 rows = max(1, CHUNK_BYTES * group.num_rows // max(group.total_byte_size, 1))
+                # At most 65,536 rows: `total_byte_size` is that of encoded values, which may be small for many rows.
                 for batch in self._file.iter_batches(batch_size=min(rows, 1 << 16), row_groups=[number]):
                     end, data = size * (first + len(batch)) // meta.num_rows, _serialize_rows(batch)
                     yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most)
@@ -313,7 +314,7 @@ class RowFile(Protocol):
 def row_file(name: str, path: Path, most: int = MAX_TEXT_BYTES) -> RowFile:
     """Return the reader for the ending of `name`; nothing is read yet. Rows of more than `most` bytes are bad ones.
 
-    0: rows may have any size. Rows that are read by position were within the limit at the build, and have none.
+    0: rows may have any size. Reading a row by its position has no limit, as the build has checked the row.
     """
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most)
 

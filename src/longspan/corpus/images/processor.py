@@ -137,7 +137,7 @@ class Processor:
         """Return whether images of every size take the same placeholders."""
         try:
             counts = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
-        except Exception:  # some processors have none, or one that does not run
+        except Exception:  # some processors lack this method, or have one that does not run
             return False
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
@@ -150,9 +150,9 @@ class Processor:
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _compute_grid(self, size: Size) -> Grid | None:
-        """Compute the grid by the processor's `smart_resize`; None without one, or if the processor's count differs.
+        """Compute the grid by the processor's `smart_resize`, which makes sides multiples of a merged patch.
 
-        Sides become multiples of a merged patch, within the processor's bounds of pixels.
+        None if there is no such function, if images are not resized, or if the processor counts other patches.
         """
         processor: Any = self.stock.image_processor
         resize: Callable[..., Size] | None = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
@@ -177,7 +177,7 @@ class Processor:
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
     def _process_images(self, image: Any, several: bool = False) -> Any:
-        """Run the stock processor on a document with this image alone, or with `several`: this and a blank one."""
+        """Run the stock processor on a document with this image; with `several` the document has a blank one, too."""
         images = [image, _blank(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
         return self.stock(images=[images], text=[self.token * len(images)], **settings)
