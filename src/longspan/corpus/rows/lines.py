@@ -114,7 +114,10 @@ def left_out_lines(
     key: str = "data.max_document_tokens",
     bad: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Yield a line for each way in which something is cut or left out, with numbers and the `key` that decides it."""
+    """Yield a line for each way in which something is cut or left out, with numbers and the `key` that decides it.
+
+    `longest` is the value of that key: the most tokens of a document. `bad` describes the first bad rows.
+    """
     if left_out.cut_texts:
         yield (
             f"cut {plural(left_out.cut_texts, 'text')} of {plural(left_out.cut_tokens, 'token')} into "

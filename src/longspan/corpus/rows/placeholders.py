@@ -80,7 +80,7 @@ class RowImages:
 
     @cached_property
     def marks(self) -> dict[str, str]:
-        """Return the text for an image, and for a video, by kind."""
+        """Return what is written into a text in place of `<image>` and of `<video>`, by kind, before it is expanded."""
         return {
             kind: self._template_mark(kind, token) for kind, token in self._processor_tokens(("image", "video")).items()
         }
@@ -92,9 +92,11 @@ class RowImages:
         """
         if self.template is None:
             return token
-        part_before, behind = ({"type": "text", "text": word} for word in _WORDS)
+        part_before, part_after = ({"type": "text", "text": word} for word in _WORDS)
         try:
-            text = self.template.render([{"role": "user", "content": [part_before, PARTS[kind], behind]}], None).text
+            text = self.template.render(
+                [{"role": "user", "content": [part_before, PARTS[kind], part_after]}], None
+            ).text
         except RowError:
             return token
         between = text.split(_WORDS[0])[-1].split(_WORDS[1])[0]
@@ -130,7 +132,7 @@ class RowImages:
         items = tuple(self._process_size(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
         sizes = [len(token) for token in marks]
         # Where each placeholder begins in the text, and by how much those before it have grown.
-        starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum([0, *sizes[:-1]])[: len(sizes)]
+        starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum(sizes) - sizes
         grown_before = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(items, sizes, strict=True))])
         moved_spans = tuple(
             (int(a + grown_before[(starts < a).sum()]), int(b + grown_before[(starts < b).sum()])) for a, b in spans
@@ -147,7 +149,7 @@ class RowImages:
         )
         placed, labels = list[SampleImage](), sample.ids if sample.labels is None else sample.labels
         for kind, shown in (("image", pictures), ("video", videos)):
-            if kind == "image" or shown:  # without videos their processor, which a folder may lack, is not asked for
+            if kind == "image" or shown:  # a folder may lack a processor of videos, which only videos need
                 placeholder = self.processor.placeholder if kind == "image" else self._videos.placeholder
                 placed += self._place_images(sample.ids, kind, placeholder, shown)
                 labels = np.where(sample.ids == placeholder, NO_TARGET, labels)
@@ -208,7 +210,7 @@ class RowImages:
     def _frame_groups(
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
     ) -> Iterator[SampleImage]:
-        """Yield the groups of frames of a video, which share its placeholders, at these places (n,), evenly."""
+        """Yield the groups of frames of a video; each has an equal share of its placeholders, at these places (n,)."""
         size, (groups, height, width) = self._videos.group, grid
         if len(places) % groups:
             raise RowError(
@@ -227,7 +229,7 @@ class RowImages:
             )
 
     def _process_size(self, name: str, file: ImageFile | VideoFile, images: int) -> Shown:
-        """Return what the processor writes for one image or video, by its size."""
+        """Return what the processor writes for one image or video, by its size; `images` is how many the row has."""
         try:
             if isinstance(file, VideoFile):
                 grid = self._videos.grid(len(file.frames), file.size())

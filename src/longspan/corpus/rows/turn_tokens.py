@@ -98,7 +98,7 @@ class TurnTokens:
         )
 
     def _find_end_token(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
-        """Return the first of these tokens, or the first that ends generation if only tokens stand before it.
+        """Return the first of these tokens that ends generation; the first of all if there is none.
 
         A token that begins a turn, or any text between two tokens, ends the search.
         """
@@ -140,7 +140,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
     closing = frozenset(
         tokens_there[0]
-        for tokens_there in (separators * is_end, tail_tokens)
+        for tokens_there in (separators if is_end else [], tail_tokens)
         if tokens_there and not ends.intersection(tokens_there)
     )
     return TurnTokens(
@@ -164,11 +164,11 @@ def any_of_pattern(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
 
 
 def _answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:
-    """Return what a template writes after a question to prompt an answer, from the first token that differs."""
+    """Return how a question rendered as a prompt for an answer goes on where it begins to differ from the question."""
     question = [{"role": "user", "content": _WORDS[0]}]
-    without, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
-    common = next((i for i, (a, b) in enumerate(zip(without, with_prompt, strict=False)) if a != b), len(without))
-    for token in tokens.finditer(with_prompt) if tokens else ():
+    plain, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
+    common = next((i for i, (a, b) in enumerate(zip(plain, with_prompt, strict=False)) if a != b), len(plain))
+    for token in tokens.finditer(with_prompt) if tokens else ():  # a token is not cut in two
         if token.start() < common < token.end():
             common = token.start()
     return with_prompt[common:]
@@ -186,5 +186,6 @@ def _prompts_in_heads(beginnings: tuple[str, ...], heads: Sequence[str]) -> tupl
 
     A head is the text between a question and its answer, in which a template may write less than in a prompt.
     """
-    longest = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in heads]
-    return beginnings[: max(longest) + 1]
+    # The index of the longest beginning in each head; 0 for a head with none, as no beginning helps there.
+    indices = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in heads]
+    return beginnings[: max(indices) + 1]
