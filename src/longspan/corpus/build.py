@@ -193,7 +193,7 @@ class _CorpusOfRun:
         build = partial(build_documents, recipe, log=self._log)
         if self._cache is not None:
             try:
-                folder, built = self._cache.open_or_build(recipe.key, _is_whole, build, self._log)
+                folder, built = self._cache.open_or_build_documents(recipe.key, _is_whole, build, self._log)
             except OSError as error:
                 raise cache_error(self._cache.folder, error) from error
             self._log(f"its tokens are {'kept' if built else 'already'} in {folder} (data.cache)")

@@ -118,7 +118,7 @@ def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap
 
 
 def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
-    """Encode text[begin:end]; spans are counted in the whole text, and `end` may lie behind its end."""
+    """Encode text[begin:end], where `end` may lie behind the text's end; spans count characters of the whole text."""
     encoding = engine.encode(text[begin:end], add_special_tokens=False)
     spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + begin
     return _Piece(begin, min(end, len(text)), np.array(encoding.ids, dtype=np.int64), spans)

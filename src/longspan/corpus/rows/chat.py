@@ -86,9 +86,9 @@ class ChatEncoding:
         if not media or self.images is None:
             ids, labels = self._tokenize_rendering(rendered.text, spans.spans)
             return Sample(ids, labels, unseen=spans.unseen)
-        expanded = self.images.expand(rendered.text, media, spans.spans)
+        expanded = self.images.expand_placeholders(rendered.text, media, spans.spans)
         ids, labels = self._tokenize_rendering(expanded.text, expanded.spans)
-        return self.images.with_images(Sample(ids, labels, unseen=spans.unseen), expanded)
+        return self.images.add_images(Sample(ids, labels, unseen=spans.unseen), expanded)
 
     def _tokenize_rendering(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
         """Tokenize a rendering; return its ids (n,), and labels (n,): ids of tokens in spans, NO_TARGET for others."""

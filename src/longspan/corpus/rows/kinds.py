@@ -69,7 +69,8 @@ def row_kind(row: Row) -> Kind:
 def check_objects(values: Mapping[str, Any]) -> None:
     """Raise RowError for texts that name words or boxes (ms-swift's `objects`), which are not inserted."""
     keys = ("messages", "prompt", "completion") if values.get("objects") else ()
-    for path, text in (place for key in keys for place in strings(values.get(key), key)):
+    named_texts = (named_text for key in keys for named_text in strings(values.get(key), key))
+    for path, text in named_texts:
         if name := next((name for name in _OF_OBJECTS if name in text), None):
             raise RowError(
                 f'{path} holds {name}, for which "objects" has words or boxes that are not put in here; write them '

@@ -77,7 +77,7 @@ def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
 
 
 def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
-    """Read the media under keys of a row, of a file in this folder. Raises RowError for malformed entries."""
+    """Read the media under keys of a row; relative paths begin in `folder`. Raises RowError for malformed entries."""
     if values.get("video"):
         raise RowError('"video" is no key of a row; give "videos", a list of lists of frames')
     if audio := next((key for key in _KEYS["audio"] if values.get(key)), None):
@@ -133,7 +133,7 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
 
 
 class _PartMedia:
-    """Collects the images and videos in parts of messages, of a row of a file in this folder."""
+    """Collects the images and videos in parts of a row's messages; relative paths begin in `folder`."""
 
     def __init__(self, folder: str) -> None:
         self.images, self.videos = list[ImageFile](), list[VideoFile]()

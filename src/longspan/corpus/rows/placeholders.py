@@ -110,7 +110,7 @@ class RowImages:
                 tokens["video"] = self.processor.videos.token
         return tokens
 
-    def expand(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
+    def expand_placeholders(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
         """Replace placeholders in a text by what the processor writes for these images and videos.
 
         A placeholder is the processor's token for an image, or for a video, once for each file, in the files' order.
@@ -142,7 +142,7 @@ class RowImages:
             "".join(piece + medium for piece, medium in zip(pieces, texts, strict=True)), items, moved_spans
         )
 
-    def with_images(self, sample: Sample, expanded: Expanded) -> Sample:
+    def add_images(self, sample: Sample, expanded: Expanded) -> Sample:
         """Return a sample of an expanded text with its images; placeholders are no targets."""
         pictures, videos = (
             [medium for medium in expanded.shown if _is_video(medium) == video] for video in (False, True)
@@ -165,10 +165,10 @@ class RowImages:
             _ = self._videos  # raises RowError if videos cannot be processed
         for i, piece in enumerate(pattern.split(text)):  # what stands between names of media
             check_strings(piece, f"its text (piece {i + 1})", special)
-        expanded = self.expand(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
+        expanded = self.expand_placeholders(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
         ids = self.tokenizer.parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
         (opening, closing), end = self.tokenizer.surrounding_ids, self.tokenizer.end_of_text
-        return self.with_images(Sample(np.array([*opening, *ids, *closing, *end], np.int64)), expanded)
+        return self.add_images(Sample(np.array([*opening, *ids, *closing, *end], np.int64)), expanded)
 
     @property
     def _videos(self) -> VideoProcessor:

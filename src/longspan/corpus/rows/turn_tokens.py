@@ -77,9 +77,9 @@ class TurnTokens:
     def find_end_of_turn(self, text: str, start: int, limit: int, turn: str) -> int:
         """Find the end of the turn whose last text ends at `start`: after the first token there that ends turns.
 
-        Another special token ends it too, if nothing but blanks stands between that token and the next turn or the end
-        of the text. No other turn may begin before the end. The last turn of the text needs no token at its end. Raises
-        RowError otherwise.
+        The token must stand before `limit`, and no other turn may begin before it. Another special token ends the turn
+        too, if nothing but blanks stands between that token and the next turn or the end of the text. The last turn of
+        the text needs no token at its end. Raises RowError otherwise; the message names the turn as `turn`.
         """
         tokens = list(self.any_token.finditer(text, start, limit)) if self.any_token else []
         inside = list(takewhile(lambda token: token.group() not in self.headers - self.ends, tokens))
@@ -124,7 +124,9 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     token after an answer is `closing` only where none of the tokens there stops generation.
     """
     added = engine.get_added_tokens_decoder().values()
-    special, ordinary = (frozenset(t.content for t in added if t.special == kind) for kind in (True, False))
+    special, ordinary = (
+        frozenset(token.content for token in added if token.special == is_special) for is_special in (True, False)
+    )
     tokens = any_of_pattern(special | ordinary)
     roles = ("user", "assistant", "user", "assistant")
     turns = [{"role": role, "content": word} for role, word in zip(roles, _WORDS, strict=True)]

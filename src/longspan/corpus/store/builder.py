@@ -188,7 +188,7 @@ class _Writer:
             self._codes.append(encoded.codes, len(encoded.ids))
         self.tokens += len(encoded.ids)
         self._targets += int(encoded.targets.sum())
-        self._notes.add(encoded.notes)
+        self._notes.add_notes(encoded.notes)
 
     def finish_manifest(self) -> Manifest:
         """Return the manifest of the closed files, and remove `targets.npy` if all tokens are targets."""

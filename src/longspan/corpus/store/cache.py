@@ -43,7 +43,7 @@ class Cache:
         name = hashlib.sha256(str(Path(path).absolute()).encode()).hexdigest()[:32]
         return self.folder / "files" / f"{name}.jsonl"
 
-    def open_or_build(
+    def open_or_build_documents(
         self, key: str, is_whole: Callable[[Path], bool], build: Callable[[Path], object], log: LogLine
     ) -> tuple[Path, bool]:
         """Return the folder of the documents with this key, and whether it was built now.

@@ -45,7 +45,7 @@ class Notes:
         self.names_as_text: Counter[str] = Counter[str]()
         self.bad, self.skipped = list[str](), list[str]()
 
-    def add(self, other: "Notes") -> None:
+    def add_notes(self, other: "Notes") -> None:
         """Add the notes about further rows."""
         self.rows += other.rows
         self.left_out.update(other.left_out)
@@ -85,7 +85,7 @@ class DocumentEncoder:
     dtype: str
     skip_bad: bool = False
 
-    def encode(self, pieces: Sequence[FileChunk]) -> Encoded:
+    def encode_chunks(self, pieces: Sequence[FileChunk]) -> Encoded:
         """Encode the rows of these chunks in order. Raises DataError for a row that gives no document."""
         batch = _BatchDocuments(self)
         for source, group in groupby(pieces, key=lambda piece: piece.source):

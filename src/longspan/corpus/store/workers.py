@@ -27,7 +27,7 @@ def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: 
     """
     if workers <= 1:
         for batch in batches:
-            yield batch, encoder.encode(batch)
+            yield batch, encoder.encode_chunks(batch)
         return
     with _Encoders(encoder, workers) as pool:
         yield from pool.encode_in_order(batches)
@@ -117,7 +117,7 @@ def serve_batches(connection: "Connection[Any, Any]", parent: int) -> None:
     encoder: DocumentEncoder = connection.recv()
     while (batch := next_request(connection, parent)) is not None:
         try:
-            answer: Any = encoder.encode(batch)
+            answer: Any = encoder.encode_chunks(batch)
         except LongspanError as error:
             answer = error
         connection.send(answer)
