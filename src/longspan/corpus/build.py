@@ -154,7 +154,7 @@ class _CorpusOfRun:
         paths = ", ".join(path for _, path in self._settings.paths())
         self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
         trained = train_tokenizer(sample_texts(self._files, data.max_text_bytes), data.vocab_size)
-        # As later starts read the tokenizer, from the run's folder, where it stands beside the model's config.json.
+        # Read again as later starts read it: in the run's folder, beside the model's config.json.
         return reload_with_config(trained, self._run_dir / "config.json")
 
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:

@@ -88,8 +88,8 @@ class FileSums:
         """
         if self._file is None:
             return
-        settled = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
-        certain = [source for source in sources if source.modified_ns < settled]
+        newest_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
+        certain = [source for source in sources if source.modified_ns < newest_ns]
         if any(self._sums.get(source.path) != source for source in certain):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in certain))

@@ -85,7 +85,7 @@ def _has_kind(row: Row | BadRow) -> bool:
 
 
 def _texts_in(value: Any) -> str:
-    """Return the value of the key `text` of an object, or else all strings in it, a line each.
+    """Return the text of a JSON value: an object's `text`, or else all strings in the value, a line each.
 
     Lone surrogates, which no tokenizer can read, are left out.
     """

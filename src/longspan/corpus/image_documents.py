@@ -207,12 +207,12 @@ def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
         videos = video_tokens(model)
     except ModelError as error:
         raise DataError(f"the documents have videos: {error}") from error
-    stock, vision = processor.videos, getattr(model, "vision_config", None)  # `stock`: transformers' processor
-    group = getattr(vision, "temporal_patch_size", stock.group)
-    if (stock.placeholder, stock.group) != (videos.placeholder, group):
+    video_processor, vision = processor.videos, getattr(model, "vision_config", None)
+    group = getattr(vision, "temporal_patch_size", video_processor.group)
+    if (video_processor.placeholder, video_processor.group) != (videos.placeholder, group):
         raise DataError(
-            f"{stock.kind} puts token id {stock.placeholder} where videos stand, for groups of {stock.group} frames, "
-            "and "
+            f"{video_processor.kind} puts token id {video_processor.placeholder} where videos stand, for groups of "
+            f"{video_processor.group} frames, and "
             f"the model takes id {videos.placeholder} (video_token_id) for groups of {group} (temporal_patch_size); "
             "use the processor and the tokenizer of the model's own folder"
         )

@@ -107,7 +107,7 @@ def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Ru
         if seam := _find_seam(text, last.piece, piece, last.first):
             joined.append(_Run(last.piece, last.first, seam[0]))
             return piece, seam[1]
-        begin, size = last.piece.begin, piece.end - last.piece.begin
+        begin, size = last.piece.begin, piece.end - last.piece.begin  # no seam: both as one piece
 
 
 def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap: int) -> Iterator[_Piece]:

@@ -235,7 +235,7 @@ class ArrowFile:
         with name_read_errors(self.name, self.path):
             rows = self._table_in_file.num_rows
             for batch in self._table_in_file.to_batches():
-                batch.validate(full=True)  # Arrow would follow places outside of the file
+                batch.validate(full=True)  # else Arrow follows a damaged file's offsets to bytes outside of the file
                 step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
                 for start in range(0, len(batch), step):
                     piece = batch.slice(start, step)
@@ -253,7 +253,7 @@ class ArrowFile:
         """Return the table of the file, in Arrow's stream or file format, mapped into memory."""
         pyarrow: Any = import_reader("pyarrow", self.name)
 
-        def read(path: Path) -> Any:
+        def read_table(path: Path) -> Any:
             """Read a stream or file of Arrow without a copy. Raises ArrowInvalid for a stream that was cut off."""
             mapped = pyarrow.memory_map(str(path))
             try:
@@ -264,7 +264,7 @@ class ArrowFile:
                 raise pyarrow.ArrowInvalid("it was cut off: there is no mark of its end")
             return table
 
-        return _open_table(read, self.name, self.path)
+        return _open_table(read_table, self.name, self.path)
 
 
 def _open_table(read: Any, name: str, path: Path) -> Any:

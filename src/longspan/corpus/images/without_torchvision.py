@@ -159,8 +159,8 @@ class VideoProcessor:
         """Make the video processor of a folder whose processor is `stock`. Raises DataError for other classes.
 
         Its class is the one that the folder names, or else the one that transformers uses with the class of `stock`.
-        Settings are those of the folder, for others the class's defaults. Qwen2-VL may write the bounds of a frame's
-        pixels as min_pixels and max_pixels in place of the edges of `size`.
+        Settings that the folder lacks are the class's defaults. Qwen2-VL may write the bounds of a frame's pixels as
+        min_pixels and max_pixels in place of the edges of `size`.
         """
         settings = _read_video_settings(folder)
         names = [

@@ -121,7 +121,7 @@ def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
-    """Return a list of a row as an array of integers (n,). Raises RowError for anything else.
+    """Return a list of a row, which may be empty, as an array of integers (n,). Raises RowError for anything else.
 
     A list with an entry that is no number becomes an array of objects, which is refused here: numpy would raise an
     error of its own where the entries are lists of different lengths.
@@ -204,10 +204,10 @@ class RowEncoding:
         if self.kind in ("messages", "prompt+completion"):
             with suppress(DataError):  # prompts that are strings need no template
                 template = astuple(self._chat.template)
-        decides = [self.kind, tokenizer, astuple(self.settings), template]
+        deciding_values = [self.kind, tokenizer, astuple(self.settings), template]
         if self.images is not None:
-            decides.append(self.images.digest)
-        return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+            deciding_values.append(self.images.digest)
+        return hashlib.sha256(json.dumps(deciding_values).encode()).hexdigest()
 
     @property
     def template(self) -> ChatTemplate:
@@ -244,8 +244,8 @@ class RowEncoding:
     def _encode_by_kind(self, row: Row) -> list[Sample]:
         """Encode a row by its kind: messages, text, token ids, or prompt and completion.
 
-        A prompt and completion of messages is one conversation, in which the messages of the prompt are no targets; of
-        strings, it cannot have images, which need a chat template to place them.
+        Prompt and completion as lists of messages are one conversation, in which the messages of the prompt are no
+        targets. Prompt and completion as strings cannot have images: only a chat template places these.
         """
         check_keys(row.values, self.kind)
         values, media = self._extract_media(row)

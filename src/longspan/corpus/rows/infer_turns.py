@@ -1,6 +1,6 @@
 """Infers the turns of an assistant from the rendering of a conversation, for templates that do not mark them.
 
-A reader who uses templates with {% generation %} marks may skip this file; only `marked_spans` concerns them.
+Of this file only `marked_spans` concerns templates with {% generation %} marks.
 
 The rendering of the whole conversation decides. Turns are located in it and never rendered one by one, because
 templates write a turn differently once others follow it. A span begins after the prompt that inference writes there,
@@ -250,15 +250,15 @@ def locate_ends(
 ) -> list[tuple[int, ...]]:
     """Find the ends of each text in the rendering, in characters; empty for a text that is not in it.
 
-    All are marked in one rendering. If that fails, blank texts, which a template may leave out, stay unmarked, and if
-    that fails too, each has its own rendering. A field whose value is no text (`added`) always has its own.
+    All are marked in one rendering. If that fails, blank texts, which a template may leave out, stay unmarked; if that
+    fails too, each other text is marked in its own rendering. So is always a field whose value is no text (`added`).
     """
     marks = _make_marks(text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]
-    written = [k for k in texts if not fields[k].blank]
+    nonblank = [k for k in texts if not fields[k].blank]
     places = _locate_marks(messages, {marks[k]: fields[k] for k in texts}, text, render)
-    if places is None and len(written) < len(texts):
-        places = _locate_marks(messages, {marks[k]: fields[k] for k in written}, text, render)
+    if places is None and len(nonblank) < len(texts):
+        places = _locate_marks(messages, {marks[k]: fields[k] for k in nonblank}, text, render)
     marked_alone = [k for k, field in enumerate(fields) if field.added or (places is None and not field.blank)]
     places = places or {}
     for k in marked_alone:
@@ -308,8 +308,8 @@ def locate_start(field: Field, messages: Sequence[Message], text: str, render: R
     (mark,) = _make_marks(text, 1)
     if field.added:
         return None
-    blank = len(field.value) - len(field.value.lstrip())
-    rendered = render(replace_field(messages, field, field.value[:blank] + mark + field.value[blank:]))
+    blanks = len(field.value) - len(field.value.lstrip())  # templates may strip these
+    rendered = render(replace_field(messages, field, field.value[:blanks] + mark + field.value[blanks:]))
     at = rendered.find(mark)
     return at if at >= 0 and text.startswith(rendered[:at]) else None
 

@@ -65,10 +65,10 @@ def end_line(encoding: RowEncoding) -> str | None:
 def around_line(tokenizer: TextTokenizer) -> str:
     """Describe the tokens before and after every text."""
     opening, closing = " ".join(tokenizer.opening), " ".join(tokenizer.closing)
-    parts = [f"begins with {opening}"] * bool(opening) + [f"ends with {closing}"] * bool(closing)
+    parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
     if not parts:
         return "nothing is put around a text: the tokenizer names no token for its beginning or its end"
-    # An end alone may be the one that longspan adds.
+    # An end without a beginning may be longspan's own and not the tokenizer's.
     return f"each text {' and '.join(parts)}, as the tokenizer says" if opening else f"each text {parts[0]}"
 
 

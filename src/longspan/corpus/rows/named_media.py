@@ -68,8 +68,9 @@ def has_media_keys(values: Mapping[str, Any]) -> bool:
 
 
 def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
-    """Return "images", "videos" or "audios", the first of which a row has a value under a key; None if there is none.
+    """Return the first of "images", "videos" and "audios" of which a row has a value, under this key or its singular.
 
+    None if there is no such value.
     With `lists` only values that are lists count.
     """
     present = ((keys[0], values.get(key)) for keys in _KEYS.values() for key in keys)
@@ -154,7 +155,10 @@ class _PartMedia:
         return new_messages
 
     def _extract_from_part(self, part: Any, name: str) -> Any:
-        """Collect the image or video in a part, and return a bare part in its place; another part as it is."""
+        """Collect the image or video in a part, and return a bare part in its place; another part as it is.
+
+        A part that contains none is bare already: it names the next entry of the row's `images` or `videos`.
+        """
         if not isinstance(part, dict):
             return part
         kind = next((kind for kind in PARTS if part.get("type") in _TYPES[kind]), None)
@@ -168,7 +172,7 @@ class _PartMedia:
         media_keys = [key for key in _BRING[kind] if part.get(key) not in (None, "")]
         if len(media_keys) > 1:
             raise RowError(f"{name} brings {' and '.join(media_keys)}; give one of them")
-        for key in media_keys:
+        for key in media_keys:  # one at most
             self._add_media(kind, key, part, name)
         return dict(PARTS[kind])
 

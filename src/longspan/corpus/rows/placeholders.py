@@ -86,17 +86,16 @@ class RowImages:
         }
 
     def _template_mark(self, kind: str, token: str) -> str:
-        """Return what the chat template writes for a part of this kind, between two words.
+        """Return what the chat template writes for a part of this kind: all that stands between words around the part.
 
-        It is the processor's `token` alone if there is no template, or if that writes the token not exactly once.
+        The processor's `token` alone if there is no template, or if the template does not write the token exactly once.
         """
         if self.template is None:
             return token
         part_before, part_after = ({"type": "text", "text": word} for word in _WORDS)
         try:
-            text = self.template.render(
-                [{"role": "user", "content": [part_before, PARTS[kind], part_after]}], None
-            ).text
+            content = [part_before, PARTS[kind], part_after]
+            text = self.template.render([{"role": "user", "content": content}], None).text
         except RowError:
             return token
         between = text.split(_WORDS[0])[-1].split(_WORDS[1])[0]
@@ -163,7 +162,8 @@ class RowImages:
         check_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed
-        for i, piece in enumerate(pattern.split(text)):  # what stands between names of media
+        # What stands between names of media is tokenized with the placeholders, so it must name no special token.
+        for i, piece in enumerate(pattern.split(text)):
             check_strings(piece, f"its text (piece {i + 1})", special)
         expanded = self.expand_placeholders(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
         ids = self.tokenizer.parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids

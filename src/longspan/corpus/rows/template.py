@@ -117,9 +117,9 @@ class ChatTemplate:
     def _try_contents(self, role: str, tools: Sequence[Any] | None) -> "_Contents":
         """Try which contents of messages of a role the template reads.
 
-        It reads parts if they give the same text as one text, except blanks. Other templates write the list itself, as
-        Python or JSON, or leave it out. Some read only parts, or only the first part. A template of which neither form
-        shows a word counts as one that reads texts.
+        The template reads parts if these give the same text as one text, except blanks. Other templates write the list
+        itself, as Python or JSON, or leave it out. Some read only parts, or only the first part. A template of which
+        neither form shows a word counts as one that reads texts.
         """
         words_text, make_parts = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
         contents = words_text, make_parts([words_text]), make_parts(_WORDS)

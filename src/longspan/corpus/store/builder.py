@@ -151,7 +151,7 @@ class _Writer:
         self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
         self._tokens = (folder / "tokens.bin").open("wb") if recipe.stored else None
-        self._codes, self._masked = GrowingCodes(folder / "codes.bin"), False
+        self._codes, self._has_codes = GrowingCodes(folder / "codes.bin"), False
         self._images = ImageWriter(folder) if recipe.images else None
         self._notes = Notes()
         self.tokens = self._targets = 0  # written so far
@@ -182,7 +182,7 @@ class _Writer:
             self._images.append(encoded.images, self._columns["lengths"].count)
         for name, column in self._columns.items():
             column.append(values[name])
-        self._masked |= encoded.codes is not None
+        self._has_codes |= encoded.codes is not None
         if self._tokens is not None:
             self._tokens.write(encoded.ids.data)
             self._codes.append(encoded.codes, len(encoded.ids))
@@ -192,7 +192,7 @@ class _Writer:
 
     def finish_manifest(self) -> Manifest:
         """Return the manifest of the closed files, and remove `targets.npy` if all tokens are targets."""
-        if not self._masked:
+        if not self._has_codes:
             (self._folder / "targets.npy").unlink()
         notes = self._notes
         return replace(

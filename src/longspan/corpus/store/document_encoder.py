@@ -86,7 +86,7 @@ class DocumentEncoder:
     skip_bad: bool = False
 
     def encode_chunks(self, pieces: Sequence[FileChunk]) -> Encoded:
-        """Encode the rows of these chunks in order. Raises DataError for a row that gives no document."""
+        """Encode the rows of these chunks in order. Raises DataError for a bad row, unless bad rows are skipped."""
         batch = _BatchDocuments(self)
         for source, group in groupby(pieces, key=lambda piece: piece.source):
             rows, places = list[Row](), list[tuple[int, int]]()
