@@ -117,7 +117,7 @@ class Processor:
         return self._texts[key]
 
     def image(self, picture: Any, among: int = 1) -> ImageInput:
-        """Process a PIL image into the inputs of the model. Raises DataError if that fails."""
+        """Process a PIL image into the inputs of the model; `among` as in `text`. Raises DataError if that fails."""
         several = self._sees_others and among > 1
         size = (picture.height, picture.width)
         return _call_processor(self.name, size, lambda: read_model_inputs(self._process_images(picture, several)))
@@ -197,13 +197,13 @@ def _blank(size: Size) -> Any:
     return import_pillow().new("RGB", (size[1], size[0]))
 
 
-def read_model_inputs(made: Mapping[str, Any]) -> ImageInput:
+def read_model_inputs(outputs: Mapping[str, Any]) -> ImageInput:
     """Return the first image of a processor's output for a text and its images.
 
     Pixels are (n, 3, H, W), for n tiles. Where a processor puts them into (1, n, 3, H, W), the leading dim is removed,
     as in other fields whose first two dims are the same. Raises DataError for a field that is no tensor.
     """
-    tensors = {name: _as_tensor(name, value) for name, value in made.items() if name not in _OF_TEXT}
+    tensors = {name: _as_tensor(name, value) for name, value in outputs.items() if name not in _OF_TEXT}
     pixels = tensors.pop(PIXELS)
     nested = pixels.shape[:2] if pixels.ndim == 5 else None
     grid, size = tensors.pop(GRIDS, None), tensors.pop(SIZES, None)

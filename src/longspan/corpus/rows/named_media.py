@@ -30,13 +30,15 @@ _CONVERSATIONS = ("messages", "prompt", "completion")
 
 
 def kinds_by_name(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds (image, video, audio) that texts of a row name: those with a key and without a part.
+    """Return the kinds (image, video, audio) that texts of a row name: those with a key in the row and no part.
 
     A key without a value counts: a text that names something missing is then an error, not plain text.
     """
     with_key = [kind for kind, keys in _KEYS.items() if any(key in values for key in keys)]
-    types = [part.get("type") for key in _CONVERSATIONS for part in _message_parts(values.get(key))] if with_key else []
-    return tuple(kind for kind in with_key if not any(type in _TYPES[kind] for type in types))
+    if not with_key:
+        return ()
+    part_types = [part.get("type") for key in _CONVERSATIONS for part in _message_parts(values.get(key))]
+    return tuple(kind for kind in with_key if not any(part_type in _TYPES[kind] for part_type in part_types))
 
 
 def name_pattern(kinds: Collection[str]) -> re.Pattern[str]:

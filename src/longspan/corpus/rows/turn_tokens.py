@@ -135,18 +135,18 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     separators = tokens.findall(between) if tokens else []
     ends = frozenset(template.ends)
     tail_tokens = tokens.findall(tail) if tokens else []
-    is_end = len(separators) > 1 or any(token in ends or token in tail for token in separators)
+    first_is_end = len(separators) > 1 or any(token in ends or token in tail for token in separators)
     prompt = _answer_prompt(template, tools, tokens)
-    first = tokens.match(prompt) if tokens else None
-    headers = {*separators[1 if is_end else 0 :], *([first.group()] if first else [])}
-    heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
+    prompt_token = tokens.match(prompt) if tokens else None
+    headers = {*separators[1 if first_is_end else 0 :], *([prompt_token.group()] if prompt_token else [])}
+    answer_heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
     closing = frozenset(
-        tokens_there[0]
-        for tokens_there in (separators if is_end else [], tail_tokens)
-        if tokens_there and not ends.intersection(tokens_there)
+        tokens_after[0]
+        for tokens_after in (separators if first_is_end else [], tail_tokens)
+        if tokens_after and not ends.intersection(tokens_after)
     )
     return TurnTokens(
-        prompts=_prompts_in_heads(_prompt_beginnings(prompt, tokens), heads),
+        prompts=_prompts_in_heads(_prompt_beginnings(prompt, tokens), answer_heads),
         ends=ends,
         closing=closing,
         headers=frozenset(headers),
