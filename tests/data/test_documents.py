@@ -54,7 +54,7 @@ def test_labels_are_cut_with_their_tokens(rows: list[list[tuple[int, str]]], lon
         parts = [slice(start, start + (longest or len(ids))) for start in starts]
         wanted += [(ids[p], labels[p][1:]) for p in parts if any(label != -100 for label in labels[p][1:])]
     chunk = Chunk("lines", "rows.jsonl", 0, 0, "\n".join(lines).encode(), 0)
-    encoded = DocumentEncoder((ENCODING,), longest, "<u4").encode([FileChunk(0, 0, chunk)])
+    encoded = DocumentEncoder((ENCODING,), longest, "<u4").encode_chunks([FileChunk(0, 0, chunk)])
     ids = encoded.ids.astype(np.int64)
     labels = ids if encoded.codes is None else decode_labels(ids, encoded.codes)
     ends = np.cumsum(encoded.lengths)

@@ -37,7 +37,7 @@ def ensure_corpus(
     missing, empty or unreadable and, if the run is `resumed`, for sources or settings that changed since it began: the
     order of its documents would be another one.
     """
-    corpus = _CorpusOfRun(settings, run_dir, log, resumed=resumed).load_or_build(tokenizer, resumed=resumed)
+    corpus = _CorpusOfRun(settings, run_dir, log, resumed=resumed).open_or_build_corpus(tokenizer, resumed=resumed)
     for line in describe_left_out(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
         log(line)
     return corpus
@@ -56,9 +56,9 @@ class _CorpusOfRun:
         self._old_record = self._read_record(resumed=resumed)
         self._files = settings.files(run_dir)
         self._cache = _open_cache(settings.data, run_dir, log)
-        recorded = () if self._old_record is None else self._old_record.sources(self._folder)
+        old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         all_paths = " ".join(path for _, path in settings.paths())  # one file of sums for all sources together
-        sums = FileSums(None if self._cache is None else self._cache.sums_file(all_paths), recorded or ())
+        sums = FileSums(None if self._cache is None else self._cache.sums_file(all_paths), old_sources or ())
         self._sources = sums.measure_files(self._files, log)
         sums.save_sums(self._sources)
 
@@ -76,13 +76,13 @@ class _CorpusOfRun:
             shutil.rmtree(self._folder)
             return None
 
-    def load_or_build(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
+    def open_or_build_corpus(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
         """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed.
 
         The recorded corpus is opened, and nothing built, if settings and files are as recorded, its key is the same
         (which covers the tokenizer), its tokens are stored if and only if data.cache has them stored, and none of its
-        files is damaged. A resumed run may build its corpus again only under the same key, so that rows become the
-        same tokens: where files of the corpus are gone, say.
+        files is damaged. A resumed run whose documents are lost or damaged builds them again, but only under the same
+        key, so that rows become the same tokens.
         """
         if resumed and self._old_record is None:
             raise DataError(
@@ -96,12 +96,11 @@ class _CorpusOfRun:
         if tokenizer is None:
             tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
-        recorded = self._old_record
-        is_same = (  # documents in ROWS are those without stored tokens
-            recorded is not None and recorded.key == recipe.key and (recorded.documents == ROWS) is not recipe.stored
-        )
-        if recorded is not None and is_same and not changes and _is_whole(self._folder / recorded.documents):
-            return open_corpus(self._folder)
+        if (recorded := self._old_record) is not None and not changes:
+            was_stored = recorded.documents != ROWS
+            is_same = recorded.key == recipe.key and was_stored == recipe.stored
+            if is_same and _is_whole(self._folder / recorded.documents):
+                return open_corpus(self._folder)
         if resumed and recorded is not None and recorded.key != recipe.key:
             raise DataError(_describe_changes(self._run_dir, ["its rows become other tokens than they did"]))
         return self._build_corpus(recipe, tokenizer)
@@ -132,9 +131,9 @@ class _CorpusOfRun:
         return sorted(changes)
 
     def _compare_files(self) -> list[str]:
-        """List the source files that differ from those of the build, or if there are none, images that do.
+        """List the source files that differ from those of the build; if none does, the images that differ.
 
-        Images are looked at until three differ, as messages name no more.
+        The search for images ends with the third, as messages name no more.
         """
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         changes = [] if old_sources is None else file_differences(old_sources, self._sources)
@@ -155,21 +154,22 @@ class _CorpusOfRun:
         paths = ", ".join(path for _, path in self._settings.paths())
         self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
         trained = train_tokenizer(sample_texts(self._files, data.max_text_bytes), data.vocab_size)
+        # Read again as later starts read it: in the run's folder, beside the model's config.json.
         return reload_with_config(trained, self._run_dir / "config.json")
 
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
         """Build or find the documents of this recipe and record them in the run's folder."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        # Set as rows are encoded, whatever the last call set.
+        # `parsing` changes the tokenizer itself, so it is set anew before its files are written: as rows are encoded.
         tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
         _check_saved_tokenizer(tokenizer, self._run_dir)
         for line in describe_rows(self._settings, recipe):
             self._log(line)
         documents = self._find_or_build_documents(recipe)
-        if (unstored := self._folder / ROWS) != documents:  # left of a build without stored tokens
-            shutil.rmtree(unstored, ignore_errors=True)
+        if (rows_folder := self._folder / ROWS) != documents:  # of an earlier build without stored tokens
+            shutil.rmtree(rows_folder, ignore_errors=True)
         record = Record(
-            documents=ROWS if documents == unstored else str(documents),
+            documents=ROWS if documents == rows_folder else str(documents),
             key=recipe.key,
             asked=self._settings.deciding_values(),
             tokenizer_digest=tokenizer.digest,
@@ -193,7 +193,7 @@ class _CorpusOfRun:
         build = partial(build_documents, recipe, log=self._log)
         if self._cache is not None:
             try:
-                folder, built = self._cache.open_or_build(recipe.key, _is_whole, build, self._log)
+                folder, built = self._cache.open_or_build_documents(recipe.key, _is_whole, build, self._log)
             except OSError as error:
                 raise cache_error(self._cache.folder, error) from error
             self._log(f"its tokens are {'kept' if built else 'already'} in {folder} (data.cache)")
@@ -216,7 +216,7 @@ class _CorpusOfRun:
 def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
     """Open the cache that `data.cache` names; None for "none".
 
-    If `data.cache` is empty and the user's cache cannot be written, it is a folder in the run's.
+    If `data.cache` is empty and the user's cache cannot be written, the cache is a folder in the run's folder.
     """
     if data.cache == NONE:
         return None
@@ -244,9 +244,10 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
-    """Raise DataError if the run's folder, and so the models that it saves, have another tokenizer than the corpus.
+    """Raise DataError if the tokenizer that was saved in the run's folder is read there as another one.
 
-    The config.json next to a tokenizer's files is one of the things that decide which class reads them.
+    A config.json beside a tokenizer's files helps to decide which class of transformers reads them. The models that the
+    run saves get these files, so they must have the corpus's tokenizer.
     """
     saved = load_tokenizer(run_dir)
     if (saved.digest, _surrounding_tokens(saved)) != (tokenizer.digest, _surrounding_tokens(tokenizer)):

@@ -73,7 +73,7 @@ def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
 
 
 def _find_oversize(size: int, most: int, where: str, kind: str) -> BadRow | None:
-    """Return a bad row if `size` exceeds `most` bytes (0: no limit), else None; `kind` names it, as "a line"."""
+    """Return a bad row if `size` exceeds `most` bytes (0: no limit), else None; `kind` says of what, as "a line"."""
     if not most or size <= most:
         return None
     return BadRow(
@@ -128,7 +128,10 @@ def _is_deep(record: dict[str, Any]) -> bool:
 
 
 def values_of_record(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of a table without null values in structs, as an Arrow struct has each key in every row."""
+    """Return a row of a table whose structs lack keys with null: Arrow gives a struct every key in every row.
+
+    A column that is null stays.
+    """
     return {key: drop_nulls(value) for key, value in record.items()}
 
 
@@ -140,9 +143,9 @@ def drop_nulls(value: Any) -> Any:
 
 
 def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
-    """Yield the rows of a chunk of an Arrow stream, with their numbers in the file; a row's images have no limit here.
+    """Yield the rows of a chunk of an Arrow stream, with their numbers in the file.
 
-    Where the record of a row is an integer (`_iterate_records`), the row is too long or has a text that is not UTF-8.
+    A bad row is one that is too long (images do not count), nested too deeply, or not UTF-8.
     """
     import pyarrow
 
@@ -152,7 +155,7 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
         for number, record in enumerate(_iterate_records(batch, chunk.most), first):
             where = f"{chunk.name}, row {number + 1}"
             row: Row | BadRow
-            if isinstance(record, int):
+            if isinstance(record, int):  # the size of a row that is not read
                 row = _find_oversize(record, chunk.most, where, "a row") or BadRow(where, "a text that is not UTF-8")
             elif may_be_deep and _is_deep(record):
                 row = BadRow(where, f"a row of more than {MOST_LEVELS} lists and objects in each other")
@@ -165,13 +168,13 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
 def _iterate_records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
     """Yield the records of a batch, as dictionaries; an integer stands for a record that is not read.
 
-    It is the record's size in bytes if that is more than `most` (0: no limit), or a number of at most `most` if a text
-    in the record is not UTF-8.
+    The integer is the record's size in bytes if the record is too long: more than `most` (0: no limit). For a text that
+    is not UTF-8 the integer is at most `most`, which tells the two cases apart.
     """
     types = str(batch.schema)
     repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows
     if not repeats and (not most or batch.nbytes <= most):
-        with suppress(UnicodeDecodeError):  # of one of the rows: below it is found
+        with suppress(UnicodeDecodeError):  # of some row, before any is yielded; row by row it is located below
             yield from batch.to_pylist()
             return
     for number in range(len(batch)):
@@ -184,7 +187,7 @@ def _iterate_records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
 
 
 def _text_bytes(column: Any) -> int:
-    """Count the bytes of an Arrow array; binary values are images, whose pixels have a limit of their own."""
+    """Count the bytes of an Arrow array without binary values: these are images, whose pixels have their own limit."""
     from pyarrow import types
 
     kind = column.type

@@ -25,8 +25,8 @@ _DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes", "check_images")
 class CorpusSettings:
     """The settings of a corpus of a run: keys of [data], or those of an evaluation set.
 
-    `folder` in the run's folder has its record; in messages `prefix` precedes the keys `path` and
-    `max_document_tokens`.
+    `folder`, in the run's folder, is where the corpus is recorded. `prefix` is the table of the keys `path` and
+    `max_document_tokens` in messages, which an evaluation set has for itself.
     """
 
     data: DataConfig
@@ -44,7 +44,7 @@ class CorpusSettings:
 
         With several sources, a file's name begins with the folder of its source. Raises DataError if there are none.
         """
-        # Without a cache the user's own is left out, as earlier runs may have written there.
+        # With data.cache "none" the user's cache is left out, where earlier runs may have written.
         leave_out = (run_dir, cache_folder("" if self.data.cache == NONE else self.data.cache))
         files = list[CorpusFile]()
         for number, (key, path) in enumerate(self.paths()):
@@ -73,7 +73,7 @@ class CorpusSettings:
 
 
 def describe_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
-    """Yield lines about what is cut or left out; `key` is the option that cuts."""
+    """Yield lines about what is cut or left out; `key` names the setting of the longest document, which cuts texts."""
     other_kinds, most_tokens = settings.other_kinds(run_dir), settings.data.max_document_tokens
     yield from left_out_lines(manifest.left_out, most_tokens, other_kinds, manifest.skipped, key=key, bad=manifest.bad)
     yield from (names_line(name, texts) for name, texts in manifest.names_as_text.items())
@@ -84,10 +84,10 @@ def describe_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifes
 def describe_rows(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
     """Yield a line about the rows and tokens of each source, and another if the last turn of chats has no end."""
     for (key, _), encoding in zip(settings.paths(), recipe.encodings, strict=True):
-        source = f"{key}: " * bool(settings.data.sources)
-        yield source + rows_line(encoding)
+        source_text = f"{key}: " if settings.data.sources else ""
+        yield source_text + rows_line(encoding)
         if (line := end_line(encoding)) is not None:
-            yield source + line
+            yield source_text + line
 
 
 def make_recipe(

@@ -39,7 +39,7 @@ class CorpusFile:
 
 
 class FileSums:
-    """SHA-256 sums of files that were read before: those of `earlier` ones, and those in a `file` of sums.
+    """SHA-256 sums of files that were read before: of `earlier` source files, and those that `file` has a line for.
 
     A sum is used again for a file with the same path, size and time.
     """
@@ -63,7 +63,7 @@ class FileSums:
         return sources
 
     def _source_file(self, file: CorpusFile) -> SourceFile:
-        """Return the size, time and sum of one file; the sum is an earlier one if size and time are as they were."""
+        """Return the size, time and sum of one file, which is read only if its size or time has changed."""
         path = str(file.path.absolute())
         try:
             stat = file.path.stat()
@@ -82,14 +82,14 @@ class FileSums:
             raise DataError(f"cannot read {file.name} of the corpus ({file.path}): {error.strerror}") from error
 
     def save_sums(self, sources: Iterable[SourceFile]) -> None:
-        """Write the sums of these files for later starts, without files that changed just now.
+        """Write the sums of these files for later starts, if one of them is new.
 
-        A file that changed just now may change once more and keep its time.
+        Files that changed just now are left out, as such a file may change once more and keep its time.
         """
         if self._file is None:
             return
-        settled = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
-        certain = [source for source in sources if source.modified_ns < settled]
+        newest_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
+        certain = [source for source in sources if source.modified_ns < newest_ns]
         if any(self._sums.get(source.path) != source for source in certain):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in certain))
@@ -138,7 +138,8 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
     walk = _walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out)
     files = dict(sorted((name, file) for name, file in walk if name.endswith(SUFFIXES)))
     if not files:
-        hint = next(filter(None, map(_suffix_hint, files_of_other_kinds(path, leave_out=leave_out))), "")
+        hints = map(_suffix_hint, files_of_other_kinds(path, leave_out=leave_out))  # the most frequent kind first
+        hint = next((hint for hint in hints if hint), "")
         raise DataError(f"{key} {path!r} holds no file of {_suffix_text()}{hint}; give a folder that does")
     return files
 
@@ -198,12 +199,12 @@ def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[t
     followed last, so that a folder counts under its own path rather than a link's.
     """
     seen, roots = set[tuple[int, int]](), [root]
-    for walk_root in roots:  # which grow on the way
+    for walk_root in roots:  # links that are met on the way are appended
         for folder, subfolders, names in os.walk(walk_root, onerror=_raise_unreadable):
             directory, stat = Path(folder), Path(folder).stat()
             identity = (stat.st_dev, stat.st_ino)
             if identity in seen:
-                subfolders.clear()  # os.walk enters those that are left here
+                subfolders.clear()  # os.walk enters only folders that are left in this list
                 continue
             seen.add(identity)
             inside = [name for name in subfolders if not is_left_out(directory / name)]
@@ -218,9 +219,10 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def _files_with_rows(state: Path, names: list[str]) -> list[str]:
-    """Return the `names` of files with rows in a folder that `save_to_disk` wrote; in another folder all names.
+    """Return the names of the files with rows in a folder with this file `state`, which has files of these `names`.
 
-    `map`, `shuffle` and `select` of datasets leave other files there.
+    In a folder that `save_to_disk` of datasets wrote, `state` lists them: `map`, `shuffle` and `select` may leave
+    others there. Any other folder's names are all returned.
     """
     try:
         settings = read_json(state)

@@ -19,7 +19,7 @@ SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 
 
 def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: int = MAX_TEXT_BYTES) -> Kind:
-    """Return the kind of rows of these files, by the first rows of the first files.
+    """Return the kind of rows of these files, by the first rows of the first files; "text" if there are no rows.
 
     Raises DataError for rows of different kinds and, without `skip_bad`, for a bad row and a row of no kind.
     """
@@ -55,7 +55,10 @@ def sample_texts(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) 
 
 
 def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int]:
-    """Yield the bytes of the texts of each row. Raises DataError for a bad row: one over `most_bytes` (0: any), say."""
+    """Yield how many bytes the texts of each row have. Raises DataError for a bad row.
+
+    A row of more than `most_bytes` (0: any) is a bad one.
+    """
     for file in files:
         for row in _rows_of_file(file, most_bytes):
             if isinstance(row, BadRow):
@@ -64,7 +67,7 @@ def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int
 
 
 def _rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
-    """Yield the rows of a file; a text that is not UTF-8 has none."""
+    """Yield the rows of a file; a text that is not UTF-8, which is a whole file, has none."""
     for chunk in row_file(file.name, file.path, most_bytes).chunks():
         try:
             for placed in chunk_rows(chunk):
@@ -82,7 +85,7 @@ def _has_kind(row: Row | BadRow) -> bool:
 
 
 def _texts_in(value: Any) -> str:
-    """Return the value of the key `text` of an object, or else all strings in it, a line each.
+    """Return the text of a JSON value: an object's `text`, or else all strings in the value, a line each.
 
     Lone surrogates, which no tokenizer can read, are left out.
     """

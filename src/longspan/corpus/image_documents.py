@@ -40,8 +40,8 @@ AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocument
 class ImagePlace(NamedTuple):
     """Image number `number` of the corpus, in document number `document` of a step.
 
-    `shift` is by how many tokens the image stands later there than in the corpus's document, of which a pack may have
-    only a piece.
+    `shift` is added to the image's place in the corpus's document to give its place in the step's document: a pack has
+    pieces of several documents, one after another.
     """
 
     document: int
@@ -187,27 +187,32 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
         processor, tokens = load_processor(folder.absolute()), image_tokens(model)
         _check_placeholders(corpus, images, tokens, processor)
         check_images(model, processor.fields)
-        videos = _tokens_of_videos(model, processor) if (images.column("frame") >= 0).any() else None
+        has_videos = (images.column("frame") >= 0).any()  # −1 for an image that is no frame
+        videos = _video_tokens(model, processor) if has_videos else None
         reader = ImageReader(images, processor, corpus.sources, corpus.file_of)
         shown_images = ShownImages(corpus, images, reader, tokens, videos)
-    if takes_images:
+    if takes_images:  # also for a corpus without images: a step of this model asks for items, which are then none
         corpus.selects = partial(ImageDocuments, images=shown_images)
         corpus.packs = partial(ImagePacks, images=shown_images)
     return corpus
 
 
-def _tokens_of_videos(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
-    """Return the model's tokens of videos. Raises DataError if the processor writes others."""
+def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
+    """Return the model's tokens of videos.
+
+    Raises DataError if the processor writes another placeholder, or makes one patch of time of another number of frames
+    (`temporal_patch_size`; a model whose configuration lacks this key takes any number).
+    """
     try:
         videos = video_tokens(model)
     except ModelError as error:
         raise DataError(f"the documents have videos: {error}") from error
-    stock, vision = processor.videos, getattr(model, "vision_config", None)
-    group = getattr(vision, "temporal_patch_size", stock.group)
-    if (stock.placeholder, stock.group) != (videos.placeholder, group):
+    video_processor, vision = processor.videos, getattr(model, "vision_config", None)
+    group = getattr(vision, "temporal_patch_size", video_processor.group)
+    if (video_processor.placeholder, video_processor.group) != (videos.placeholder, group):
         raise DataError(
-            f"{stock.kind} puts token id {stock.placeholder} where videos stand, for groups of {stock.group} frames, "
-            "and "
+            f"{video_processor.kind} puts token id {video_processor.placeholder} where videos stand, for groups of "
+            f"{video_processor.group} frames, and "
             f"the model takes id {videos.placeholder} (video_token_id) for groups of {group} (temporal_patch_size); "
             "use the processor and the tokenizer of the model's own folder"
         )
@@ -232,14 +237,16 @@ def _check_placeholders(corpus: Corpus, table: ImageTable, tokens: ImageTokens, 
     if not tokens.has_grids and (tokens.unknown or not processor.has_fixed_placeholders):
         return  # how many rows the encoder makes is known only once it runs, and compared with placeholders then
     grids = np.stack([table.column(name) for name in ("time", "height", "width")], axis=1)
-    unique, inverse = np.unique(grids, axis=0, return_inverse=True)
-    rows = [tokens.rows(tuple(grid) if any(grid) else None) for grid in unique.tolist()]  # (0, 0, 0): it has no grid
-    wrong = np.flatnonzero(np.array(rows, dtype=np.int64)[inverse.reshape(-1)] != table.column("rows"))
+    unique_grids, grid_of_image = np.unique(grids, axis=0, return_inverse=True)
+    # (0, 0, 0): an image without a grid.
+    rows_of_grid = [tokens.rows(tuple(grid) if any(grid) else None) for grid in unique_grids.tolist()]
+    model_rows = np.array(rows_of_grid, dtype=np.int64)[grid_of_image.reshape(-1)]  # one number for each image
+    wrong = np.flatnonzero(model_rows != table.column("rows"))
     if len(wrong):
         first = table[int(wrong[0])]
         raise DataError(
             f"document {first.document} ({corpus.origin(first.document)}) has "
             f"{plural(first.image.rows, 'placeholder')} for its image of patches {first.image.grid}, of which the "
-            f"model makes {rows[int(inverse.reshape(-1)[wrong[0]])]} rows; {processor.name} and the model must agree: "
+            f"model makes {model_rows[wrong[0]]} rows; {processor.name} and the model must agree: "
             "use the model folder's own processor, with image sizes and merges of the configuration"
         )

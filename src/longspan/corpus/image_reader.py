@@ -87,7 +87,10 @@ class ImageReader:
         return image
 
     def _process_pictures(self, placed: PlacedImage, pictures: Sequence[Any]) -> ImageInput:
-        """Process pictures for the encoder; the grid of a group of frames was decided by all frames of its video."""
+        """Process pictures for the encoder: one image, or a group of frames of a video.
+
+        The grid of a group is the recorded one, as it depends on all frames of the video.
+        """
         if placed.image.frame < 0:
             return self._processor.image(pictures[0], placed.image.among)
         return ImageInput(self._processor.videos.pixels(pictures, placed.image.grid), placed.image.grid)
@@ -117,8 +120,9 @@ class ImageReader:
             media = RowMedia() if isinstance(row, BadRow) else read_row_media(row)  # without media: the error below
         except RowError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
+        # Slices, as a row that has changed may have fewer images: without files the error below is raised.
         number, frame = placed.image.number, placed.image.frame
-        if frame < 0:
+        if frame < 0:  # no frame of a video
             files = list(media.images[number : number + 1])
         else:
             frames = [file for video in media.videos[number : number + 1] for file in video.frames]

@@ -57,8 +57,8 @@ def can_encode_in_pieces(engine: Tokenizer) -> bool:
 def encode_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP) -> Integers:
     """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it.
 
-    If two pieces cannot be joined, their overlap is doubled; if that does not help, the first piece is. Raises
-    LongTextError for a piece of more than `LARGEST` characters.
+    If two pieces cannot be joined, their overlap is doubled until it is longer than the first piece; then the first
+    piece is doubled. Raises LongTextError for a piece of more than `LARGEST` characters.
     """
     return encode_with_spans(engine, text, piece=piece, overlap=overlap)[0]
 
@@ -107,7 +107,7 @@ def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Ru
         if seam := _find_seam(text, last.piece, piece, last.first):
             joined.append(_Run(last.piece, last.first, seam[0]))
             return piece, seam[1]
-        begin, size = last.piece.begin, piece.end - last.piece.begin
+        begin, size = last.piece.begin, piece.end - last.piece.begin  # no seam: both as one piece
 
 
 def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap: int) -> Iterator[_Piece]:
@@ -118,14 +118,14 @@ def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap
 
 
 def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
-    """Encode text[begin:end]; spans are counted in the whole text, and `end` may lie behind its end."""
+    """Encode text[begin:end], where `end` may lie behind the text's end; spans count characters of the whole text."""
     encoding = engine.encode(text[begin:end], add_special_tokens=False)
     spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + begin
     return _Piece(begin, min(end, len(text)), np.array(encoding.ids, dtype=np.int64), spans)
 
 
 def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
-    """Find where two pieces can be joined: the left one's tokens before an index, then the right one's from another on.
+    """Find where two pieces can be joined: the left piece's tokens end before one index, the right's begin at another.
 
     Of the overlap's four quarters, both pieces must agree on the middle two, which hold enough runs of characters that
     what is beyond has no influence; the seam is in the middle of the overlap, behind the left piece's token `first`.

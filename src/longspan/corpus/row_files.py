@@ -40,11 +40,11 @@ class LineFile:
         self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the file's lines in order, some at a time; while a line is read over, chunks without rows.
+        """Yield the file's lines in order, CHUNK_BYTES and the rest of the line in which these end at a time.
 
-        A chunk is CHUNK_BYTES and the rest of its last line, which begins at `start`; `first` and `position` are the
-        number and the byte of its first line. Of a line that is longer than the limit only the first bytes are kept, to
-        be shown, and its size `too_long`, without its end; chunks without rows let a reader show progress meanwhile.
+        `first` and `position` are the number and the byte of a chunk's first line; its last line begins at `start` of
+        `data`. A last line longer than the limit is read over: `data` has only its first bytes, to be shown, and
+        `too_long` is its size without the line end. Meanwhile chunks without rows are yielded, which show progress.
         """
         folder, limit = parent_folder(self.path), self._most + 1 if self._most else -1  # 1: a line end
         with (
@@ -192,6 +192,7 @@ class ParquetFile:
             for number in range(meta.num_row_groups):
                 group = meta.row_group(number)
                 rows = max(1, CHUNK_BYTES * group.num_rows // max(group.total_byte_size, 1))
+                # At most 65,536 rows: `total_byte_size` is that of encoded values, which may be small for many rows.
                 for batch in self._file.iter_batches(batch_size=min(rows, 1 << 16), row_groups=[number]):
                     end, data = size * (first + len(batch)) // meta.num_rows, _serialize_rows(batch)
                     yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most)
@@ -234,7 +235,7 @@ class ArrowFile:
         with name_read_errors(self.name, self.path):
             rows = self._table_in_file.num_rows
             for batch in self._table_in_file.to_batches():
-                batch.validate(full=True)  # Arrow would follow places outside of the file
+                batch.validate(full=True)  # else Arrow follows a damaged file's offsets to bytes outside of the file
                 step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
                 for start in range(0, len(batch), step):
                     piece = batch.slice(start, step)
@@ -252,7 +253,7 @@ class ArrowFile:
         """Return the table of the file, in Arrow's stream or file format, mapped into memory."""
         pyarrow: Any = import_reader("pyarrow", self.name)
 
-        def read(path: Path) -> Any:
+        def read_table(path: Path) -> Any:
             """Read a stream or file of Arrow without a copy. Raises ArrowInvalid for a stream that was cut off."""
             mapped = pyarrow.memory_map(str(path))
             try:
@@ -263,7 +264,7 @@ class ArrowFile:
                 raise pyarrow.ArrowInvalid("it was cut off: there is no mark of its end")
             return table
 
-        return _open_table(read, self.name, self.path)
+        return _open_table(read_table, self.name, self.path)
 
 
 def _open_table(read: Any, name: str, path: Path) -> Any:
@@ -313,7 +314,7 @@ class RowFile(Protocol):
 def row_file(name: str, path: Path, most: int = MAX_TEXT_BYTES) -> RowFile:
     """Return the reader for the ending of `name`; nothing is read yet. Rows of more than `most` bytes are bad ones.
 
-    0: rows may have any size. Rows that are read by position were within the limit at the build, and have none.
+    0: rows may have any size. Reading a row by its position has no limit, as the build has checked the row.
     """
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most)
 

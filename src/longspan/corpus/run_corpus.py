@@ -92,7 +92,7 @@ def configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
 
 
 def _tokenizer_folder(config: RunConfig) -> Path | None:
-    """Return the folder of the model, or of its config.json, if it has a tokenizer; None for a preset."""
+    """Return the model's folder, or that of its config.json; None if no tokenizer is there, and for a preset."""
     source = Path(config.model.source)
     folder = source.parent if source.is_file() else source
     return folder if config.model.source and vocabulary_files(folder) else None

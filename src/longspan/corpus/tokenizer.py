@@ -103,7 +103,7 @@ class TextTokenizer:
 
     def encode_with_spans(self, text: str) -> tuple[Integers, Integers]:
         """Encode a text without the tokens around it: its ids (n,), and the characters (n, 2) of each token."""
-        whole_length = max(len(text), 1)  # of a text that cannot be cut
+        whole_length = max(len(text), 1)  # all in one piece: not every kind of tokenizer can encode in pieces
         piece = PIECE if can_encode_in_pieces(self.engine) else whole_length
         return encode_with_spans(self.engine, text, piece=piece)
 
@@ -162,9 +162,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def reload_with_config(tokenizer: TextTokenizer, config: Path) -> TextTokenizer:
-    """Read a trained tokenizer as transformers does in a folder with this config.json, if there is one.
+    """Return a trained tokenizer as transformers reads it in a folder beside the file `config`, a config.json.
 
-    For some kinds of models transformers uses a class that splits a text into words differently.
+    For some kinds of models transformers uses a class that splits a text into words differently. If there is no such
+    file, the tokenizer is read without one.
     """
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(Path(folder))
@@ -280,7 +281,7 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
     vocabulary, added = engine.get_vocab(with_added_tokens=True), engine.get_added_tokens_decoder()
     counts = np.zeros(max(rows, max(vocabulary.values(), default=-1) + 1), dtype=np.int64)
     for token, i in vocabulary.items():
-        if not byte_level and _BYTE.fullmatch(token):
+        if not byte_level and _BYTE.fullmatch(token):  # a byte as a fallback, as <0x0A>
             counts[i] = 1
         elif i in added:
             counts[i] = 0 if added[i].special else len(token.encode())
@@ -290,10 +291,8 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
 
 
 def _component_types(settings: Any) -> list[str]:
-    """List the types of a decoder or pre-tokenizer, and of those that it is a sequence of."""
+    """List the type of a decoder or pre-tokenizer; of a sequence, its own type and those of its parts."""
     if not isinstance(settings, dict):
         return []
-    inner = [
-        kind for values in settings.values() if isinstance(values, list) for v in values for kind in _component_types(v)
-    ]
-    return [str(settings.get("type")), *inner]
+    parts = [part for values in settings.values() if isinstance(values, list) for part in values]
+    return [str(settings.get("type")), *(kind for part in parts for kind in _component_types(part))]

@@ -38,7 +38,7 @@ class KeptFiles:
 
 
 def keep_generation(source: Path | None, folder: Path) -> None:
-    """Copy the generation settings of a source folder into a run's folder; without any the run has none."""
+    """Copy the generation settings of a source folder into a run's folder; if there are none, remove the run's."""
     if source is None or not (source / GENERATION).is_file():
         (folder / GENERATION).unlink(missing_ok=True)
     else:
@@ -46,7 +46,7 @@ def keep_generation(source: Path | None, folder: Path) -> None:
 
 
 def ends_of_generation(folder: Path) -> set[int]:
-    """Read the ids at which a folder's model stops generating; none without generation settings.
+    """Read the ids at which a folder's model stops generating; an empty set without generation settings.
 
     Raises DataError for values that are no ids.
     """
@@ -66,7 +66,7 @@ def ends_of_generation(folder: Path) -> set[int]:
 def _replace_with_copy(source: Path, target: Path) -> None:
     """Put a copy of a file or folder in place of the target; remove the target if there is no source."""
     if source.exists() and target.exists() and source.samefile(target):
-        return
+        return  # to remove the target would remove the source
     if target.is_dir():
         shutil.rmtree(target)
     target.unlink(missing_ok=True)

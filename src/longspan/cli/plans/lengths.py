@@ -127,7 +127,7 @@ def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
     encoder, lengths = DocumentEncoder((encoding,), 0, "<u4"), list[int]()
     for number, file in enumerate(files):
         for chunk in row_file(file.name, file.path, 0).chunks():
-            lengths += encoder.encode([FileChunk(0, number, chunk)]).lengths.tolist()
+            lengths += encoder.encode_chunks([FileChunk(0, number, chunk)]).lengths.tolist()
     return lengths
 
 

@@ -83,7 +83,7 @@ class ImageFile(NamedTuple):
             self._check_file()
             with pil.open(self.path or io.BytesIO(self.data), formats=_readable_formats()) as image:
                 if (pixels := image.width * image.height) > MAX_PIXELS:
-                    raise self._too_large(pixels, MAX_PIXELS)
+                    raise self._pixels_error(pixels, MAX_PIXELS)
                 yield image
         except FileNotFoundError as error:
             raise DataError(f"{self._name} does not exist") from error
@@ -91,7 +91,7 @@ class ImageFile(NamedTuple):
             raise
         except pil.DecompressionBombError as error:  # Pillow raises it at twice its limit
             pixels = re.search(r"\d+", str(error))
-            raise self._too_large(int(pixels.group()) if pixels else 0, 2 * pil.MAX_IMAGE_PIXELS) from error
+            raise self._pixels_error(int(pixels.group()) if pixels else 0, 2 * pil.MAX_IMAGE_PIXELS) from error
         except pil.UnidentifiedImageError as error:  # its message is the path, or an address in memory
             raise DataError(
                 f"{self._name} is no image that Pillow can read: it is none of {', '.join(_readable_formats())}"
@@ -114,7 +114,7 @@ class ImageFile(NamedTuple):
                 "pixels, and without what is not its pixels"
             )
 
-    def _too_large(self, pixels: int, most: int) -> DataError:
+    def _pixels_error(self, pixels: int, most: int) -> DataError:
         """Return the error of an image with too many pixels."""
         return DataError(
             f"{self._name} has {pixels:,} pixels, and at most {most:,} are read, as one with more fills the memory; "
@@ -178,11 +178,11 @@ class VideoFile(NamedTuple):
         Raises DataError, naming the frame, if one is missing, no image, or of another size than the first.
         """
         sizes = [_frame_size(frame, number) for number, frame in enumerate(self.frames)]
-        odd = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
-        if odd is not None:
-            (height, width), (first_height, first_width) = sizes[odd], sizes[0]
+        index = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
+        if index is not None:
+            (height, width), (first_height, first_width) = sizes[index], sizes[0]
             raise DataError(
-                f"frames[{odd}] is of {width} x {height} pixels, and frames[0] of {first_width} x {first_height}; "
+                f"frames[{index}] is of {width} x {height} pixels, and frames[0] of {first_width} x {first_height}; "
                 "frames of a video are of one size"
             )
         return sizes[0]

@@ -117,7 +117,7 @@ class Processor:
         return self._texts[key]
 
     def image(self, picture: Any, among: int = 1) -> ImageInput:
-        """Process a PIL image into the inputs of the model. Raises DataError if that fails."""
+        """Process a PIL image into the inputs of the model; `among` as in `text`. Raises DataError if that fails."""
         several = self._sees_others and among > 1
         size = (picture.height, picture.width)
         return _call_processor(self.name, size, lambda: read_model_inputs(self._process_images(picture, several)))
@@ -137,7 +137,7 @@ class Processor:
         """Return whether images of every size take the same placeholders."""
         try:
             counts = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
-        except Exception:  # some processors have none, or one that does not run
+        except Exception:  # some processors lack this method, or have one that does not run
             return False
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
@@ -150,9 +150,9 @@ class Processor:
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _compute_grid(self, size: Size) -> Grid | None:
-        """Compute the grid by the processor's `smart_resize`; None without one, or if the processor's count differs.
+        """Compute the grid by the processor's `smart_resize`, which makes sides multiples of a merged patch.
 
-        Sides become multiples of a merged patch, within the processor's bounds of pixels.
+        None if there is no such function, if images are not resized, or if the processor counts other patches.
         """
         processor: Any = self.stock.image_processor
         resize: Callable[..., Size] | None = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
@@ -177,7 +177,7 @@ class Processor:
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
     def _process_images(self, image: Any, several: bool = False) -> Any:
-        """Run the stock processor on a document with this image alone, or with `several`: this and a blank one."""
+        """Run the stock processor on a document with this image; with `several` the document has a blank one, too."""
         images = [image, _blank(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
         return self.stock(images=[images], text=[self.token * len(images)], **settings)
@@ -197,13 +197,13 @@ def _blank(size: Size) -> Any:
     return import_pillow().new("RGB", (size[1], size[0]))
 
 
-def read_model_inputs(made: Mapping[str, Any]) -> ImageInput:
+def read_model_inputs(outputs: Mapping[str, Any]) -> ImageInput:
     """Return the first image of a processor's output for a text and its images.
 
     Pixels are (n, 3, H, W), for n tiles. Where a processor puts them into (1, n, 3, H, W), the leading dim is removed,
     as in other fields whose first two dims are the same. Raises DataError for a field that is no tensor.
     """
-    tensors = {name: _as_tensor(name, value) for name, value in made.items() if name not in _OF_TEXT}
+    tensors = {name: _as_tensor(name, value) for name, value in outputs.items() if name not in _OF_TEXT}
     pixels = tensors.pop(PIXELS)
     nested = pixels.shape[:2] if pixels.ndim == 5 else None
     grid, size = tensors.pop(GRIDS, None), tensors.pop(SIZES, None)

@@ -65,7 +65,9 @@ def has_processor(folder: Path | None) -> bool:
 def load_stock_processor(folder: Path) -> Any:
     """Load the stock processor with its parts for images and text only."""
     from transformers import AutoTokenizer
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # transformers' needs torchvision
+    from transformers.models.auto.image_processing_auto import (
+        AutoImageProcessor,
+    )  # the name at the top needs torchvision
 
     stock = _stock_class(_class_name(folder))
 
@@ -98,7 +100,7 @@ def _stock_class(name: str) -> Any:
     package, _, file = stock.__module__.rpartition(".")
     needs_torchvision = f"{package}.image_{file}"
     on_pillow = needs_torchvision.replace("image_processing_", "image_processing_pil_")
-    sys.modules[needs_torchvision] = import_module(on_pillow)
+    sys.modules[needs_torchvision] = import_module(on_pillow)  # until the class's file, which imports it, is read
     try:
         return getattr(import_module(stock.__module__), name)
     finally:
@@ -156,11 +158,11 @@ class VideoProcessor:
     def of(cls, folder: Path, stock: Any) -> "VideoProcessor":
         """Make the video processor of a folder whose processor is `stock`. Raises DataError for other classes.
 
-        Its class is the one that the folder names, or that goes with the stock processor's. Settings are the class's
-        defaults, then those of the folder. Qwen2-VL may write the bounds of a frame's pixels as min_pixels and
-        max_pixels in place of the edges of `size`.
+        Its class is the one that the folder names, or else the one that transformers uses with the class of `stock`.
+        Settings that the folder lacks are the class's defaults. Qwen2-VL may write the bounds of a frame's pixels as
+        min_pixels and max_pixels in place of the edges of `size`.
         """
-        settings = _read_settings(folder)
+        settings = _read_video_settings(folder)
         names = [
             name for name in (settings.get("video_processor_type"), _OF_PROCESSORS.get(_stock_name(stock))) if name
         ]
@@ -238,7 +240,7 @@ class VideoProcessor:
         return torch.stack(patches, 2).flatten(1)
 
     def _frame_patches(self, frame: Any, grid: Grid) -> "Tensor":
-        """Return the patches (h · w, C, p²) of one frame, which is resized here, to the size of the grid."""
+        """Resize one frame to the size of the grid; return its patches (h · w, C, p²)."""
         patch = int(self.settings["patch_size"])
         if self.settings["do_resize"]:
             frame = frame.resize((grid[2] * patch, grid[1] * patch), resample=self.settings["resample"])
@@ -279,7 +281,7 @@ def _stock_name(stock: Any) -> str:
     return type(stock).__name__
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """Read the settings of a folder's video processor, from the files where transformers looks for them."""
+def _read_video_settings(folder: Path) -> dict[str, Any]:
+    """Read the settings of a folder's video processor, from the first file that has some, in transformers' order."""
     nested = _read_json(folder / NESTED).get("video_processor")
     return nested or _read_json(folder / OWN_FILE) or _read_json(folder / LEGACY)

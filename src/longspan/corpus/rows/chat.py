@@ -55,7 +55,7 @@ class ChatEncoding:
     def _encode_turns(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, learnt: Sequence[int], media: RowMedia
     ) -> Iterator[Sample]:
-        """Yield the samples of a chat: one with all learnt turns, or one for each, which ends with it."""
+        """Yield the samples of a chat: one with all learnt turns or, with turns "split", one up to each learnt turn."""
         if self.settings.turns == "together":
             yield self._encode_sample(messages, tools, learnt, media)
             return
@@ -84,21 +84,21 @@ class ChatEncoding:
             tokens = self._turn_tokens(tools)
             spans = find_assistant_spans(messages, rendered.text, self.template, tools, tokens, learnt)
         if not media or self.images is None:
-            ids, labels = self._tokenize(rendered.text, spans.spans)
+            ids, labels = self._tokenize_rendering(rendered.text, spans.spans)
             return Sample(ids, labels, unseen=spans.unseen)
-        expanded = self.images.expand(rendered.text, media, spans.spans)
-        ids, labels = self._tokenize(expanded.text, expanded.spans)
-        return self.images.with_images(Sample(ids, labels, unseen=spans.unseen), expanded)
+        expanded = self.images.expand_placeholders(rendered.text, media, spans.spans)
+        ids, labels = self._tokenize_rendering(expanded.text, expanded.spans)
+        return self.images.add_images(Sample(ids, labels, unseen=spans.unseen), expanded)
 
-    def _tokenize(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
-        """Tokenize a rendering: its ids (n,), and labels (n,) for tokens in spans."""
+    def _tokenize_rendering(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
+        """Tokenize a rendering; return its ids (n,), and labels (n,): ids of tokens in spans, NO_TARGET for others."""
         ids, offsets = self.tokenizer.parsing(True).encode_with_spans(text)
         return ids, np.where(tokens_in_spans(offsets, spans), ids, NO_TARGET)
 
     def _check_special_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
         """Raise RowError if a rendering has other special tokens than one of the same chat with harmless texts.
 
-        Several texts can form a token together that is in none of them.
+        This is not seen in single texts, as several texts that follow one another can form a token together.
         """
         tokens = self._turn_tokens(tools)
         if tokens.any_token is None or tokens.is_harmless([messages, tools]):

@@ -55,7 +55,8 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
         except (RowError, LongTextError) as error:
             results.append(BadRow(row.where, str(error)))
         else:
-            texts += [text] * (results[-1] is None)
+            if results[-1] is None:
+                texts.append(text)
     encodings = iter(tokenizer.encode(texts))
     ids = [next(encodings) if result is None else result for result in results]
     return [result if isinstance(result, BadRow) else Sample(result, row=i) for i, result in enumerate(ids)]
@@ -120,21 +121,22 @@ def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
-    """Return a list of a row as an array of integers (n,). Raises RowError for anything else.
+    """Return a list of a row, which may be empty, as an array of integers (n,). Raises RowError for anything else.
 
     A list with an entry that is no number becomes an array of objects, which is refused here: numpy would raise an
     error of its own where the entries are lists of different lengths.
     """
     if not isinstance(values, list | np.ndarray):
         raise RowError(f"{name} is {type_name(values)}; give a list of integers: {preview(values)}")
-    array = np.asarray(values) if len(values) and not _is_ragged(values) else np.asarray(values or [], dtype=object)
+    only_numbers = len(values) and not _has_other_entries(values)
+    array = np.asarray(values) if only_numbers else np.asarray(values or [], dtype=object)
     if len(array) and (array.ndim != 1 or array.dtype.kind not in "iub"):
         raise RowError(f"{name} holds something else than integers; give a list of integers: {preview(list(values))}")
     return array.astype(np.int64)
 
 
-def _is_ragged(values: Any) -> bool:
-    """Return whether an entry of a list is no number, so that numpy may fail to make an array of the list."""
+def _has_other_entries(values: Any) -> bool:
+    """Return whether a list has other entries than numbers, of which numpy may fail to make an array."""
     return any(isinstance(value, list | dict | str | type(None)) for value in values)
 
 
@@ -183,7 +185,7 @@ class RowEncoding:
 
         Texts without media are encoded together, which is faster.
         """
-        if self.kind == "text" and not any(self._may_show(row.values) for row in rows):
+        if self.kind == "text" and not any(self._may_have_media(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encode_row(i, row)]
 
@@ -202,10 +204,10 @@ class RowEncoding:
         if self.kind in ("messages", "prompt+completion"):
             with suppress(DataError):  # prompts that are strings need no template
                 template = astuple(self._chat.template)
-        decides = [self.kind, tokenizer, astuple(self.settings), template]
+        deciding_values = [self.kind, tokenizer, astuple(self.settings), template]
         if self.images is not None:
-            decides.append(self.images.digest)
-        return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+            deciding_values.append(self.images.digest)
+        return hashlib.sha256(json.dumps(deciding_values).encode()).hexdigest()
 
     @property
     def template(self) -> ChatTemplate:
@@ -222,8 +224,8 @@ class RowEncoding:
             template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
         return RowImages(self.tokenizer, template)
 
-    def _may_show(self, values: Mapping[str, Any]) -> bool:
-        """Whether a row of text may have images or other media.
+    def _may_have_media(self, values: Mapping[str, Any]) -> bool:
+        """Whether a row of text may have images or other media, by its keys.
 
         Without an image processor only a list under such a key counts: a column "image" may hold anything.
         """
@@ -242,8 +244,8 @@ class RowEncoding:
     def _encode_by_kind(self, row: Row) -> list[Sample]:
         """Encode a row by its kind: messages, text, token ids, or prompt and completion.
 
-        A prompt and completion of messages is one conversation, in which the messages of the prompt are no targets; of
-        strings, it cannot have images, which need a chat template to place them.
+        Prompt and completion as lists of messages are one conversation, in which the messages of the prompt are no
+        targets. Prompt and completion as strings cannot have images: only a chat template places these.
         """
         check_keys(row.values, self.kind)
         values, media = self._extract_media(row)

@@ -1,6 +1,6 @@
 """Infers the turns of an assistant from the rendering of a conversation, for templates that do not mark them.
 
-A reader who uses templates with {% generation %} marks may skip this file; only `marked_spans` concerns them.
+Of this file only `marked_spans` concerns templates with {% generation %} marks.
 
 The rendering of the whole conversation decides. Turns are located in it and never rendered one by one, because
 templates write a turn differently once others follow it. A span begins after the prompt that inference writes there,
@@ -64,24 +64,25 @@ class _Conversation:
         return self.template.render(messages, self.tools).text
 
     def turn_before(self, turn: _Turn) -> _Turn:
-        """Return the last earlier turn whose texts end before this turn, or an empty turn."""
+        """Return the last earlier turn that the template also writes before this one; an empty turn without one."""
         earlier = [t for t in self.turns if t.message < turn.message and t.ends[-1] <= turn.ends[0]]
         return earlier[-1] if earlier else _Turn(-1, (), (0,))
 
-    def limit(self, turn: _Turn) -> int:
-        """Return where the first text of the next turn ends, or the end of the rendering."""
+    def latest_end(self, turn: _Turn) -> int:
+        """Return before which place this turn must end: where the next turn's first text ends, or the text's end."""
         later = [t.ends[0] for t in self.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1]]
         return later[0] if later else len(self.text)
 
     def messages_in(self, start: int, stop: int) -> set[int]:
         """Return the messages with a text that ends inside a span or at its end, but not at its start."""
+        # The number len(messages) is above every message's, so that all texts that end at a place count.
         first, last = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
         return {message for _, message in self.ends[first:last]}
 
     def messages_around(self, start: int, stop: int) -> range:
         """Return the messages from the last one with a text before a span to the first one with a text after it."""
-        before, to_stop = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))  # counts
-        first = self.ends[before - 1][1] if before else 0
+        to_start, to_stop = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))  # counts
+        first = self.ends[to_start - 1][1] if to_start else 0
         last = self.ends[to_stop][1] if to_stop < len(self.ends) else len(self.messages) - 1
         return range(first, last + 1)
 
@@ -104,7 +105,7 @@ def find_assistant_spans(
     turns = [turn for turn in conversation.turns if turn.message in learnt]
     spans = tuple(span for turn in turns for span in _turn_spans(conversation, turn, tokens))
     lacking = [field for field, places in zip(fields, ends, strict=True) if field.message in learnt and not places]
-    cut_texts = sum(_is_cut(field, text) for turn in turns for field in turn.fields)
+    cut_texts = sum(_is_thought_cut(field, text) for turn in turns for field in turn.fields)
     thoughts = sum(field.is_thought for field in lacking)
     blank = len(set(learnt) - {field.message for field in fields})
     return Spans(spans, Unseen(thoughts + cut_texts, len(lacking) - thoughts, blank))
@@ -128,9 +129,8 @@ def marked_spans(
     conversation, _ = _locate_turns(texts_of_messages(messages), messages, rendered.text, template, tools)
     spans = list[tuple[int, int]]()
     for start, stop in rendered.marks:
-        owners = conversation.messages_in(start, stop) or answers.intersection(
-            conversation.messages_around(start, stop)
-        )
+        owners = conversation.messages_in(start, stop)
+        owners = owners or answers.intersection(conversation.messages_around(start, stop))
         if owners.issubset(learnt):
             spans.append((start, stop))
         elif not owners.isdisjoint(learnt):
@@ -149,31 +149,31 @@ def _locate_turns(
     template: ChatTemplate,
     tools: Sequence[Any] | None,
 ) -> tuple[_Conversation, list[tuple[int, ...]]]:
-    """Locate the turns in a rendering, and the ends of each field's texts."""
+    """Locate the turns in a rendering; also return where each field's text ends in it, which may be several places."""
     render: Render = lambda changed: template.render(changed, tools).text  # noqa: E731
     ends = locate_ends(fields, messages, text, render)
     turns = tuple(turn for i in range(len(messages)) if (turn := _make_turn(i, fields, ends)).ends)
-    places = sorted((place, field.message) for field, ends in zip(fields, ends, strict=True) for place in ends)
+    places = sorted((end, field.message) for field, field_ends in zip(fields, ends, strict=True) for end in field_ends)
     return _Conversation(messages, text, template, tools, turns, tuple(places)), ends
 
 
 def _make_turn(message: int, fields: Sequence[Field], ends: Sequence[tuple[int, ...]]) -> _Turn:
-    """Make the turn of a message of its texts; of a text that is rendered several times the last place counts."""
+    """Make the turn of a message from its texts; where a text is rendered several times, its last end counts."""
     pairs = [(places[-1], f) for f, places in zip(fields, ends, strict=True) if f.message == message and places]
     pairs.sort(key=lambda pair: pair[0])
     return _Turn(message, tuple(field for _, field in pairs), tuple(end for end, _ in pairs))
 
 
-def _is_cut(field: Field, text: str) -> bool:
-    """Whether the template leaves out the thought at the beginning of an answer."""
+def _is_thought_cut(field: Field, text: str) -> bool:
+    """Whether the template leaves out the thought at the beginning of an answer: its text up to </think>."""
     return field.path[0] == "content" and "</think>" in field.value and field.value.strip() not in text
 
 
 def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
-    """Find what is generated of a turn: one span, or several if generation stops and begins again."""
+    """Find what is generated of a turn: one span, or several where tokens inside the turn end generation."""
     name = f"messages[{turn.message}]"
     start = _find_start(conversation, turn, tokens)
-    end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], conversation.limit(turn), name)
+    end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], conversation.latest_end(turn), name)
     if start is None:
         raise RowError(
             f"where {name} begins cannot be told from its chat template: neither the prompt of an answer nor its first "
@@ -193,14 +193,14 @@ def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
 
 
 def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
-    """Return the end of the prompt of an answer that begins here, after blanks; None if none begins here."""
+    """Return where a prompt of an answer ends that begins at `at`, or after blanks there; None if none does."""
     while text[at : at + 1].isspace():
         at += 1
     return next((at + len(prompt) for prompt in tokens.prompts if text.startswith(prompt, at)), None)
 
 
 def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
-    """Find where the model begins to generate: after the prompt, or where the turn's first text begins."""
+    """Find where the model begins to generate: after a prompt, else after the question, else where its text begins."""
     text, turn_before, first = conversation.text, conversation.turn_before(turn), turn.fields[0]
     first_text = first.value.strip() if isinstance(first.value, str) else ""
     begin = turn.ends[0] - len(first_text) if text[: turn.ends[0]].endswith(first_text) else turn.ends[0]
@@ -250,15 +250,15 @@ def locate_ends(
 ) -> list[tuple[int, ...]]:
     """Find the ends of each text in the rendering, in characters; empty for a text that is not in it.
 
-    All are marked in one rendering. If that fails, blank texts, which a template may leave out, stay unmarked, and if
-    that fails too, each has its own rendering. A field whose value is no text (`added`) always has its own.
+    All are marked in one rendering. If that fails, blank texts, which a template may leave out, stay unmarked; if that
+    fails too, each other text is marked in its own rendering. So is always a field whose value is no text (`added`).
     """
     marks = _make_marks(text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]
-    written = [k for k in texts if not fields[k].blank]
+    nonblank = [k for k in texts if not fields[k].blank]
     places = _locate_marks(messages, {marks[k]: fields[k] for k in texts}, text, render)
-    if places is None and len(written) < len(texts):
-        places = _locate_marks(messages, {marks[k]: fields[k] for k in written}, text, render)
+    if places is None and len(nonblank) < len(texts):
+        places = _locate_marks(messages, {marks[k]: fields[k] for k in nonblank}, text, render)
     marked_alone = [k for k, field in enumerate(fields) if field.added or (places is None and not field.blank)]
     places = places or {}
     for k in marked_alone:
@@ -270,7 +270,7 @@ def locate_ends(
 def _locate_marks(
     messages: Sequence[Message], fields: Mapping[str, Field], text: str, render: Render
 ) -> dict[str, list[int]] | None:
-    """Find the places of fields' marks in the rendering without marks; None if that is not `text`, or is refused."""
+    """Mark these fields; return where the marks stand in `text`, or None if the template refuses or alters the rest."""
     if not fields:
         return {}
     for mark, field in fields.items():
@@ -304,12 +304,12 @@ def _locate_mark(rendered: str, mark: str, text: str, field: Field) -> list[int]
 
 
 def locate_start(field: Field, messages: Sequence[Message], text: str, render: Render) -> int | None:
-    """Find where a text begins in the rendering; None if its beginning is not in it."""
+    """Find where a field's text begins in the rendering `text`; None if the beginning is altered, or if `added`."""
     (mark,) = _make_marks(text, 1)
     if field.added:
         return None
-    blank = len(field.value) - len(field.value.lstrip())
-    rendered = render(replace_field(messages, field, field.value[:blank] + mark + field.value[blank:]))
+    blanks = len(field.value) - len(field.value.lstrip())  # templates may strip these
+    rendered = render(replace_field(messages, field, field.value[:blanks] + mark + field.value[blanks:]))
     at = rendered.find(mark)
     return at if at >= 0 and text.startswith(rendered[:at]) else None
 

@@ -44,7 +44,7 @@ def common_kind(rows: Sequence[Row]) -> Kind:
     Raises DataError for a row of no kind or of two, and for rows of different kinds, with both places.
     """
     if not rows:
-        raise DataError("there are no rows; give rows with one of: " + _kinds())
+        raise DataError("there are no rows; give rows with one of: " + _keys_text())
     kind, first = row_kind(rows[0]), rows[0]
     for row in rows[1:]:
         if (other := row_kind(row)) != kind:
@@ -62,14 +62,15 @@ def row_kind(row: Row) -> Kind:
         raise DataError(f"{row.where} {_several_kinds(kinds)}")
     if not kinds:
         hint = next((hint for key, hint in _HINTS.items() if key in row.values), "")
-        raise DataError(f"{row.where}: needs {_kinds()}; found keys {sorted(row.values)}{hint}")
+        raise DataError(f"{row.where}: needs {_keys_text()}; found keys {sorted(row.values)}{hint}")
     return kinds[0]
 
 
 def check_objects(values: Mapping[str, Any]) -> None:
     """Raise RowError for texts that name words or boxes (ms-swift's `objects`), which are not inserted."""
     keys = ("messages", "prompt", "completion") if values.get("objects") else ()
-    for path, text in (place for key in keys for place in strings(values.get(key), key)):
+    named_texts = (named_text for key in keys for named_text in strings(values.get(key), key))
+    for path, text in named_texts:
         if name := next((name for name in _OF_OBJECTS if name in text), None):
             raise RowError(
                 f'{path} holds {name}, for which "objects" has words or boxes that are not put in here; write them '
@@ -81,11 +82,11 @@ def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
     """Raise RowError for a row of several kinds, and for a key about targets that is not read."""
     if len(kinds := _kinds_in(values)) > 1:
         raise RowError(_several_kinds(kinds))
-    read = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
+    read_keys = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
     patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]  # in text all is learnt: masks alone mislead
     for key, value in values.items():
         reason = next((reason for pattern, reason in patterns if pattern.fullmatch(key)), "")
-        if reason and value is not None and key not in read:
+        if reason and value is not None and key not in read_keys:
             raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {reason}; leave the key out')
 
 
@@ -110,6 +111,6 @@ def display_kind(kind: str) -> str:
     return next((text for name, text in _SHOWN.items() if name == kind), kind)
 
 
-def _kinds() -> str:
+def _keys_text() -> str:
     """Name the keys that decide a kind, for messages."""
     return "text, or messages, or prompt and completion, or input_ids"

@@ -65,10 +65,10 @@ def end_line(encoding: RowEncoding) -> str | None:
 def around_line(tokenizer: TextTokenizer) -> str:
     """Describe the tokens before and after every text."""
     opening, closing = " ".join(tokenizer.opening), " ".join(tokenizer.closing)
-    parts = [f"begins with {opening}"] * bool(opening) + [f"ends with {closing}"] * bool(closing)
+    parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
     if not parts:
         return "nothing is put around a text: the tokenizer names no token for its beginning or its end"
-    # An end alone may be the one that longspan adds.
+    # An end without a beginning may be longspan's own and not the tokenizer's.
     return f"each text {' and '.join(parts)}, as the tokenizer says" if opening else f"each text {parts[0]}"
 
 
@@ -114,7 +114,10 @@ def left_out_lines(
     key: str = "data.max_document_tokens",
     bad: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Yield a line for each way in which something is cut or left out, with numbers and the `key` that decides it."""
+    """Yield a line for each way in which something is cut or left out, with numbers and the `key` that decides it.
+
+    `longest` is the value of that key: the most tokens of a document. `bad` describes the first bad rows.
+    """
     if left_out.cut_texts:
         yield (
             f"cut {plural(left_out.cut_texts, 'text')} of {plural(left_out.cut_tokens, 'token')} into "

@@ -147,7 +147,10 @@ def texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> list[Field]:
 
 
 def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
-    """Yield the texts of message `i`: an assistant's thought, its content, and one field for each call."""
+    """Yield the texts of message `i`: an assistant's thought, its content, and one field for each call.
+
+    A blank content counts too, except an assistant's.
+    """
     thought = next((key for key in _THOUGHTS if _is_text(message.get(key))), None)
     if thought is not None and message.get("role") == "assistant":
         yield Field(i, (thought,), message[thought])

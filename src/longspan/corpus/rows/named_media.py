@@ -30,13 +30,15 @@ _CONVERSATIONS = ("messages", "prompt", "completion")
 
 
 def kinds_by_name(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds (image, video, audio) that texts of a row name: those with a key and without a part.
+    """Return the kinds (image, video, audio) that texts of a row name: those with a key in the row and no part.
 
     A key without a value counts: a text that names something missing is then an error, not plain text.
     """
     with_key = [kind for kind, keys in _KEYS.items() if any(key in values for key in keys)]
-    types = [part.get("type") for key in _CONVERSATIONS for part in _message_parts(values.get(key))] if with_key else []
-    return tuple(kind for kind in with_key if not any(type in _TYPES[kind] for type in types))
+    if not with_key:
+        return ()
+    part_types = [part.get("type") for key in _CONVERSATIONS for part in _message_parts(values.get(key))]
+    return tuple(kind for kind in with_key if not any(part_type in _TYPES[kind] for part_type in part_types))
 
 
 def name_pattern(kinds: Collection[str]) -> re.Pattern[str]:
@@ -46,7 +48,7 @@ def name_pattern(kinds: Collection[str]) -> re.Pattern[str]:
 
 @lru_cache(maxsize=8)
 def _pattern(kinds: tuple[str, ...]) -> re.Pattern[str]:
-    """Compile the pattern of names of these kinds; without kinds it matches nothing."""
+    """Compile the pattern of names of these kinds, once for each tuple; without kinds it matches nothing."""
     return re.compile("|".join(NAMED[kind] for kind in kinds) or r"(?!)")
 
 
@@ -68,8 +70,9 @@ def has_media_keys(values: Mapping[str, Any]) -> bool:
 
 
 def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
-    """Return "images", "videos" or "audios", the first of which a row has a value under a key; None if there is none.
+    """Return the first of "images", "videos" and "audios" of which a row has a value, under this key or its singular.
 
+    None if there is no such value.
     With `lists` only values that are lists count.
     """
     present = ((keys[0], values.get(key)) for keys in _KEYS.values() for key in keys)
@@ -77,7 +80,7 @@ def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
 
 
 def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
-    """Read the media under keys of a row, of a file in this folder. Raises RowError for malformed entries."""
+    """Read the media under keys of a row; relative paths begin in `folder`. Raises RowError for malformed entries."""
     if values.get("video"):
         raise RowError('"video" is no key of a row; give "videos", a list of lists of frames')
     if audio := next((key for key in _KEYS["audio"] if values.get(key)), None):
@@ -118,12 +121,14 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
         if isinstance(row.values.get(key), list):
             values[key] = part_media.extract_media(row.values[key], key, pattern)
     media = RowMedia(by_key.images or part_media.images, by_key.videos or part_media.videos)
-    for kind, names, entries in (
+    for kind, key_files, part_files in (
         ("image", by_key.images, part_media.images),
         ("video", by_key.videos, part_media.videos),
     ):
-        if names and entries:
-            raise RowError(f'{len(entries)} parts bring {kind}s, and the row has "{kind}s" too; give them in one place')
+        if key_files and part_files:
+            raise RowError(
+                f'{len(part_files)} parts bring {kind}s, and the row has "{kind}s" too; give them in one place'
+            )
     if not media:  # with media the names in texts are counted where the row is encoded
         texts = [text for key in _TEXTS if isinstance(text := row.values.get(key), str)]
         check_counts([kind for text in texts for kind in kinds_named(text, pattern)], media, "its texts")
@@ -131,7 +136,7 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
 
 
 class _PartMedia:
-    """Collects the images and videos in parts of messages, of a row of a file in this folder."""
+    """Collects the images and videos in parts of a row's messages; relative paths begin in `folder`."""
 
     def __init__(self, folder: str) -> None:
         self.images, self.videos = list[ImageFile](), list[VideoFile]()
@@ -146,13 +151,16 @@ class _PartMedia:
                 content = [{"type": "text", "text": content}]
             if isinstance(content, list):
                 parts = [cut for part in content for cut in _cut_part(part, name_pattern)]
-                parts = [self._bare_part(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
+                parts = [self._extract_from_part(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
                 message = {**message, "content": parts}
             new_messages.append(message)
         return new_messages
 
-    def _bare_part(self, part: Any, name: str) -> Any:
-        """Return a bare part for an image or a video, which is collected; another part as it is."""
+    def _extract_from_part(self, part: Any, name: str) -> Any:
+        """Collect the image or video in a part, and return a bare part in its place; another part as it is.
+
+        A part that contains none is bare already: it names the next entry of the row's `images` or `videos`.
+        """
         if not isinstance(part, dict):
             return part
         kind = next((kind for kind in PARTS if part.get("type") in _TYPES[kind]), None)
@@ -166,7 +174,7 @@ class _PartMedia:
         media_keys = [key for key in _BRING[kind] if part.get(key) not in (None, "")]
         if len(media_keys) > 1:
             raise RowError(f"{name} brings {' and '.join(media_keys)}; give one of them")
-        for key in media_keys:
+        for key in media_keys:  # one at most
             self._add_media(kind, key, part, name)
         return dict(PARTS[kind])
 
@@ -216,7 +224,8 @@ def _message_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the parts of messages whose contents are lists."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
-        yield from (part for part in content if isinstance(part, dict)) if isinstance(content, list) else ()
+        if isinstance(content, list):
+            yield from (part for part in content if isinstance(part, dict))
 
 
 def _cut_part(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
@@ -227,7 +236,7 @@ def _cut_part(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
         return
     kinds = kinds_named(text, name_pattern)
     for i, piece in enumerate(name_pattern.split(text)):
-        if i:
+        if i:  # a name stands before every piece except the first
             yield {"type": kinds[i - 1]}
         if piece:
             yield {**part, "text": piece}
@@ -236,6 +245,7 @@ def _cut_part(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
 def _check_shows_nothing(part: Mapping[str, Any], name: str) -> None:
     """Raise RowError for a text part, or one without a type, that contains an image or a video too."""
     keys = [(kind, key) for kind in PARTS for key in _TYPES[kind] if part.get(key) not in (None, "")]
-    for kind, key in keys[:1]:
+    if keys:
+        kind, key = keys[0]
         type_text = f"of type {part['type']!r}" if part.get("type") else "without a type"
         raise RowError(f'{name} is {type_text}, and has "{key}"; give it as a part {{"type": "{kind}", …}} of its own')

@@ -80,21 +80,22 @@ class RowImages:
 
     @cached_property
     def marks(self) -> dict[str, str]:
-        """Return the text for an image, and for a video, by kind."""
+        """Return what is written into a text in place of `<image>` and of `<video>`, by kind, before it is expanded."""
         return {
             kind: self._template_mark(kind, token) for kind, token in self._processor_tokens(("image", "video")).items()
         }
 
     def _template_mark(self, kind: str, token: str) -> str:
-        """Return what the chat template writes for a part of this kind, between two words.
+        """Return what the chat template writes for a part of this kind: all that stands between words around the part.
 
-        It is the processor's `token` alone if there is no template, or if that writes the token not exactly once.
+        The processor's `token` alone if there is no template, or if the template does not write the token exactly once.
         """
         if self.template is None:
             return token
-        part_before, behind = ({"type": "text", "text": word} for word in _WORDS)
+        part_before, part_after = ({"type": "text", "text": word} for word in _WORDS)
         try:
-            text = self.template.render([{"role": "user", "content": [part_before, PARTS[kind], behind]}], None).text
+            content = [part_before, PARTS[kind], part_after]
+            text = self.template.render([{"role": "user", "content": content}], None).text
         except RowError:
             return token
         between = text.split(_WORDS[0])[-1].split(_WORDS[1])[0]
@@ -108,7 +109,7 @@ class RowImages:
                 tokens["video"] = self.processor.videos.token
         return tokens
 
-    def expand(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
+    def expand_placeholders(self, text: str, media: RowMedia, spans: Sequence[tuple[int, int]] = ()) -> Expanded:
         """Replace placeholders in a text by what the processor writes for these images and videos.
 
         A placeholder is the processor's token for an image, or for a video, once for each file, in the files' order.
@@ -130,7 +131,7 @@ class RowImages:
         items = tuple(self._process_size(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
         sizes = [len(token) for token in marks]
         # Where each placeholder begins in the text, and by how much those before it have grown.
-        starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum([0, *sizes[:-1]])[: len(sizes)]
+        starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum(sizes) - sizes
         grown_before = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(items, sizes, strict=True))])
         moved_spans = tuple(
             (int(a + grown_before[(starts < a).sum()]), int(b + grown_before[(starts < b).sum()])) for a, b in spans
@@ -140,14 +141,14 @@ class RowImages:
             "".join(piece + medium for piece, medium in zip(pieces, texts, strict=True)), items, moved_spans
         )
 
-    def with_images(self, sample: Sample, expanded: Expanded) -> Sample:
+    def add_images(self, sample: Sample, expanded: Expanded) -> Sample:
         """Return a sample of an expanded text with its images; placeholders are no targets."""
         pictures, videos = (
             [medium for medium in expanded.shown if _is_video(medium) == video] for video in (False, True)
         )
         placed, labels = list[SampleImage](), sample.ids if sample.labels is None else sample.labels
         for kind, shown in (("image", pictures), ("video", videos)):
-            if kind == "image" or shown:  # without videos their processor, which a folder may lack, is not asked for
+            if kind == "image" or shown:  # a folder may lack a processor of videos, which only videos need
                 placeholder = self.processor.placeholder if kind == "image" else self._videos.placeholder
                 placed += self._place_images(sample.ids, kind, placeholder, shown)
                 labels = np.where(sample.ids == placeholder, NO_TARGET, labels)
@@ -161,12 +162,13 @@ class RowImages:
         check_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed
-        for i, piece in enumerate(pattern.split(text)):  # what stands between names of media
+        # What stands between names of media is tokenized with the placeholders, so it must name no special token.
+        for i, piece in enumerate(pattern.split(text)):
             check_strings(piece, f"its text (piece {i + 1})", special)
-        expanded = self.expand(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
+        expanded = self.expand_placeholders(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
         ids = self.tokenizer.parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
         (opening, closing), end = self.tokenizer.surrounding_ids, self.tokenizer.end_of_text
-        return self.with_images(Sample(np.array([*opening, *ids, *closing, *end], np.int64)), expanded)
+        return self.add_images(Sample(np.array([*opening, *ids, *closing, *end], np.int64)), expanded)
 
     @property
     def _videos(self) -> VideoProcessor:
@@ -208,7 +210,7 @@ class RowImages:
     def _frame_groups(
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
     ) -> Iterator[SampleImage]:
-        """Yield the groups of frames of a video, which share its placeholders, at these places (n,), evenly."""
+        """Yield the groups of frames of a video; each has an equal share of its placeholders, at these places (n,)."""
         size, (groups, height, width) = self._videos.group, grid
         if len(places) % groups:
             raise RowError(
@@ -227,7 +229,7 @@ class RowImages:
             )
 
     def _process_size(self, name: str, file: ImageFile | VideoFile, images: int) -> Shown:
-        """Return what the processor writes for one image or video, by its size."""
+        """Return what the processor writes for one image or video, by its size; `images` is how many the row has."""
         try:
             if isinstance(file, VideoFile):
                 grid = self._videos.grid(len(file.frames), file.size())

@@ -25,7 +25,9 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,11}://|file:", re.IGNORECASE)
 
 
 def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
-    """Read the entry of an image, called `name`, of a row of a file in this folder. Raises RowError if it is none.
+    """Read the entry of an image. Raises RowError, which calls the entry `name`, if there is none.
+
+    `folder` is that of the row's file, where relative paths begin.
 
     >>> read_image_entry("a.png", "/data", "images[0]").path
     '/data/a.png'
@@ -49,7 +51,7 @@ def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
 
 
 def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str) -> None:
-    """Raise RowError if an entry has a key with a value that is not read."""
+    """Raise RowError if an entry has a value under a key that is none of `keys`, which are read."""
     unknown = [key for key, value in entry.items() if key not in keys and value is not None and value != ""]
     if unknown:
         extra_keys = " and ".join(f'"{key}"' for key in unknown[:3])

@@ -51,7 +51,7 @@ def check_characters(text: str, of: str) -> None:
 
 
 def check_strings(value: Any, name: str, special: re.Pattern[str] | None) -> None:
-    """Raise RowError for a string in a value with a lone surrogate or the name of a special token."""
+    """Raise RowError for a string in a value with a lone surrogate or a name that `special` matches (None: no name)."""
     for path, text in strings(value, name):
         check_characters(text, path)
         if special is not None and (match := special.search(text)):

@@ -117,16 +117,16 @@ class ChatTemplate:
     def _try_contents(self, role: str, tools: Sequence[Any] | None) -> "_Contents":
         """Try which contents of messages of a role the template reads.
 
-        It reads parts if they give the same text as one text, except blanks. Other templates write the list itself, as
-        Python or JSON, or leave it out. Some read only parts, or only the first part. A template of which neither form
-        shows a word counts as one that reads texts.
+        The template reads parts if these give the same text as one text, except blanks. Other templates write the list
+        itself, as Python or JSON, or leave it out. Some read only parts, or only the first part. A template of which
+        neither form shows a word counts as one that reads texts.
         """
-        words_text, text = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
-        contents = words_text, text([words_text]), text(_WORDS)
+        words_text, make_parts = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
+        contents = words_text, make_parts([words_text]), make_parts(_WORDS)
         as_text, one_part, several_parts = (
             "".join(self._render_content(role, content, tools).split()) for content in contents
         )
-        # Several parts are read if all are shown, and no other way than one text, unless texts are not shown.
+        # Several parts are read if all are shown, as one text would be; if no text is shown, to show all is enough.
         reads_parts = all(word in several_parts for word in _WORDS) and (
             several_parts == as_text or words_text not in as_text
         )
@@ -135,7 +135,8 @@ class ChatTemplate:
     def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
         """Render a short conversation with a message of this role and content; "" if the template refuses it.
 
-        A tool's message needs a call before it. Other messages have contents of the same form, text or parts.
+        A tool's message needs a call before it. The contents of the conversation's other messages have the same form as
+        `content`: text or parts.
         """
         message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
         sample_content = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]

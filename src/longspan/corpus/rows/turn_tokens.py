@@ -77,9 +77,9 @@ class TurnTokens:
     def find_end_of_turn(self, text: str, start: int, limit: int, turn: str) -> int:
         """Find the end of the turn whose last text ends at `start`: after the first token there that ends turns.
 
-        Another special token ends it too, if nothing but blanks stands between that token and the next turn or the end
-        of the text. No other turn may begin before the end. The last turn of the text needs no token at its end. Raises
-        RowError otherwise.
+        The token must stand before `limit`, and no other turn may begin before it. Another special token ends the turn
+        too, if nothing but blanks stands between that token and the next turn or the end of the text. The last turn of
+        the text needs no token at its end. Raises RowError otherwise; the message names the turn as `turn`.
         """
         tokens = list(self.any_token.finditer(text, start, limit)) if self.any_token else []
         inside = list(takewhile(lambda token: token.group() not in self.headers - self.ends, tokens))
@@ -98,7 +98,7 @@ class TurnTokens:
         )
 
     def _find_end_token(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
-        """Return the first of these tokens, or the first that ends generation if only tokens stand before it.
+        """Return the first of these tokens that ends generation; the first of all if there is none.
 
         A token that begins a turn, or any text between two tokens, ends the search.
         """
@@ -124,7 +124,9 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     token after an answer is `closing` only where none of the tokens there stops generation.
     """
     added = engine.get_added_tokens_decoder().values()
-    special, ordinary = (frozenset(t.content for t in added if t.special == kind) for kind in (True, False))
+    special, ordinary = (
+        frozenset(token.content for token in added if token.special == is_special) for is_special in (True, False)
+    )
     tokens = any_of_pattern(special | ordinary)
     roles = ("user", "assistant", "user", "assistant")
     turns = [{"role": role, "content": word} for role, word in zip(roles, _WORDS, strict=True)]
@@ -133,18 +135,18 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     separators = tokens.findall(between) if tokens else []
     ends = frozenset(template.ends)
     tail_tokens = tokens.findall(tail) if tokens else []
-    is_end = len(separators) > 1 or any(token in ends or token in tail for token in separators)
+    first_is_end = len(separators) > 1 or any(token in ends or token in tail for token in separators)
     prompt = _answer_prompt(template, tools, tokens)
-    first = tokens.match(prompt) if tokens else None
-    headers = {*separators[1 if is_end else 0 :], *([first.group()] if first else [])}
-    heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
+    prompt_token = tokens.match(prompt) if tokens else None
+    headers = {*separators[1 if first_is_end else 0 :], *([prompt_token.group()] if prompt_token else [])}
+    answer_heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
     closing = frozenset(
-        tokens_there[0]
-        for tokens_there in (separators * is_end, tail_tokens)
-        if tokens_there and not ends.intersection(tokens_there)
+        tokens_after[0]
+        for tokens_after in (separators if first_is_end else [], tail_tokens)
+        if tokens_after and not ends.intersection(tokens_after)
     )
     return TurnTokens(
-        prompts=_prompts_in_heads(_prompt_beginnings(prompt, tokens), heads),
+        prompts=_prompts_in_heads(_prompt_beginnings(prompt, tokens), answer_heads),
         ends=ends,
         closing=closing,
         headers=frozenset(headers),
@@ -164,11 +166,11 @@ def any_of_pattern(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
 
 
 def _answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:
-    """Return what a template writes after a question to prompt an answer, from the first token that differs."""
+    """Return how a question rendered as a prompt for an answer goes on where it begins to differ from the question."""
     question = [{"role": "user", "content": _WORDS[0]}]
-    without, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
-    common = next((i for i, (a, b) in enumerate(zip(without, with_prompt, strict=False)) if a != b), len(without))
-    for token in tokens.finditer(with_prompt) if tokens else ():
+    plain, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
+    common = next((i for i, (a, b) in enumerate(zip(plain, with_prompt, strict=False)) if a != b), len(plain))
+    for token in tokens.finditer(with_prompt) if tokens else ():  # a token is not cut in two
         if token.start() < common < token.end():
             common = token.start()
     return with_prompt[common:]
@@ -186,5 +188,6 @@ def _prompts_in_heads(beginnings: tuple[str, ...], heads: Sequence[str]) -> tupl
 
     A head is the text between a question and its answer, in which a template may write less than in a prompt.
     """
-    longest = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in heads]
-    return beginnings[: max(longest) + 1]
+    # The index of the longest beginning in each head; 0 for a head with none, as no beginning helps there.
+    indices = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in heads]
+    return beginnings[: max(indices) + 1]

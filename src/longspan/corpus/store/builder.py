@@ -44,9 +44,10 @@ _WITH_PIXELS_BYTES = 1 << 18
 class Recipe:
     """Everything that decides the documents of a corpus, and how to make them: with `stored` tokens, by `workers`.
 
-    `sources` are the sums of `files`, `encodings` make tokens of the rows of each source, `longest` is the most tokens
-    of a document (0: any); with `skip_bad` a bad row is left out, as one of more than `most_bytes` (0: any) is. `path`
-    names the corpus in messages.
+    `files` and `sources` correspond: a path, and its size, time and SHA-256 sum. `encodings` has the encoding of each
+    source's rows, by number of source. `longest` is the most tokens of a document (0: any). A row of more than
+    `most_bytes` (0: any) is a bad one. A bad row is an error, or left out with `skip_bad`. `workers` is a number of
+    processes (0: one for each core). `path` names the corpus in messages.
     """
 
     path: str
@@ -61,14 +62,17 @@ class Recipe:
 
     @cached_property
     def key(self) -> str:
-        """Return the SHA-256 of all that decides the documents; equal files give equal keys wherever they are."""
+        """Return the SHA-256 of all that decides the documents.
+
+        Equal files give equal keys wherever they are, unless rows may have images.
+        """
         digests = [encoding.digest for encoding in self.encodings]
-        # Defaults add nothing to the key.
+        # Defaults add nothing, so that these two settings change the key only of a corpus that uses them.
         further_settings = ["pixels"] * self.checks_pixels + [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
         digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *further_settings]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
             digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
-            if self.images:  # relative paths of images begin there
+            if self.images:  # relative paths of images begin in the file's folder
                 digest.update(f"{file.path.absolute().parent}\n".encode())
         return digest.hexdigest()
 
@@ -86,8 +90,7 @@ class Recipe:
     def encoder(self) -> DocumentEncoder:
         """Return the encoder of rows, for any process.
 
-        Stored tokens have two bytes if every id of the tokenizers fits; rows that bring ids, and tokens that are not
-        stored, get four.
+        Tokens have two bytes if they are stored, the tokenizers' ids fit, and no row has ids of its own; else four.
         """
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
         return DocumentEncoder(
@@ -111,7 +114,7 @@ _NEWS_SECONDS = 5.0
 def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     """Write the documents of a recipe to a folder, which is created; progress is logged.
 
-    Raises DataError if there are no documents, for rows that give none, and for files that change in the meantime.
+    Raises DataError for a bad row that is not left out, if no row gives a document, and for files that changed.
     """
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
@@ -121,7 +124,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
             writer.write_rows(encoded)
             progress.log_batch(batch, writer)
         progress.log_total(writer)
-    manifest = writer.manifest()
+    manifest = writer.finish_manifest()
     _check_unchanged(recipe)
     if not manifest.documents:
         raise DataError(_no_documents_text(recipe, manifest))
@@ -136,8 +139,9 @@ class _Writer:
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         """Open the files of a corpus: a column for each fact of its documents, and their tokens if they are stored.
 
-        Without stored tokens there are columns of the rows' places in their files instead, and with several sources one
-        of the sources' numbers.
+        If tokens are not stored, two columns say where each document's tokens are made from: the position of its row in
+        the file, and its first token in the row. With several sources another column has the number of each document's
+        source.
         """
         self._recipe, self._folder = recipe, folder
         columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4"}
@@ -147,7 +151,7 @@ class _Writer:
         self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
         self._tokens = (folder / "tokens.bin").open("wb") if recipe.stored else None
-        self._codes, self._masked = GrowingCodes(folder / "codes.bin"), False
+        self._codes, self._has_codes = GrowingCodes(folder / "codes.bin"), False
         self._images = ImageWriter(folder) if recipe.images else None
         self._notes = Notes()
         self.tokens = self._targets = 0  # written so far
@@ -174,21 +178,21 @@ class _Writer:
             "positions": encoded.positions,
             "starts": encoded.starts,
         }
-        if self._images is not None:
+        if self._images is not None:  # before the columns grow: `images` count documents from 0 in these rows
             self._images.append(encoded.images, self._columns["lengths"].count)
         for name, column in self._columns.items():
             column.append(values[name])
-        self._masked |= encoded.codes is not None
+        self._has_codes |= encoded.codes is not None
         if self._tokens is not None:
             self._tokens.write(encoded.ids.data)
             self._codes.append(encoded.codes, len(encoded.ids))
         self.tokens += len(encoded.ids)
         self._targets += int(encoded.targets.sum())
-        self._notes.add(encoded.notes)
+        self._notes.add_notes(encoded.notes)
 
-    def manifest(self) -> Manifest:
-        """Return the manifest of the closed files; `targets.npy` is removed if all tokens are targets."""
-        if not self._masked:
+    def finish_manifest(self) -> Manifest:
+        """Return the manifest of the closed files, and remove `targets.npy` if all tokens are targets."""
+        if not self._has_codes:
             (self._folder / "targets.npy").unlink()
         notes = self._notes
         return replace(
@@ -279,7 +283,10 @@ def _duration(seconds: float) -> str:
 
 
 def _batch_rows(recipe: Recipe) -> Iterator[list[FileChunk]]:
-    """Yield chunks of files in order, about BATCH_BYTES at a time; one without rows at once, as it shows progress."""
+    """Yield chunks of files in order, about BATCH_BYTES at a time.
+
+    A chunk without rows only shows progress, so its batch is yielded at once.
+    """
     batch, size = list[FileChunk](), 0
     for number, file in enumerate(recipe.files):
         for chunk in row_file(file.name, file.path, recipe.most_bytes).chunks():

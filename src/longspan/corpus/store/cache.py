@@ -43,7 +43,7 @@ class Cache:
         name = hashlib.sha256(str(Path(path).absolute()).encode()).hexdigest()[:32]
         return self.folder / "files" / f"{name}.jsonl"
 
-    def open_or_build(
+    def open_or_build_documents(
         self, key: str, is_whole: Callable[[Path], bool], build: Callable[[Path], object], log: LogLine
     ) -> tuple[Path, bool]:
         """Return the folder of the documents with this key, and whether it was built now.
@@ -74,7 +74,10 @@ class Cache:
 
     @contextmanager
     def _lock_documents(self, folder: Path, log: LogLine) -> Iterator[bool]:
-        """Lock these documents inside, once no other run has them locked; False if the file system has no locks."""
+        """Lock these documents for the context, after waiting for a run that has locked them.
+
+        Yields True, or False if the file system has no locks.
+        """
         last_line = 0.0
         with folder.with_suffix(".lock").open("a") as file:
             while True:

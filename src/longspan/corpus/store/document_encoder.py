@@ -45,7 +45,7 @@ class Notes:
         self.names_as_text: Counter[str] = Counter[str]()
         self.bad, self.skipped = list[str](), list[str]()
 
-    def add(self, other: "Notes") -> None:
+    def add_notes(self, other: "Notes") -> None:
         """Add the notes about further rows."""
         self.rows += other.rows
         self.left_out.update(other.left_out)
@@ -75,9 +75,9 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """Makes documents of rows, with each source's encoding, at most `longest` tokens (0: any) and the type of tokens.
+    """Makes documents of rows, of at most `longest` tokens (0: any), whose ids have the numpy type `dtype`.
 
-    A row that gives no document is an error; with `skip_bad` it is counted.
+    `encodings` has the encoding of each source's rows. A bad row is an error, or with `skip_bad` counted.
     """
 
     encodings: "tuple[RowEncoding, ...]"
@@ -85,8 +85,8 @@ class DocumentEncoder:
     dtype: str
     skip_bad: bool = False
 
-    def encode(self, pieces: Sequence[FileChunk]) -> Encoded:
-        """Encode the rows of these chunks in order. Raises DataError for a row that gives no document."""
+    def encode_chunks(self, pieces: Sequence[FileChunk]) -> Encoded:
+        """Encode the rows of these chunks in order. Raises DataError for a bad row, unless bad rows are skipped."""
         batch = _BatchDocuments(self)
         for source, group in groupby(pieces, key=lambda piece: piece.source):
             rows, places = list[Row](), list[tuple[int, int]]()
@@ -121,9 +121,9 @@ class _BatchDocuments:
             self._notes.skipped.append(piece.chunk.name)
 
     def add_documents(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
-        """Add the documents of rows, which are at these places (file, position).
+        """Add the documents of rows, which are at these places (file, position), and note what their texts name.
 
-        A row may give several samples; `start` counts the row's tokens before each.
+        A row may give several samples, one after another; `start` counts the row's tokens before a sample.
         """
         if encoding.kind == "text":
             texts = (row.values.get("text") for row in rows)
@@ -141,12 +141,12 @@ class _BatchDocuments:
             start += len(sample.ids)
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], start: int, where: str) -> None:
-        """Add the documents of a sample; its tokens are the row's tokens from `start` on.
+        """Add the documents of a sample, which is cut outside of its images if it is too long.
 
-        `place` are the number of the row's file and the row's position there; `where` names the row in messages. Ids
-        that the type of tokens cannot hold, and images longer than a document, make the row a bad one. Long samples are
-        cut outside of images, which move to their places in the documents. Codes are labels in short
-        (`encode_labels`); without codes every token but the first is a target.
+        The sample's tokens are the row's tokens from `start` on. `place` is the number of the row's file, and the row's
+        position there; `where` names the row in messages. A sample is counted as a bad row if the type of tokens cannot
+        hold one of its ids, or if an image takes more tokens than a document may have. `encode_labels` says what codes
+        are; without codes every token but the first is a target.
         """
         ids, codes = sample.ids, encode_labels(sample.ids, sample.labels)
         limit = np.iinfo(self._encoder.dtype).max
@@ -161,19 +161,19 @@ class _BatchDocuments:
             return
         for document_rows in cut_row(len(ids), codes, most_tokens, self._notes.left_out, uncut):
             inside = (image for image in sample.images if document_rows.start <= image.start < document_rows.stop)
-            self._images += (
-                PlacedImage(len(self._facts), _shift(image, -document_rows.start), place[1]) for image in inside
+            self._images += (  # len(self._facts) is the number of this document, whose facts are added below
+                PlacedImage(len(self._facts), _shift_image(image, -document_rows.start), place[1]) for image in inside
             )
             code = None if codes is None else codes[document_rows].copy()
             if code is not None:
-                code[0] = OWN_TOKEN  # the first token is never predicted
+                code[0] = OWN_TOKEN  # never predicted; so that codes with no other value need not be stored
             targets = len(ids[document_rows]) - 1 if code is None else int((code[1:] != NOTHING).sum())
             self._ids.append(ids[document_rows])
             self._codes.append(code)
             self._facts.append((len(ids[document_rows]), targets, *place, start + document_rows.start))
 
     def add_bad(self, row: BadRow) -> None:
-        """Count a row that gives no document. Raises DataError unless it is skipped: masked, or under `skip_bad`."""
+        """Count a row that gives no document. Raises DataError unless the row is masked or bad rows are skipped."""
         if row.masked:
             self._notes.left_out["masked_rows"] += 1
             return
@@ -184,7 +184,7 @@ class _BatchDocuments:
             self._notes.bad.append(f"{row.where}: {row.reason}")
 
     def collect_documents(self) -> Encoded:
-        """Return all documents that were added; a code takes one byte unless labels name other tokens."""
+        """Return all documents that were added; their codes have one byte each unless labels name other tokens."""
         codes = None
         if any(code is not None and code.any() for code in self._codes):
             pairs = zip(self._codes, self._ids, strict=True)
@@ -196,7 +196,7 @@ class _BatchDocuments:
         return Encoded(ids, codes, lengths, targets, files, positions, starts, self._notes, self._images)
 
 
-def _shift(image: SampleImage, by: int) -> SampleImage:
+def _shift_image(image: SampleImage, by: int) -> SampleImage:
     """Return an image whose placeholders stand `by` tokens later."""
     return image._replace(start=image.start + by, stop=image.stop + by)
 
@@ -210,13 +210,13 @@ def cut_row(
 ) -> list[slice]:
     """Cut a row of `length` tokens into documents of at most `longest` tokens (0: one document).
 
-    What is cut or lost is added to `counts`, by fields of LeftOut. If tokens have `codes`, a part without a target
-    behind its first token is no document. Each of the `uncut` spans (start, stop), ascending and none longer than
-    `longest`, stays in one part.
+    What is cut or lost is added to `counts`, by fields of LeftOut. A part of fewer than SHORTEST tokens is no document,
+    nor is one whose `codes` name no target after its first token. Each of the `uncut` spans (start, stop), ascending
+    and none longer than `longest`, stays in one part.
     """
     step = longest or max(length, 1)
     pieces = [piece for piece in _cut_outside_spans(length, step, uncut) if piece.stop - piece.start >= SHORTEST]
-    lost_tokens = length - sum(piece.stop - piece.start for piece in pieces)
+    lost_tokens = length - sum(piece.stop - piece.start for piece in pieces)  # masked parts are counted by themselves
     if codes is not None:
         with_targets = [piece for piece in pieces if (codes[piece][1:] != NOTHING).any()]
         counts.update(masked_parts=len(pieces) - len(with_targets))

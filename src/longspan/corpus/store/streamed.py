@@ -37,7 +37,7 @@ def open_corpus(folder: Path) -> Corpus:
 def _make_tokens(place: Path, manifest: Manifest, tokenizer_folder: Path, record: Record) -> "StreamedTokens":
     """Return the tokens of the documents in folder `place`, made by the run's tokenizer and settings (`record`)."""
 
-    def encodings() -> "tuple[RowEncoding, ...]":
+    def make_encodings() -> "tuple[RowEncoding, ...]":
         """Make the encoding of each source, by the settings of the record."""
         from longspan.corpus.rows.encoding import RowEncoding  # it imports transformers
         from longspan.corpus.tokenizer import load_tokenizer
@@ -45,7 +45,7 @@ def _make_tokens(place: Path, manifest: Manifest, tokenizer_folder: Path, record
         tokenizer, settings = load_tokenizer(tokenizer_folder), RowSettings(**record.row_settings)
         return tuple(RowEncoding(kind, tokenizer, settings) for kind in manifest.kinds)  # type: ignore[arg-type]
 
-    return StreamedTokens(place, manifest, encodings)
+    return StreamedTokens(place, manifest, make_encodings)
 
 
 class EncodedRow(NamedTuple):
@@ -61,7 +61,8 @@ class StreamedTokens:
     def __init__(self, folder: Path, manifest: Manifest, encodings: Encodings) -> None:
         """Map the folder's columns, one value a document: file, position of the row, and first token in the row.
 
-        Which source a document is of is a column only with several sources. `encodings` is called at the first read.
+        With several sources one more column has the number of each document's source. `encodings` is called at the
+        first read.
         """
         self._sources = SourceLines(folder)
         self._positions, self._starts = map_array(folder / "positions.npy"), map_array(folder / "starts.npy")
@@ -95,9 +96,9 @@ class StreamedTokens:
         return row
 
     def _encode_row(self, document: int, file: int, position: int) -> EncodedRow:
-        """Encode a row again: the tokens of all its samples end to end, of which a document is a slice.
+        """Encode a row again: return the tokens of all its samples end to end; a document is a slice of them.
 
-        Raises DataError if the row gives no document now.
+        Raises DataError if the row has become a bad one.
         """
         row = self._open_file(file).row_at(position)
         source = 0 if self._source_of is None else int(self._source_of[document])

@@ -20,13 +20,14 @@ Batch = Sequence[FileChunk]
 
 
 def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: int) -> Iterator[tuple[Batch, Encoded]]:
-    """Yield each batch with its documents, in order; encoded by `workers` processes, or in this one if that is 0 or 1.
+    """Yield each batch with its documents, in order.
 
-    Raises DataError for a row that gives no document, and if a process ended.
+    They are encoded by `workers` processes, or by this process if `workers` is 0 or 1. Raises DataError for a bad row
+    that is not left out, and if a process ended.
     """
     if workers <= 1:
         for batch in batches:
-            yield batch, encoder.encode(batch)
+            yield batch, encoder.encode_chunks(batch)
         return
     with _Encoders(encoder, workers) as pool:
         yield from pool.encode_in_order(batches)
@@ -47,31 +48,34 @@ class _Encoders:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the workers first: a thread that waits for one returns then."""
+        """End the workers, then the threads: a thread that waits for a worker returns only once the worker ended."""
         for worker in self._workers:
-            worker.end()
+            worker.end_process()
         self._threads.shutdown(cancel_futures=True)
 
     def encode_in_order(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Encoded]]:
-        """Yield batches in order with their documents; only some batches and bytes are in flight at a time."""
-        waiting, sent = deque[tuple[Batch, int, Future[Encoded]]](), 0
+        """Yield batches in order with their documents; only some batches and bytes are in flight at a time.
+
+        A batch of more than IN_FLIGHT_BYTES is sent once no other is in flight.
+        """
+        in_flight, bytes_in_flight = deque[tuple[Batch, int, Future[Encoded]]](), 0
         for batch in batches:
             size = sum(len(piece.chunk.data) for piece in batch)
-            while waiting and (len(waiting) >= self._most or sent + size > IN_FLIGHT_BYTES):
-                done, bytes_done, result = waiting.popleft()
-                sent -= bytes_done
-                yield done, result.result()
-            waiting.append((batch, size, self._threads.submit(self._encode_by_idle_worker, batch)))
-            sent += size
-        while waiting:
-            done, _, result = waiting.popleft()
-            yield done, result.result()
+            while in_flight and (len(in_flight) >= self._most or bytes_in_flight + size > IN_FLIGHT_BYTES):
+                oldest_batch, oldest_size, future = in_flight.popleft()
+                bytes_in_flight -= oldest_size
+                yield oldest_batch, future.result()
+            in_flight.append((batch, size, self._threads.submit(self._encode_by_idle_worker, batch)))
+            bytes_in_flight += size
+        while in_flight:
+            oldest_batch, _, future = in_flight.popleft()
+            yield oldest_batch, future.result()
 
     def _encode_by_idle_worker(self, batch: Batch) -> Encoded:
         """Have an idle worker encode a batch, and return its documents."""
         worker = self._idle.get()
         try:
-            return worker.encode(batch)
+            return worker.encode_batch(batch)
         finally:
             self._idle.put(worker)
 
@@ -81,11 +85,12 @@ class _Encoder:
 
     def __init__(self, encoder: DocumentEncoder) -> None:
         environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        # Without a terminal's signals: an interrupted parent ends its workers itself.
         self._worker = Worker(serve_batches, environment=environment, own_session=True)
         self._worker.connection.send(encoder)
 
-    def encode(self, batch: Batch) -> Encoded:
-        """Send a batch to the worker; returns its documents, or raises the worker's error."""
+    def encode_batch(self, batch: Batch) -> Encoded:
+        """Send a batch to the worker and return its documents. Raises the error that the worker sent, if any."""
         try:
             self._worker.connection.send(batch)
             answer = self._worker.connection.recv()
@@ -98,18 +103,21 @@ class _Encoder:
             raise answer
         return answer
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """End the process, also in the middle of a batch."""
         self._worker.end()
         self._worker.connection.close()
 
 
 def serve_batches(connection: "Connection[Any, Any]", parent: int) -> None:
-    """Encode batches, in a worker, until there is no next one."""
+    """Encode the batches that come through `connection`, as a worker, until none comes or process `parent` is gone.
+
+    The encoder comes first. Errors of rows are sent back as answers.
+    """
     encoder: DocumentEncoder = connection.recv()
     while (batch := next_request(connection, parent)) is not None:
         try:
-            answer: Any = encoder.encode(batch)
+            answer: Any = encoder.encode_chunks(batch)
         except LongspanError as error:
             answer = error
         connection.send(answer)
