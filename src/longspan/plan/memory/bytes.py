@@ -34,7 +34,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """The bytes of all fields together."""
+        """The sum."""
         shards = self.weights + self.gradients + self.states
         return shards + self.gathered + self.kept + self.work + self.logits + self.communicators
 

@@ -74,7 +74,7 @@ class MemoryPlan:
         return self.device.total <= budget.device and self.host.total <= budget.host
 
     def excess(self, budget: MemoryBudget) -> int:
-        """Return by how many bytes the plan is above a budget, of device and host together; 0 if it fits."""
+        """Return how many bytes of device and host are above a budget."""
         return max(0, self.device.total - budget.device) + max(0, self.host.total - budget.host)
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
@@ -98,7 +98,7 @@ class MemoryPlan:
         return Counter(kinds).most_common(1)[0][0]  # pyright: ignore[reportReturnType]
 
     def table(self) -> str:
-        """Return a table of the bytes of device and host: a line for each field of Bytes, and the total."""
+        """Return the bytes of device and host, a line for each name as in the JSON."""
         device, host = self.device.to_json(), self.host.to_json()
         lines = [f"{'':14}{'GPU':>22}{'host':>32}"]
         for name, size in device.items():
@@ -109,10 +109,7 @@ class MemoryPlan:
         return "\n".join(lines)
 
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
-        """Return what layers keep and what is filled, in one line; with a budget also what may be filled.
-
-        "memory: 8 of 36 layers full, 28 selective; 61.3 of 72.0 GiB, 0.0 GiB on the host"
-        """
+        """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
         (first_word, first_count), *further_counts = Counter(self.measures).items()
         measures = [f"{first_count} of {plural(len(self.measures), 'layer')} {_WORDS[first_word]}"]
         measures += [f"{count} {_WORDS[word]}" for word, count in further_counts]
@@ -139,7 +136,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """What decides the bytes of a run but for what layers keep: made once, to count many choices of that.
+    """The bytes of a run before it is decided what layers keep: made once, asked for many choices.
 
     >>> needs.under("selective").device.total  # doctest: +SKIP
     """
@@ -175,10 +172,7 @@ class MemoryNeeds:
         *,
         groups: int = 0,
     ) -> "MemoryNeeds":
-        """Count the needs of these loads, in steps of `micro_batches` micro-batches.
-
-        `groups` is the most groups with communicators of their own that a slot is in.
-        """
+        """Count the needs of these loads, in steps of `micro_batches`; a slot is in `groups` with a communicator."""
         read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
         layers = numbers.decoder_layers
         places = tuple(

@@ -129,7 +129,7 @@ class ModelNumbers:
 
 
 def reason_uncounted(config: object) -> str:
-    """Return the part of a model whose memory cannot be planned; "" for a model without such a part.
+    """Return what of a model is not counted; "" for a model whose memory can be planned.
 
     >>> reason_uncounted({"model_type": "zamba2"})
     'shared blocks'
