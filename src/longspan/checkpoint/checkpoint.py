@@ -189,13 +189,13 @@ def load_checkpoint(
 
 
 def holds_encoders(path: Path) -> bool:
-    """Whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
+    """Return whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
     weights = _names_under("model.", read_metadata(path).state_dict_metadata)
     return are_multimodal(weights) or any(name.startswith("encoders.") for name in weights)
 
 
 def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return weights and moments by name; an optimizer that has not taken a step has no moments to return.
+    """Return weights and moments by name; without moments, which torch would make, if the optimizer has no state yet.
 
     Of a model with an adapter only the adapter's are returned, here and in `tensors_to_fill`: its base is not trained.
     """
@@ -221,9 +221,9 @@ def tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, 
 
 
 class StoredMoments(NamedTuple):
-    """The parameters that have moments in a checkpoint, and the settings of each parameter of its optimizer.
+    """Which parameters have moments in a checkpoint, and which settings the optimizer had for each parameter.
 
-    `moments` are all beginnings of their names, up to a dot, as nothing marks where the parameter's name ends.
+    `moments` are the names of moments cut at each of their dots: nothing marks where a parameter's name ends in them.
     """
 
     moments: frozenset[str]
@@ -248,9 +248,9 @@ def drop_absent_moments(
 ) -> None:
     """Drop the moments of parameters that have none in the checkpoint: they had no gradient before it was saved.
 
-    Both the optimizer and `tensors`, into which the checkpoint is read, lose them. The saved optimizer must have had
-    these parameters and, in a checkpoint without any moments, settings of the same names, which tell its class. All
-    ranks call it together. Raises CheckpointError, on every rank, for any other checkpoint.
+    The optimizer loses them, and so does `tensors`, into which the checkpoint is read. The saved optimizer must have
+    had settings for these parameters. Without any moments only the settings' names tell the optimizer's class, so they
+    must be those of this one. All ranks call it together. Raises CheckpointError, on every rank, for other checkpoints.
     """
     stored_here = StoredMoments.of(tensors["optimizer"])
     updated = {name: p for name, p in model.named_parameters() if name in stored_here.moments}

@@ -95,22 +95,21 @@ def export_checkpoint(
 ) -> Exported:
     """Write a checkpoint (None: the run's newest good one) to a folder that stock transformers loads.
 
-    Of a run that trains an adapter ([lora]) that is a folder that stock peft loads, or with `merge` one of the base
-    model with the adapter added to its weights.
+    An adapter ([lora]) is written to a folder that stock peft loads, or with `merge` added to the weights of its base
+    model. `mtp` says whether depths of multi-token prediction are written, and under which names (`MtpNames`). `dtype`
+    is the name of the files' dtype; "auto" is the model's own, and for an adapter the dtype in which it was trained.
 
-    `mtp`: whether depths of multi-token prediction are written, and under which names (`MtpNames`).
-
-    `dtype` is that of the files: "auto" for that of the run's model/ folder, or a name. Raises CheckpointError for a
-    checkpoint that is missing, damaged or of another model, and ModelError for a folder that is not empty, unless it
-    is a model's and `overwrite` is true: then its weights, configuration and tokenizer are replaced.
+    Raises CheckpointError for a checkpoint that is missing, damaged or of another model, and ModelError for a folder
+    that is not empty. With `overwrite` a folder may hold a model, whose weights, configuration and tokenizer are
+    replaced.
     """
     check_export_folder(folder, overwrite=overwrite)
     config, run = _run_stock_configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
     checkpoint = _good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
-    kind = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
-    empty = empty_model(config, kind, find_images_class(config))
+    file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
+    empty = empty_model(config, file_dtype, find_images_class(config))
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
     depths = ExportedDepths.of(run, empty, "own" if as_adapter and mtp == "published" else mtp, log)
     try:
@@ -118,17 +117,17 @@ def export_checkpoint(
             saved = read_adapter(run, config, _read_adapter_tensors(checkpoint)) if run.lora.rank else None
             if saved is not None and as_adapter:
                 saved = saved._replace(tensors=depths.select_weights(saved.tensors))
-                kind = torch.float64 if run.model.dtype == "float64" else torch.float32  # as adapters are trained
-                kind = kind if dtype == "auto" else torch_dtype(dtype)
-                written = write_saved_adapter(saved, partial, run_dir, kind)
+                if dtype == "auto":  # as adapters are trained
+                    file_dtype = torch.float64 if run.model.dtype == "float64" else torch.float32
+                written = write_saved_adapter(saved, partial, run_dir, file_dtype)
             else:
-                kind, groups = empty.dtype, _weight_groups(checkpoint, empty, depths)
+                file_dtype, groups = empty.dtype, _weight_groups(checkpoint, empty, depths)
                 if saved is not None:
                     groups = map(depths.select_weights, merge_by_layer(saved, run, config, run_dir))
                 written = _write_weights(partial, empty, _log_progress(groups, log), run_dir, depths)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
-    step, name = int(read_state(checkpoint)["step"]), str(kind).removeprefix("torch.")
+    step, name = int(read_state(checkpoint)["step"]), str(file_dtype).removeprefix("torch.")
     return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
 
 
@@ -149,7 +148,7 @@ def check_export_folder(folder: Path, *, overwrite: bool) -> None:
 
 @contextmanager
 def staging_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder, whose files are put into `folder` at the end; after an error nothing is left of it."""
+    """Yield a new folder to write into, whose files then replace a model's in `folder`; an error leaves nothing."""
     partial = partial_folder(folder)
     try:
         yield partial
@@ -169,18 +168,18 @@ def _run_stock_configuration(run_dir: Path) -> PreTrainedConfig:
 
 
 def _good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
-    """Return the checkpoint, or the newest good one.
+    """Return `checkpoint`, after a check of its files; None stands for the newest good one under `root`.
 
-    Raises CheckpointError for a file that is not as it was written.
+    Raises CheckpointError where its files are not as they were written, or where no checkpoint is good.
     """
 
-    def check(path: Path) -> None:
+    def check_files(path: Path) -> None:
         check_contents(path, check_sizes(path))
 
     if checkpoint is not None:
-        check(checkpoint)
+        check_files(checkpoint)
         return checkpoint
-    newest, _ = newest_good_checkpoint(complete_checkpoints(root, log), check, log)
+    newest, _ = newest_good_checkpoint(complete_checkpoints(root, log), check_files, log)
     if newest is None:
         raise CheckpointError(f"there is no checkpoint in {root}; train the run first")
     return newest
@@ -199,10 +198,15 @@ def _write_weights(
 
 
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of a checkpoint that are exported, those of a layer together, as they were stored."""
+    """Yield the weights of a checkpoint that are exported, those of a layer together, by their names in stock models.
+
+    Layers come in the order of the `empty` model, and weights in their stored dtype. Raises ModelError for a weight
+    that the model has not.
+    """
     metadata = read_metadata(checkpoint)
     entries = depths.select_weights(_weights_in(metadata))
-    stored_names = map_stock_names(entries)  # a vision-language model's are stored by the names of its two modules
+    # Weights of a vision-language model are stored under the names of its two modules.
+    stored_names = map_stock_names(entries)
     stored = {name: entries[stored_name] for name, stored_name in stored_names.items()}
     weights = dict(empty.state_dict())
     if unknown := sorted(stored.keys() - weights.keys()):

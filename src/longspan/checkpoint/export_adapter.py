@@ -40,14 +40,18 @@ MtpNames = Literal["published", "own", "none"]
 
 @dataclass(frozen=True)
 class ExportedDepths:
-    """How the depths of a run's model are written to its files: `rename` is from our names to theirs."""
+    """How the depths of a run's model are written: `rename` turns our name of a weight into its name in the files."""
 
     rename: Callable[[str], str]
     left_out: bool = False
 
     @classmethod
     def of(cls, run: RunConfig, empty: PreTrainedModel, names: MtpNames, log: LogLine) -> "ExportedDepths":
-        """Give the stock model the depths that are written, and log their names; without depths nothing is logged."""
+        """Add the depths that are written to the stock model `empty`, and log under which names they are written.
+
+        Published names are taken where the family has them: then the model's configuration also describes its depths,
+        as published configurations do. Without depths nothing is added or logged.
+        """
         depths, text = run.mtp.depths, empty.config.get_text_config()
         own_names = cls(lambda name: name, left_out=names == "none")
         if not depths:
@@ -57,7 +61,7 @@ class ExportedDepths:
             log(f"{title}: left out")
             return own_names
         blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
-        blocks = blocks[: len(blocks) // depths]  # of the first depth; all have the same
+        blocks = blocks[: len(blocks) // depths]  # of the first depth; every depth has blocks of the same types
         published = publication_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
         rename = published if names == "published" else None
         if rename is None:
@@ -88,10 +92,10 @@ class SavedAdapter(NamedTuple):
 
 
 def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
-    """Return a run's adapter with the tensors that its checkpoint has `stored`.
+    """Return a run's adapter with the tensors that its checkpoint has `stored`, by their names in the stock model.
 
-    The adapter that [lora] describes is added to a model without weights, which has its names and scalings. Raises
-    CheckpointError if these are other names than those of the tensors.
+    Which names and scalings the adapter has is found by adding what [lora] describes to a model without weights. Raises
+    CheckpointError if the tensors have other names.
     """
     tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
     stock = empty_model(configuration, torch.float32, find_images_class(configuration))
@@ -113,7 +117,7 @@ def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mappin
 
 
 def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> WeightTotals:
-    """Write an adapter to a folder, with the tokenizer that the run keeps."""
+    """Write an adapter to a folder in this dtype (None: its own), with the tokenizer that the run keeps."""
     tensors = {name: tensor.to(dtype=dtype) for name, tensor in saved.tensors.items()}
     write_adapter(folder, saved.adapter, tensors, KeptFiles(run_dir), saved.modules)
     return WeightTotals(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
@@ -136,9 +140,10 @@ def merge_by_layer(
 
 
 def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight of the base model plus what the adapter adds to it, W + s B A.
+    """Return a weight of the base model plus what the adapter adds to it, W + s B A, added in `dtype`.
 
-    A weight without an adapter is returned as it is, and one that was trained whole as it was trained.
+    A weight without an adapter is returned as it is, and a weight that was trained whole, beside the adapter, as it was
+    trained.
     """
     if name in saved.tensors:
         return saved.tensors[name]
@@ -152,7 +157,7 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
 
 
 def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole weights of a model; those that it has not read yet are read one at a time."""
+    """Yield the weights of a model by name; weights that it has not read from its folder yet are read one at a time."""
     weights = pop_deferred_weights(model)
     if weights is None:
         yield from model.state_dict().items()
@@ -162,7 +167,7 @@ def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) -> None:
-    """Raise CheckpointError for a base model, or depths, that were drawn on a GPU, where other numbers are drawn."""
+    """Raise CheckpointError for random weights, of a base model or its depths, that this CPU would draw differently."""
     name = run.model.preset_name
     drawn_depths = run.mtp.depths and depth_weights(run, configuration) is None
     # Nothing was drawn, or a tiny preset was: its weights are drawn on the CPU on every machine.

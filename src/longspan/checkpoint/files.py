@@ -64,7 +64,10 @@ def remove_folder(path: Path) -> None:
 def publish_checkpoint(
     partial: Path, path: Path, state: Mapping[str, Any], digests: Sequence[Mapping[str, Digest]]
 ) -> None:
-    """Write the state and, last, the manifest; make it durable; give the folder its name."""
+    """Write the state and, last, the manifest of a checkpoint into `partial`, durably; then name the folder `path`.
+
+    `digests` are those of the files that each rank wrote. In a store both paths are one, and nothing is to be synced.
+    """
     in_store = isinstance(partial, StorePath)
     write: Any = type(partial).write_text if in_store else write_durably
     write(partial / STATE, json.dumps(state, indent=1))
@@ -74,7 +77,7 @@ def publish_checkpoint(
     if in_store:
         return
     _sync_folder(partial)
-    remove_folder(path)  # a damaged one of the same step
+    remove_folder(path)  # a damaged checkpoint of the same step, over which rename would fail
     partial.rename(path)
     _sync_folder(path.parent)
 
@@ -132,9 +135,9 @@ def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) ->
 
 
 def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
-    """Write down in damaged checkpoints what is wrong, so that none of them counts when older ones are removed.
+    """Write into each damaged checkpoint what is wrong, so that it does not count as good when older ones are removed.
 
-    In the one that is `good` no such note is left: it may have been restored.
+    An earlier note in the checkpoint `good` is removed: its files may have been restored.
     """
     with suppress(OSError):  # on a full disk the run goes on
         if good is not None:
@@ -144,9 +147,9 @@ def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
 
 
 def check_sizes(path: Path) -> dict[str, Digest]:
-    """Return the files of a checkpoint, by its manifest.
+    """Compare the files of a checkpoint with its manifest, and return the manifest's size and hash of each by name.
 
-    Raises CheckpointError for one that is missing or of another size.
+    Raises CheckpointError for a file that is missing or of another size.
     """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
@@ -169,10 +172,7 @@ def check_contents(path: Path, files: Mapping[str, Digest]) -> None:
 
 
 def files_by_rank(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Digest]]:
-    """Return for each rank the files that it checks.
-
-    The largest file is dealt first, each to the rank with the fewest bytes so far.
-    """
+    """Divide files over ranks, which check them: the largest first, each to the rank with the fewest bytes so far."""
     shares: list[dict[str, Digest]] = [{} for _ in range(ranks)]
     loads = [0] * ranks
     for name in sorted(files, key=lambda name: (-files[name][0], name)):
@@ -206,7 +206,7 @@ def check_format(path: Path) -> None:
 
 
 def _list_checkpoints(root: Path) -> list[Path]:
-    """The checkpoints under `root`, unfinished ones too, the newest first."""
+    """Return the checkpoints under `root`, unfinished ones too, the newest first."""
     paths = [path for path in root.iterdir() if step_of(path) >= 0] if root.is_dir() else []
     return sorted(paths, key=lambda path: (step_of(path), path.name), reverse=True)
 
@@ -221,9 +221,9 @@ def _looks_good(path: Path) -> bool:
 
 
 def _read_manifest(path: Path) -> dict[str, Digest]:
-    """Return the files that the manifest of a checkpoint names.
+    """Return the size and hash of each file that the manifest of a checkpoint names.
 
-    Raises CheckpointError for one that is damaged or too old.
+    Raises CheckpointError for a manifest that is damaged, of another format, or names files of other folders.
     """
     check_format(path)
     files = _read_checkpoint_json(path / MANIFEST, path).get("files")

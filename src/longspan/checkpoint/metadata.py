@@ -97,7 +97,7 @@ def _plain_table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table
         raise CheckpointError(f"has files that another program compressed or encrypted, which are not read; {_AGAIN}")
 
     def location(name: str, offset: Any) -> list[int]:
-        """The number of the file, the first byte and the number of bytes."""
+        """Return where a chunk or value lies: the number of its file, the first byte there and how many bytes."""
         place = place_of[name, offset]
         return [files[place.relative_path], place.offset, place.length]
 
@@ -164,10 +164,10 @@ def _unpickle_table(file: Path) -> Table:
 def _as_metadata(table: Any, path: Path) -> Metadata:
     """Return the table of a checkpoint's metadata file as torch's classes.
 
-    `values` are objects as bytes, each at a place in a file: [number of the file, first byte, bytes]. `tensors` are cut
-    into chunks: [offsets in the tensor, sizes, then the numbers of such a place]. Chunks must lie inside their tensor
-    and their file, and have as many numbers together as the tensor's shape. Raises CheckpointError if one of these is
-    not so.
+    A value of `values`, an object as bytes, has a place in a file: [number of the file, first byte, bytes]. A tensor of
+    `tensors` is cut into chunks: [offsets in the tensor, sizes, and the three numbers of a place]. Raises
+    CheckpointError for a chunk outside of its tensor or its file, and where the chunks of a tensor together have more
+    or fewer numbers than its shape.
     """
     if table["format"] != FORMAT:
         raise CheckpointError(
@@ -196,10 +196,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
         chunks: list[ChunkStorageMetadata] = []
         elements = 0
         for offsets, sizes, *location in tensor["chunks"]:
-            if not len(offsets) == len(sizes) == len(shape) or any(
-                _read_count(first) + _read_count(size) > whole
-                for first, size, whole in zip(offsets, sizes, shape, strict=True)
-            ):
+            if not _lies_inside(shape, offsets, sizes):
                 raise CheckpointError(f"has a chunk of {name} at {offsets} of {sizes}, outside of {shape}; {_AGAIN}")
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             elements += prod(sizes)
@@ -212,6 +209,14 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
             )
         entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
     return Metadata(entries, storage_data=places)
+
+
+def _lies_inside(shape: list[int], offsets: list[Any], sizes: list[Any]) -> bool:
+    """Return whether a chunk has as many dimensions as its tensor, and ends inside of the tensor in each."""
+    return len(offsets) == len(sizes) == len(shape) and all(
+        _read_count(first) + _read_count(size) <= whole
+        for first, size, whole in zip(offsets, sizes, shape, strict=True)
+    )
 
 
 def _read_count(number: Any) -> int:

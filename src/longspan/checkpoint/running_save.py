@@ -60,9 +60,10 @@ class RunningSave:
         return f"{type(self.failure).__name__}: {self.failure}"
 
     def run(self, group: ProcessGroup, plans: PlanCache, *, best: Callable[[], int]) -> None:
-        """Copy, write, publish and remove older checkpoints; in the threads of all ranks of a group together.
+        """Copy, write and publish the checkpoint, and remove older ones, in the threads of all ranks of a group.
 
-        `best` is asked at the end which step more is kept. What goes wrong is in `failure`.
+        `best` returns the step of one more checkpoint to keep; it is called last, for training may have changed it. An
+        error is not raised here, but noted in `failure`.
         """
         talk = _DistWrapper(group, True, 0)  # torch's collectives of objects; rank 0 of the group coordinates
         try:
@@ -72,6 +73,7 @@ class RunningSave:
                 remove_old_checkpoints(self.path.parent, self.keep, best=best())
         except BaseException as error:  # raised where the ranks meet next
             self.failure = error
+            # In a store this folder is the checkpoint's own, and stays if it was published.
             if talk.is_coordinator and is_unfinished(self.folder):
                 remove_folder(self.folder)  # what it takes may be what the disk lacks
         finally:
@@ -86,7 +88,7 @@ class RunningSave:
         """
         writer, tensors = _Writer(self), self.staging.tensors
 
-        def copy() -> None:
+        def finish_copies() -> None:
             self.staging.finish()
             self.staged.set()
             self.phase = "waiting for the other ranks' copies"
@@ -101,24 +103,23 @@ class RunningSave:
             publish_checkpoint(self.folder, self.path, self.state, digests)
             return sum(size for files in digests for size, _ in files.values())
 
-        talk.all_reduce("copy", copy, lambda _: create_partial(self.folder))
+        talk.all_reduce("copy", finish_copies, lambda _: create_partial(self.folder))
         self.phase = "planning"
         digests = talk.all_gather("names", partial(names_digest, tensors))
-        first = digests.index(digests[talk.rank]) == talk.rank  # of the ranks with the same names
+        is_first = digests.index(digests[talk.rank]) == talk.rank  # of the ranks with the same names
         dcp.save(
             tensors,
             storage_writer=writer,
-            planner=CachedPlanner(plans, lists_values=first),
+            planner=CachedPlanner(plans, lists_values=is_first),
             process_group=group,
         )
         self.bytes = talk.all_reduce("publish", lambda: writer.digests, publish)
 
 
 def connect_ranks(group: ProcessGroup) -> None:
-    """Let a group connect the ranks that a save connects, as long as their store is there.
+    """Send each kind of message of a save once, with empty values, so that gloo connects the ranks of the group now.
 
-    Ranks whose launcher was killed save once more, and gloo finds its peers through the store of the launcher. So each
-    kind of message of a save is sent once, with empty values.
+    gloo finds its peers through the launcher's store. Ranks whose launcher was killed save once more, without it.
     """
     talk = _DistWrapper(group, True, 0)
     talk.all_gather("connecting", str)

@@ -54,7 +54,10 @@ class CachedPlanner(DefaultSavePlanner):
         self._cached_plans_key, self._cache, self._lists_values = cache.key, cache, lists_values
 
     def create_local_plan(self) -> SavePlan:
-        """Return this rank's list of what it saves; an empty one, not usable, where the list is as at the last save."""
+        """Return this rank's list of what it saves.
+
+        A list that is the same as at the last save is returned empty and not `usable`: torch takes the kept one then.
+        """
         signature = [self._lists_values, *((name, _plan_key(value)) for name, value in self.state_dict.items())]
         if signature == self._cache.signature and self._cached_plans_key in SavePlanner._cached_save_plan:
             return SavePlan([], usable=False)
@@ -69,7 +72,7 @@ class CachedPlanner(DefaultSavePlanner):
         return self.plan
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Pickle a value that is no tensor, as torch does; one that recurs is taken from the last time."""
+        """Pickle a value that is no tensor, as torch does; the bytes of a plain value are kept, for it recurs."""
         if write_item.type != WriteItemType.BYTE_IO or not _is_plain(object):
             return super().transform_object(write_item, object)
         key = repr(object)
@@ -81,7 +84,7 @@ class CachedPlanner(DefaultSavePlanner):
 
 
 def names_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a hash of all names, by which ranks find those with the same ones: one of these lists the values."""
+    """Return a hash of the names of all tensors and values, by which ranks find the ranks that have the same names."""
     names = [f"{group}.{name}" for group, values in tensors.items() for name in values]
     return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
 
@@ -89,7 +92,7 @@ def names_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
 def is_small_value(item: WriteItem) -> bool:
     """Return whether an item is the same on all ranks that have it and takes few bytes.
 
-    Settings, counts and small buffers are; a shard is not, whatever its size.
+    That is so of settings, counts and small buffers. A shard is another one on every rank, whatever its size.
     """
     if item.type == WriteItemType.SHARD or item.tensor_data is None:
         return item.type == WriteItemType.BYTE_IO

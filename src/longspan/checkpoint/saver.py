@@ -118,7 +118,7 @@ class CheckpointSaver:
         tensors = tensors_to_save(model, optimizer)
         if not self._hosts_have_room(self._stage.bytes_to_take(tensors)):
             return
-        self._preparing = self._start_thread(partial(self._stage.reserve, tensors))
+        self._preparing = self._start_thread(partial(self._stage.take_memory, tensors))
 
     def save(
         self, model: nn.Module, optimizer: Optimizer, *, step: int, state: Mapping[str, Any] | None = None
@@ -177,7 +177,7 @@ class CheckpointSaver:
         self._running, save.given_up = None, True
         self._plans.forget()
         if self._world.control.any_rank(not save.ended.wait(_ENDS)):
-            self._background = False  # the group may have a message of theirs under way
+            self._background = False  # the group may have a message of these threads under way
             self._log("the next checkpoints are written while training waits: the threads of this one have not ended")
         if failures:  # an error of the first rank, which publishes, stands without a number
             reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
@@ -277,7 +277,7 @@ class CheckpointSaver:
         return True
 
     def _hold_next_update(self, optimizer: Optimizer, save: RunningSave) -> None:
-        """Let the optimizer's next step wait until everything is copied."""
+        """Make the optimizer's next step wait until everything is copied, and count that as time training stood."""
 
         def wait_for_copies(*_: Any) -> None:
             handle.remove()
@@ -308,7 +308,7 @@ class CheckpointSaver:
         return list(zip(self._world.home.ranks, reports, strict=True))
 
     def _phases_text(self, reports: list[Any]) -> str:
-        """Return which ranks are in which phase of a save: those that still write, then the phase of the fewest."""
+        """Return which ranks are in which phase of a save: first ranks that still write, then phases of few ranks."""
         ranks_in: dict[str, list[int]] = {}
         for rank, (phase, _, _) in self._pair_with_ranks(reports):
             ranks_in.setdefault(phase, []).append(rank)
@@ -316,7 +316,7 @@ class CheckpointSaver:
         return "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
 
     def _note_figures(self, save: RunningSave) -> None:
-        """Keep the figures of a save that is published, once."""
+        """Note the figures of a published save in `figures`, unless they were noted before."""
         if not save.noted:
             save.noted = True
             self.figures = SaveFigures(save.state["step"], save.shown, save.seconds, save.bytes)

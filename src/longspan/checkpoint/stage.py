@@ -25,8 +25,8 @@ Tensors = Mapping[str, Mapping[str, Any]]
 class StagedTensors:
     """Copies that are being taken: `tensors` is complete once `finish` has returned, in any one thread.
 
-    `to_copy` are pairs of the host; `copied` is the event after the copies from the GPU, whose `sources` are kept until
-    then.
+    `to_copy` are pairs (target, source) of tensors on the host, which `finish` copies. `copied` is the event after the
+    copies from the GPU (None without any), whose `sources` are kept until then.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StagedTensors:
         self.tensors, self._to_copy, self._copied, self._sources = tensors, to_copy, copied, sources
 
     def finish(self) -> None:
-        """Copy what is on the host, and wait for what comes from the GPU."""
+        """Copy the pairs of the host, and wait for the copies from the GPU."""
         with torch.no_grad():
             for target, source in self._to_copy:
                 target.copy_(source)
@@ -66,15 +66,15 @@ class Stage:
 
     @property
     def bytes(self) -> int:
-        """The memory that it has."""
+        """The bytes of memory taken so far."""
         return self._arena.bytes
 
     def bytes_to_take(self, tensors: Tensors) -> int:
-        """The memory that `reserve` would add for these tensors."""
+        """Return how many bytes `take_memory` would add for these tensors."""
         return sum(_bytes_with_alignment(local) for _, local in self._tensors_to_place(tensors))
 
-    def reserve(self, tensors: Tensors) -> None:
-        """Take memory for these tensors; what is there already stays. Raises ModelError where the host lacks it."""
+    def take_memory(self, tensors: Tensors) -> None:
+        """Take memory for the tensors that have none here yet. Raises ModelError where the host lacks it."""
         for piece in _group_by_bytes(self._tensors_to_place(tensors)):
             place = self._arena.take(sum(_bytes_with_alignment(local) for _, local in piece))
             self._ranges.append(place)
@@ -93,8 +93,8 @@ class Stage:
         Tensors on a GPU are copied by a stream of their own. On a CPU, values that change before the next update and
         small ones are copied now, others by `finish`.
         """
-        self.reserve(tensors)
-        # addresses of what only an update writes; buffers, which forward may write, are not among them
+        self.take_memory(tensors)
+        # Addresses of what only an update writes. Buffers, which forward may write, are not among them.
         steady = {local_tensor(p.detach()).data_ptr() for p in model.parameters()}
         staged: dict[str, dict[str, Any]] = {}
         to_copy, sources = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
@@ -123,19 +123,23 @@ class Stage:
         self._arena.close()
 
     def _memory_of_copy(self, name: str, source: Tensor) -> Tensor:
-        """Return the memory that a local tensor is copied into; one without elements has none in the arena."""
+        """Return the memory that a local tensor is copied into; a tensor without elements takes none of the arena."""
         if not source.nbytes:
             return torch.empty_like(source, device="cpu")
         return self._places[name][1]
 
     def _tensors_to_place(self, tensors: Tensors) -> list[tuple[str, Tensor]]:
-        """Return names and local tensors that have no memory of their shape and type here."""
+        """Return the names and local tensors that have no memory here, or memory of another shape or type."""
         items = ((f"{group}.{name}", value) for group, values in tensors.items() for name, value in values.items())
         local = ((name, local_tensor(value.detach())) for name, value in items if isinstance(value, Tensor))
-        return [(n, x) for n, x in local if x.nbytes and (n not in self._places or self._places[n][0] != _signature(x))]
+        signatures = {name: signature for name, (signature, _) in self._places.items()}
+        return [(name, x) for name, x in local if x.nbytes and signatures.get(name) != _signature(x)]
 
     def _copy_from_gpu(self, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-        """Begin to copy from the GPU, after what it computes now; returns the event after which all is here."""
+        """Begin to copy pairs (target, source) from the GPU, after what it computes now; return the event at the end.
+
+        None where there is nothing to copy, or no GPU.
+        """
         stream = self._arena.copies
         if stream is None or not pairs:
             return None
@@ -170,5 +174,5 @@ def _bytes_with_alignment(x: Tensor) -> int:
 
 
 def _signature(x: Tensor) -> tuple[Any, ...]:
-    """Return what a tensor must share with another to be copied into that one's memory."""
+    """Return what a tensor must have in common with the tensor whose memory it is copied into."""
     return x.shape, x.dtype, x.stride()

@@ -63,7 +63,10 @@ class HashingWriter(FileSystemWriter):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write what the files hold: torch's `.metadata`, and `metadata.json`, which longspan reads; on one rank."""
+        """Write which tensor is in which file: torch's `.metadata`, and `metadata.json`, which longspan reads.
+
+        torch calls this on one rank, with the `results` of all ranks.
+        """
         super().finish(metadata, results)
         places = {result.index: result.storage_data for rank_results in results for result in rank_results}
         with self._files.create_stream(self.path / METADATA, "wb") as stream:  # pyright: ignore[reportOperatorIssue]
@@ -86,7 +89,7 @@ class DataReader(FileSystemReader):
         self._file = ""  # the name of the file that is being read, for errors
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """What was read before; torch would unpickle `.metadata`."""
+        """Return the metadata that was read before; torch's reader would unpickle `.metadata`."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -103,7 +106,7 @@ class DataReader(FileSystemReader):
 
 
 class PatientReader(DataReader):
-    """Reads what this rank needs of all files."""
+    """Reads what this rank needs of all files, however long that takes."""
 
     def __init__(self, path: Path, metadata: Metadata, world: World) -> None:
         super().__init__(path, metadata)
@@ -134,7 +137,10 @@ class DataPlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take up a value that is no tensor, such as a count of steps; torch (2.11 to 2.13) unpickles it unchecked."""
+        """Take up a value that is no tensor, such as a count of steps.
+
+        torch (2.11 to 2.13) unpickles such a value unchecked. It gets a copy, made of what was read as plain data.
+        """
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
@@ -158,9 +164,15 @@ def read_values(file: Path) -> Any:
 
 
 def first_failure(error: BaseException) -> str:
-    """What went wrong on the first rank where something did, without the tracebacks of all of them."""
-    failures = list(error.failures.items()) if isinstance(error, CheckpointException) else []
-    return f"{failures[0][1][0]} (on rank {failures[0][0]})" if failures else str(error)
+    """Return the text of the failure on the first rank that failed; torch's own text has the tracebacks of all ranks.
+
+    An error that is of no rank in particular has its own text.
+    """
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    if not failures:
+        return str(error)
+    rank, (failure, _) = next(iter(failures.items()))  # _: the traceback
+    return f"{failure} (on rank {rank})"
 
 
 def not_data_text(file: Path, error: Exception) -> str:
@@ -182,7 +194,7 @@ class _Files(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """A stream to read a file with."""
+        """Open a file to read it."""
         with path.open(mode) as stream:
             yield stream
 
@@ -216,7 +228,11 @@ class _HashingFiles(_Files):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """A stream to write a new file with. Raises CheckpointError for what the disk, or the store, refuses."""
+        """Open a new file to write it, and note its size and hash once it is closed.
+
+        Raises CheckpointError for what the disk or the store refuses. torch's writer of tensors may raise an error of
+        its own then, so the file remembers the refusal.
+        """
         assert mode == "wb", mode
         file = None
         try:
@@ -224,10 +240,10 @@ class _HashingFiles(_Files):
                 file = _StoreFile(path) if isinstance(path, StorePath) else _HashedFile(path, "wb")
                 with io.BufferedWriter(file) as stream:
                     yield stream
-        except Exception as error:  # torch's writer of tensors replaces the disk's error by its own
+        except Exception as error:
             refused = file.refused if file is not None else None
             refused = refused or (error if isinstance(error, OSError) else None)
-            if refused is None:
+            if refused is None:  # an error of the writer alone
                 raise
             if not isinstance(refused, OSError):  # of a store's own package
                 raise CheckpointError(f"{path}: {type(refused).__name__}: {refused}") from error
@@ -254,7 +270,7 @@ class _StoreFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """The bytes so far."""
+        """Return how many bytes were written so far."""
         return self.size
 
     def write(self, data: Any) -> int:
@@ -270,7 +286,7 @@ class _StoreFile(io.RawIOBase):
         return len(view)
 
     def close(self) -> None:
-        """The file is in the store after this."""
+        """Close the file, after which the store has it; the store's file is closed even if a last write fails."""
         if not self.closed:
             try:
                 super().close()

@@ -27,7 +27,7 @@ def as_root(root: str | Path) -> Path:
 
 
 def checkpoints_root(run_dir: Path, named: str) -> Path:
-    """Where the checkpoints of a run are: what `run.checkpoints` names, or the folder of that name in the run's."""
+    """Return where a run's checkpoints are: at `named` (`run.checkpoints`), or if "" in its folder `checkpoints`."""
     return as_root(named) if named else run_dir / "checkpoints"
 
 
@@ -92,22 +92,22 @@ class StorePath:
         return self._store.isdir(self._path)
 
     def stat(self) -> Any:
-        """The size of a file in bytes, as `st_size`; nothing else of what a disk's file has."""
+        """Return the size of a file in bytes as `st_size`, and nothing else of what `os.stat` returns."""
         return SimpleNamespace(st_size=int(self._store.size(self._path)))
 
     def iterdir(self) -> "Iterator[StorePath]":
-        """Return what is under it, as the store lists it now."""
+        """Yield the places directly under this one, as the store lists them now, not as fsspec remembers them."""
         self._store.invalidate_cache()
         for path in self._store.ls(self._path, detail=False):
             if path.rstrip("/") != self._path:
                 yield StorePath(self._store, path)
 
     def mkdir(self, *_: Any, **__: Any) -> None:
-        """Make the folder, where the store has such."""
+        """Make a folder at this place, if the store has folders; one that exists is no error."""
         self._store.makedirs(self._path, exist_ok=True)
 
     def open(self, mode: str = "r") -> IO[Any]:
-        """Open a file; one that is written is there when it is closed."""
+        """Open a file; what is written is in the store once the file is closed."""
         return self._store.open(self._path, mode)
 
     def read_text(self, encoding: str = "utf-8") -> str:
@@ -115,7 +115,7 @@ class StorePath:
         return self._store.cat_file(self._path).decode(encoding)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
-        """Write a file at once."""
+        """Write a file that has this text, in one call."""
         self._store.pipe_file(self._path, text.encode(encoding))
 
     def rename(self, other: "StorePath") -> None:
@@ -128,7 +128,7 @@ class StorePath:
             self._store.rm_file(self._path)
 
     def remove(self) -> None:
-        """Remove it with everything under it."""
+        """Remove this place with everything under it, if there is anything, as the store lists it now."""
         self._store.invalidate_cache()
         if self.exists():
             self._store.rm(self._path, recursive=True)

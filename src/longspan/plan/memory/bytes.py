@@ -61,9 +61,10 @@ def bytes_hint(size: int) -> str:
 
 
 def count_head_groups(query_bytes: float, kv_heads: int) -> int:
-    """Return the groups of key/value heads that backward of attention computes one after another: at most one a head.
+    """Return into how many groups backward of attention divides the key/value heads, to compute one after another.
 
-    `query_bytes` are those of the gradient of queries in float32.
+    `query_bytes` are the bytes of the gradient of all queries in float32; a group's part should not exceed
+    QUERY_GRADIENT_BYTES. A head is never divided, so there are at most as many groups as heads.
 
     >>> count_head_groups(5 << 29, 8)
     3

@@ -73,21 +73,21 @@ def _find_fastest_plan(
 def _fastest_of_choices(
     needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory, prices: MemoryPrices
 ) -> MemoryPlan | None:
-    """Return the fastest of the plans that fit, one for each setting and pair of measures; None where none does.
+    """Return the fastest plan that fits, of one plan for each setting and pair of measures; None where none fits.
 
-    Choices are counted from the one that may be fastest on, by the least seconds of each, until none that is left can
-    be faster than a plan that fits.
+    Choices are counted in the order of their lower bounds in seconds, until no bound that is left is below the seconds
+    of a plan that fits. Of equally fast plans that of the first choice wins.
     """
     choices = list(_choices(needs, fixed))
-    others: tuple[Measure, ...] = () if fixed.layers is None else ("none",)
+    others: tuple[Measure, ...] = () if fixed.layers is None else ("none",)  # of layers beyond the fixed number
     bounds = [prices.least_seconds(choice, (slow, fast, *others)) for choice, slow, fast in choices]
-    fastest, best = None, (math.inf, len(choices))
-    for bound, place in sorted(zip(bounds, range(len(choices)), strict=True)):
-        if (bound, place) > best:
+    fastest, best = None, (math.inf, len(choices))  # seconds, and the number of the choice
+    for bound, number in sorted(zip(bounds, range(len(choices)), strict=True)):
+        if (bound, number) > best:
             break
-        memory = _fit_fewest_layers(*choices[place], budget, fixed)
-        if memory is not None and (seconds := (prices.seconds(memory), place)) < best:
-            fastest, best = memory, seconds
+        memory = _fit_fewest_layers(*choices[number], budget, fixed)
+        if memory is not None and (candidate := (prices.seconds(memory), number)) < best:
+            fastest, best = memory, candidate
     return fastest
 
 
@@ -130,8 +130,8 @@ def _leanest_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedM
 
 
 def _measure_pairs(words: Sequence[Measure]) -> list[tuple[Measure, Measure]]:
-    """Pair each measure with itself and with those that are slower, from measures of which the fastest is first."""
-    return [(fast, slow) for place, fast in enumerate(words) for slow in words[place:]]
+    """Return all pairs (fast, slow), also of a measure with itself, of measures in order, the fastest first."""
+    return [(fast, slow) for i, fast in enumerate(words) for slow in words[i:]]
 
 
 def _split_by_place(words: Sequence[Measure]) -> tuple[list[Measure], list[Measure]]:
@@ -148,30 +148,30 @@ def _distinct_measures(needs: MemoryNeeds, words: Sequence[Measure]) -> list[Mea
 def _needs_by_setting(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryNeeds]:
     """Yield the needs under each combination of settings that are not fixed, the fastest first, the smallest last.
 
-    To gather weights once is a choice only for sharded weights with a backward pass, and to keep the optimizer's states
-    on the host only on a GPU with states.
+    To gather weights once is a choice only for weights that are gathered again for a backward pass, and to keep the
+    optimizer's states on the host only on a GPU with states.
     """
     place = needs.places[0]
     settings = place.settings
-    gathers = place.shards > 1 and not place.stays_whole and settings.backward
+    gathers_again = place.shards > 1 and not place.stays_whole and settings.backward
     has_states = settings.gpu and settings.backward and settings.state_numbers > 0
-    once = [True, False] if gathers else [False]
+    gather_choices = [True, False] if gathers_again else [False]
     if fixed.gathered_once is not None:
-        once = [fixed.gathered_once]
-    states = [False, True] if has_states else [False]
+        gather_choices = [fixed.gathered_once]
+    offload_choices = [False, True] if has_states else [False]
     if fixed.offload_states is not None:
-        states = [fixed.offload_states]
+        offload_choices = [fixed.offload_states]
     for tile_rows in _tile_choices(needs, fixed):
         tiled = replace(settings, mlp_tile_rows=tile_rows)
-        for offload_states in states:
-            for gathered_once in once:
+        for offload_states in offload_choices:
+            for gathered_once in gather_choices:
                 yield needs.with_settings(replace(tiled, gathered_once=gathered_once, offload_states=offload_states))
 
 
 def _tile_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[int]:
     """Return the rows of a tile to try: 0 for whole MLPs, and TILE_ROWS where a slot has more rows than that.
 
-    MLPs run in tiles only with a backward pass: tiles save what it would keep.
+    Without a backward pass MLPs keep nothing, so that tiles would save no memory.
     """
     if fixed.mlp_tile_rows is not None:
         return [fixed.mlp_tile_rows]
@@ -186,8 +186,9 @@ def _fit_fewest_layers(
 ) -> MemoryPlan | None:
     """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
 
-    More such layers take less of the device, so that halving finds the fewest. With a fixed number of layers, whose
-    others keep all, there is one plan for each measure: the pair of the measure with itself stands for it.
+    More such layers take less of the device, so that halving finds the fewest that fit the device. The host is
+    checked for that number alone. With a fixed number of layers, whose others
+    keep all, there is one plan for each measure, which the pair of the measure with itself stands for.
     """
     most_layers = max(len(place.stage.layers) for place in needs.places)
     if fixed.layers is not None:

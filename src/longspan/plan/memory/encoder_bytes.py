@@ -16,7 +16,7 @@ _ROTARY = 4  # bytes of a number of queries and keys while rotary angles are app
 
 
 class EncoderBytes:
-    """Images of one slot: `rows` of the language model in a step, or in a wave where they are recomputed.
+    """Images of one slot: `rows` of the language model in a step, or in a wave where encoders are recomputed.
 
     >>> EncoderBytes(peak).bytes_kept  # doctest: +SKIP
     """
@@ -32,8 +32,12 @@ class EncoderBytes:
         return self._peak.numbers.tower_shape if self.rows else None
 
     @cached_property
-    def _patches(self) -> float:
-        """Return the patches of this rank's rows of images: `merge`² a row, or those of an image over its rows."""
+    def _patch_count(self) -> float:
+        """Return how many patches the tower encodes for this slot's rows of images.
+
+        Where it merges patches, a row is `merge`² of them; otherwise all images have one size, and so one ratio of
+        patches to rows.
+        """
         shape = self._shape
         if shape is None:
             return 0.0
@@ -41,9 +45,9 @@ class EncoderBytes:
 
     @cached_property
     def _mlp_width(self) -> float:
-        """Return how many numbers a patch has inside a block's MLP, over all of its products (two, or three if gated).
+        """Return the widths of all products of a block's MLP (two, or three with a gate), added up.
 
-        A block's weights are those of attention, 4 · width², and width times this number.
+        A block has 4 · width² weights of attention, and for its MLP width times this sum.
         """
         shape = self._shape
         assert shape is not None
@@ -51,13 +55,13 @@ class EncoderBytes:
         return shape.block_weights / layers / shape.width - 4 * shape.width
 
     @cached_property
-    def _block_bytes(self) -> float:
-        """Return bytes that all blocks keep of the images; 0 unless the whole tower is trained, and so has a graph."""
+    def _blocks_bytes(self) -> float:
+        """Return the bytes that all blocks keep of the images; 0 where the tower is frozen: it has no graph then."""
         shape, number = self._shape, self._settings.compute_bytes
         if shape is None or self._settings.encoder_trained != "all":
             return 0.0
         patch_numbers = _BLOCK_ROWS * shape.width + self._mlp_width
-        return self._patches * (shape.full_layers + shape.window_layers) * patch_numbers * number
+        return self._patch_count * (shape.full_layers + shape.window_layers) * patch_numbers * number
 
     @property
     def _output_bytes(self) -> float:
@@ -67,16 +71,16 @@ class EncoderBytes:
     @property
     def bytes_kept(self) -> float:
         """Bytes that are kept while the language model runs."""
-        return self._output_bytes + (0.0 if self._settings.encoder_recomputed else self._block_bytes)
+        return self._output_bytes + (0.0 if self._settings.encoder_recomputed else self._blocks_bytes)
 
     @property
     def backward_bytes(self) -> float:
         """Bytes that are kept while encoders run backward."""
-        return self._output_bytes + self._block_bytes
+        return self._output_bytes + self._blocks_bytes
 
     @property
     def whole_bytes(self) -> float:
-        """Bytes of a whole tower, which is gathered at once, and whose gradients are summed at once.
+        """Bytes of the tower's whole weights, and of summing its gradients, both of all blocks at once.
 
         Over several slots the weights are there twice: as they arrived, and laid out.
         """
@@ -85,8 +89,11 @@ class EncoderBytes:
 
     @property
     def block_work(self) -> float:
-        """Return the bytes of one block's backward pass; an MLP is half as wide as its two products have numbers."""
+        """Return the bytes that a block's backward pass holds: gradients in the MLP, and rotated queries and keys.
+
+        The MLP is taken to have two products, so that each is half of `_mlp_width` wide.
+        """
         if self._shape is None:
             return 0.0
-        turned = 2 * self._shape.width * _ROTARY
-        return self._patches * (_BACKWARD_ROWS * self._mlp_width / 2 * self._settings.compute_bytes + turned)
+        rotary_bytes = 2 * self._shape.width * _ROTARY
+        return self._patch_count * (_BACKWARD_ROWS * self._mlp_width / 2 * self._settings.compute_bytes + rotary_bytes)

@@ -30,9 +30,10 @@ def has_gate(read: ConfigReader) -> bool:
 
 
 def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
-    """Add an MLP of this width, split over tensor-parallel ranks, whole or in tiles of rows; return its output.
+    """Add an MLP, on all rows at once or in tiles of rows; return its output.
 
-    `prefix` begins the names of its tensors.
+    Tensor-parallel ranks split `width`, the numbers that a row has inside the MLP. `prefix` begins the names of the
+    MLP's tensors on the tape.
     """
     if builder.tile_rows:
         return _add_tiles(builder, f"{prefix}mlp", (x,), lambda tile: _add_whole_mlp(tile, prefix, "x", width))
@@ -40,21 +41,22 @@ def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
 
 
 def _add_tiles(builder: LayerBuilder, name: str, rows: tuple[str, ...], add: Callable[[LayerBuilder], str]) -> str:
-    """Add what runs in tiles (`model/activations/tiles.py`): rows are saved, and all else is of one tile at a time.
+    """Add operations that run on one tile of rows after another (`model/activations/tiles.py`); return their result.
 
-    While it runs, a pass holds as much as the rows once more (its result, or their gradients), the peak of one tile,
-    and in backward the sums of the weights' gradients, in float32 at least. Weights in float8 stay for all tiles of a
-    pass, in backward their columns too.
+    `add` puts the operations on the tape of one tile. The tensors `rows` are saved, and everything else is held of one
+    tile at a time. A pass also holds as many bytes as `rows` have: forward for the result, backward for gradients of
+    `rows`. Backward sums the gradients of weights over tiles, in float32 at least. Weights in float8 stay for all tiles
+    of a pass, in backward twice: by rows and by columns.
     """
     tape, tile = builder.tape, builder.make_tile(rows)
     add(tile)
-    peaks, gradients = tile.tape.peaks(held=("x", *rows[1:])), tile.tape.weight_bytes()
-    sums = gradients / builder.number * max(WIDE, builder.number)
-    size = sum(tape.sizes[x] for x in rows)
-    saved = tape.run(f"{name}_rows", rows, 0.0, saves=rows)
+    peaks, weight_gradients = tile.tape.peaks(held=("x", *rows[1:])), tile.tape.weight_bytes()
+    gradient_sums = weight_gradients / builder.number * max(WIDE, builder.number)
+    row_bytes = sum(tape.sizes[x] for x in rows)
+    saved = tape.run(f"{name}_rows", rows, 0.0, saves=rows)  # no bytes of its own: it stands for saving `rows`
     float8 = tile.float8_weights
-    work = Work(size + peaks.forward + float8, size + peaks.backward + sums + 2 * float8)
-    return tape.run(name, (saved,), builder.rows(builder.hidden), weights=gradients, work=work)
+    work = Work(row_bytes + peaks.forward + float8, row_bytes + peaks.backward + gradient_sums + 2 * float8)
+    return tape.run(name, (saved,), builder.rows(builder.hidden), weights=weight_gradients, work=work)
 
 
 def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
@@ -72,7 +74,7 @@ def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> 
         makes_again = builder.compile_kind != "none"
         act = gate if makes_again else tape.run(f"{prefix}act", (gate,), size, saves=(gate,))
         up = builder.add_linear(f"{prefix}up", "up_proj", x, hidden, width)
-        # One kernel makes the gradients of both, and their multiples for adapters.
+        # The compiled kernel that makes the gradients of gate and values also makes them scaled, for each adapter.
         scaled = size * makes_again * sum(map(builder.settings.has_adapter, ("gate_proj", "up_proj")))
         product = tape.run(f"{prefix}product", (act, up), size, saves=(act, up), work=Work(0.0, scaled))
     return builder.add_linear(f"{prefix}down", "down_proj", product, width, hidden)
@@ -81,37 +83,34 @@ def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> 
 def add_experts(builder: LayerBuilder, x: str) -> str:
     """Add a router, the experts that rows visit, their weighted sums, and the experts that every row visits.
 
-    Returns the output. With expert parallelism a copy of a row arrives from another rank, is sorted by expert, and goes
-    back the same way; so the tape has two tensors more in each direction.
+    Returns the output. In tiles the router runs on all rows, and its weights are divided into tiles with the rows.
     """
     read = builder.read
     weights, visits = feed_forward_weights(read, "experts"), read.count("num_experts_per_tok", "num_experts_per_token")
-    gates, width = 1 + has_gate(read), expert_width(read)
-    count = (weights.of_experts + weights.unvisited) / builder.ep  # of weights here
+    width = expert_width(read)
+    weights_here = (weights.of_experts + weights.unvisited) / builder.ep
     share = _add_router(builder, x, visits)
-
-    def add_visits(builder: LayerBuilder, x: str) -> str:
-        """Add the experts to this builder's tape: the layer's, or that of one tile."""
-        return _add_visits(builder, x, share, visits, gates, width, count)
-
     if builder.tile_rows:
-        out = _add_tiles(builder, "experts", (x, share), lambda tile: add_visits(tile, "x"))
+        out = _add_tiles(
+            builder, "experts", (x, share), lambda tile: _add_visits(tile, "x", share, visits, width, weights_here)
+        )
     else:
-        out = add_visits(builder, x)
+        out = _add_visits(builder, x, share, visits, width, weights_here)
     return _add_shared_experts(builder, x, out, weights)
 
 
-def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, gates: int, width: int, count: float) -> str:
-    """Add the experts that rows visit, of `count` weights here, and the weighted sums of what they make.
+def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, width: int, weights_here: float) -> str:
+    """Add the experts that rows visit and the weighted sums of what they make; return the name of the sums.
 
-    Each row visits `visits` experts of this width; `x` names their input, `share` the weights of the sums. Rows are
-    copied for each visit, with `ep` exchanged and sorted by expert, multiplied, gated, multiplied back, and go the same
-    way back. The first product makes `gates` times the width (2 where an activation gates), the second reads it once:
-    so the first has gates / (gates + 1) of the weights, the second the rest. Returns the result's name.
+    Each row of `x` visits `visits` experts of this width; the tensor `share` has the weights of the sums, and the
+    experts of this rank have `weights_here` parameters. A row is copied for each visit. With `ep` the copies travel to
+    other ranks, are sorted by expert, and go back the same way, so that each direction has two tensors more.
     """
     read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
-    of_experts = count * builder.number * trained
-    visited = partial(builder.rows, bytes_per_number=1)  # bytes of rows in float8
+    # The first product makes gate and values, or values alone, the second reads their product: weights divide so.
+    gates = 1 + has_gate(read)
+    gradient_bytes = weights_here * builder.number * trained
+    float8_rows = partial(builder.rows, bytes_per_number=1)
     narrow = read.count("moe_latent_size") or builder.hidden
     size = builder.rows(visits * narrow)
     copies = tape.run("going", (x,), size)
@@ -122,9 +121,9 @@ def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, gates: i
         (copies,),
         builder.rows(gates * visits * width),
         saves=(copies,) if trained else (),
-        weights=of_experts * gates / (gates + 1),
+        weights=gradient_bytes * gates / (gates + 1),
         work=builder.float8_work(
-            visited(visits * narrow), visited(gates * visits * width), count * gates / (gates + 1)
+            float8_rows(visits * narrow), float8_rows(gates * visits * width), weights_here * gates / (gates + 1)
         ),
     )
     product = _add_gate(builder, inner, visits * width)
@@ -133,8 +132,8 @@ def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, gates: i
         (product,),
         size,
         saves=(product,) if trained else (),
-        weights=of_experts / (gates + 1),
-        work=builder.float8_work(visited(visits * width), visited(visits * narrow), count / (gates + 1)),
+        weights=gradient_bytes / (gates + 1),
+        work=builder.float8_work(float8_rows(visits * width), float8_rows(visits * narrow), weights_here / (gates + 1)),
     )
     if builder.ep > 1:
         results = tape.run("sent_back", (tape.run("unsorted", (results,), size),), size)
@@ -149,25 +148,25 @@ def expert_width(read: ConfigReader) -> int:
 def _add_router(builder: LayerBuilder, x: str, visits: int) -> str:
     """Add a router and return its output, the weights of a row's visits to experts.
 
-    It makes the number of each visited expert, the order of visits by expert with its inverse (kept even where the
-    layer is recomputed; in tiles it is made again), and most families the probabilities of all experts in float32.
+    A router also makes the number of each visited expert, and in most families the probabilities of all experts. The
+    order of visits by expert, with its inverse, is kept even where the layer is recomputed; a tile makes its own again.
     """
-    tape, count = builder.tape, builder.read.experts()[1]
+    tape, experts = builder.tape, builder.read.experts()[1]
     parts = {"visited": builder.rows(visits, _INDEX)}
     if not builder.tile_rows:
         parts |= {"order": builder.rows(2 * visits, _INDEX)}
         tape.lasting.add("order")
     if builder.read.family not in _OWN_GATES:  # a softmax over all experts, in float32
-        parts |= {"probabilities": builder.rows(count, WIDE)}
+        parts |= {"probabilities": builder.rows(experts, WIDE)}
     saves = (x,) if builder.settings.trains_all else ()
     return tape.run("share", (x,), builder.rows(visits), saves=saves, also=parts)
 
 
 def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
-    """Add the gate of experts, whose first product `inner` has a gate and values side by side; return their product.
+    """Add the gate of experts, or without one their activation; return its product, of `width` numbers a row.
 
-    Without a gate it is an activation of `inner`. A gate saves its input, on a CPU one tensor more, and those of
-    `_OWN_GATES` several, which also hold two gradients at a time in backward.
+    `inner`, the experts' first product, has gate and values side by side. A gate saves `inner`, and on a CPU one tensor
+    more. The gates of `_OWN_GATES` save several tensors more, and hold two gradients at a time in backward.
     """
     tape, size = builder.tape, builder.rows(width)
     saved_tensors = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
@@ -181,9 +180,10 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
 def _add_shared_experts(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:
     """Add the experts that every row visits as one MLP, for some families with a weight for each row.
 
-    Their width follows from the counted weights: those left without the router, the experts, and the projections to and
-    from a latent size. If a vector of the hidden size remains, it makes the weight for each row. Return the sum with
-    `out`.
+    Their width follows from the counted weights: of all, those left without the router, the visited experts, and the
+    projections to and from a latent size. If a vector of the hidden size remains beyond the MLP's products, it makes
+    the weight for each row. Returns the sum with `out`, the result of the visited experts; `out` itself where no
+    expert is shared.
     """
     read, hidden = builder.read, builder.hidden
     narrow = read.count("moe_latent_size")

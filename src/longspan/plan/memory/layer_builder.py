@@ -17,9 +17,9 @@ WIDE = 4  # bytes of a number of float32
 
 
 class LayerBuilder:
-    """A tape while it is built: for the rows of a load, on one of `tp` ranks and of `ep` that share experts.
+    """A tape while it is built: for the rows of a load, on one of `tp` ranks, and of `ep` that share experts.
 
-    `lean` attention saves its local rows under types that exchange heads.
+    `lean` attention saves local rows under types that exchange heads, not the exchanged ones.
 
     >>> builder = LayerBuilder(read, MemorySettings(), SlotLoad(rows=1024))  # doctest: +SKIP
     >>> builder.add_norm("normed", "x", builder.hidden)  # doctest: +SKIP
@@ -46,8 +46,9 @@ class LayerBuilder:
         self.load: SlotLoad = load
         self.tp: int = tp
         self.ep: int = ep
-        self.number: int = settings.compute_bytes
+        self.number: int = settings.compute_bytes  # bytes of a number in the compute dtype
         self.hidden: int = read.count("hidden_size")
+        # Numbers a row between layers. Sequence parallelism splits rows over tp, which counts here as narrower rows.
         self.residual: int = self.hidden // tp if settings.sequence_parallel else self.hidden
         self.tape: Tape = self._begin_tape({"x": self.rows(self.residual)})
 
@@ -62,8 +63,9 @@ class LayerBuilder:
         return tile_rows if tile_rows < self.load.rows else 0
 
     def make_tile(self, rows: Sequence[str]) -> "LayerBuilder":
-        """Make the builder of one tile of these tensors of rows; on its tape the first is "x", others keep names."""
-        settings, share = replace(self.settings, mlp_tile_rows=0), self.tile_rows / self.load.rows
+        """Make the builder of one tile of the tensors `rows`; on its tape the first is "x", others keep their names."""
+        share = self.tile_rows / self.load.rows
+        settings = replace(self.settings, mlp_tile_rows=0)  # a tile is not divided again
         load = replace(self.load, rows=self.tile_rows)
         tile = LayerBuilder(self.read, settings, load, tp=self.tp, ep=self.ep, lean=self.lean)
         tile.in_tile = True
@@ -72,7 +74,7 @@ class LayerBuilder:
         return tile
 
     def _begin_tape(self, sizes: dict[str, float]) -> Tape:
-        """Begin a tape with these inputs; in a compiled layer one kernel adds all gradients of a tensor at its end."""
+        """Begin a tape with inputs of these bytes; in a compiled layer one kernel adds all gradients of a tensor."""
         return Tape(sizes, added_in_place=self.compile_kind != "layers")
 
     @property
@@ -102,11 +104,12 @@ class LayerBuilder:
         return self.tape.run(name, (x, out), self.rows(self.residual), through=True)
 
     def add_norm(self, name: str, x: str, width: float, groups: float = 1, *, made_again: bool = False) -> str:
-        """Add an RMS norm of `groups` parts of a row; return its output.
+        """Add an RMS norm of rows of `width` numbers, in `groups` equal parts with a root each; return its output.
 
-        A compiled one does not keep an input that is `made_again` from what else is kept. Without kernels rows become
-        float32 (`wide`), are divided by their root mean square (`even`), and multiplied by the weight; transformers'
-        modules, except Gemma's, round before that product, torch's own norm does not.
+        `made_again` says that a compiled layer can make the input again from what else is kept, and so does not save
+        it. Without kernels rows become float32 (`wide`), are divided by their root mean square (`even`), and multiplied
+        by the weight. transformers' modules, except Gemma's, round to the compute dtype before that product; torch's
+        own norm (`fused_norms`) does not.
         """
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
@@ -127,9 +130,10 @@ class LayerBuilder:
         return tape.run(name, (even,), self.rows(width), saves=saves, work=Work(0.0, even_size))
 
     def add_gated_norm(self, name: str, x: str, gate: str, width: float, groups: float, *, gate_first: bool) -> str:
-        """Add a norm with a gate before it (Mamba 2) or after it (gated delta nets); return its output.
+        """Add a norm of `x` with a gate before it (Mamba 2) or after it (gated delta nets); return its output.
 
-        A kernel keeps its inputs and a root for each group; torch's operations keep what they make in float32 too.
+        A kernel keeps its two inputs and a root for each of the `groups` of a row. torch's operations keep what they
+        make in float32: rows, gate and the gate's SiLU, with the gate first their product too.
         """
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
@@ -143,9 +147,10 @@ class LayerBuilder:
         return tape.run(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, work=Work(0.0, 2 * wide))
 
     def float8_work(self, rows_in: float, rows_out: float, weights: float) -> Work:
-        """Return what a product holds in float8 while it runs: its rows, or their gradient, and its weights.
+        """Return what a product holds in float8 while it runs, and add its weights to `float8_weights`.
 
-        Inside a tile weights are not counted here: they stay for all tiles, and `float8_weights` counts them once.
+        It holds `rows_in` bytes of rows forward, `rows_out` bytes of gradients backward, and `weights` bytes. Inside a
+        tile the weights are not part of the work: they stay for all tiles, and the caller counts `float8_weights` once.
         """
         if not self.settings.float8:
             return Work()
@@ -154,10 +159,10 @@ class LayerBuilder:
         return Work(rows_in + weights, rows_out + weights)
 
     def add_linear(self, name: str, target: str, x: str, width_in: float, width_out: float) -> str:
-        """Add a product with a weight of these widths, with its adapter if the linear `target` has one.
+        """Add a product of rows with a weight, and the adapter of the linear `target` if it has one; return the output.
 
-        Only a trained weight saves the input. An adapter's two products (down to its rank, and up) are scaled and added
-        to those of the frozen weight.
+        A trained weight saves the input for its gradient, a frozen one saves nothing. An adapter multiplies twice, down
+        to its rank (`a`) and up (`b`); the result is scaled and added to the product of the frozen weight (`base`).
         """
         settings, size, weights = self.settings, self.rows(width_out), width_in * width_out
         work = self.float8_work(self.rows(width_in, 1), self.rows(width_out, 1), weights)
@@ -165,9 +170,9 @@ class LayerBuilder:
             return self.tape.run(name, (x,), size, saves=(x,), weights=weights * self.number, work=work)
         if not settings.has_adapter(target):
             return self.tape.run(name, (x,), size, work=work)
-        rank, numbers = settings.lora_rank, settings.lora_rank * self.number
+        rank, rank_bytes = settings.lora_rank, settings.lora_rank * self.number
         base = self.tape.run(f"{name}.base", (x,), size, work=work)
-        narrow = self.tape.run(f"{name}.a", (x,), self.rows(rank), saves=(x,), weights=numbers * width_in)
-        wide = self.tape.run(f"{name}.b", (narrow,), size, saves=(narrow,), weights=numbers * width_out)
+        narrow = self.tape.run(f"{name}.a", (x,), self.rows(rank), saves=(x,), weights=rank_bytes * width_in)
+        wide = self.tape.run(f"{name}.b", (narrow,), size, saves=(narrow,), weights=rank_bytes * width_out)
         scaled = self.tape.run(f"{name}.scaled", (wide,), size)
         return self.tape.run(name, (base, scaled), size, through=True)

@@ -42,7 +42,8 @@ class LayerTapes:
     def make_tape(self, kind: LayerKind, load: SlotLoad, *, lean: bool = False) -> Tape:
         """Make the tape of a layer's operations on a slot's rows: attention or a mixer, then an MLP or experts.
 
-        `lean` attention saves local rows, which backward exchanges again.
+        `lean` attention saves local rows, which backward exchanges again. A kind without a mixing part, or without an
+        MLP, has one sum only.
         """
         builder = LayerBuilder(self.read, self.settings, load, tp=self.tp, ep=self.ep, lean=lean)
         x = "x"
@@ -58,7 +59,7 @@ class LayerTapes:
         return builder.tape
 
     def _add_mixing(self, builder: LayerBuilder, kind: LayerKind) -> str:
-        """Add what attention, a state-space layer, or both, make of the normed rows."""
+        """Add a norm, and on its rows attention, a state-space layer, or the sum of these two; return the output."""
         normed, parts = builder.add_norm("n1", "x", builder.hidden), list[str]()
         mixer = read_mixer_shape(self.read) if kind.mixes else None
         if mixer is not None:
@@ -85,27 +86,28 @@ def _add_post_norm(builder: LayerBuilder, name: str, out: str) -> str:
 def _add_attention(builder: LayerBuilder, x: str) -> str:
     """Add projections, norms of heads, rotary angles, attention, and for some families a gate; return the output.
 
-    A gate is what the counted weights have beyond the four projections; it comes out of the product of queries. With
-    more tensor-parallel ranks than key/value heads, each rank has a copy of one head.
+    `query`, `key` and `gate` are widths of this rank's rows. With more tensor-parallel ranks than key/value heads each
+    rank has a copy of one head. A configuration does not name the gate: its width follows from the weights counted
+    beyond the four projections. The gate comes out of the same product as the queries.
     """
     read, tape, tp, hidden = builder.read, builder.tape, builder.tp, builder.hidden
-    widths, kv_heads = attention_widths(read), key_value_heads(read)
-    query, key = widths.query / tp, widths.key / min(tp, kv_heads)
-    heads, kv_heads = read.count("num_attention_heads") / tp, max(1.0, kv_heads / tp)
+    widths, all_kv_heads = attention_widths(read), key_value_heads(read)
+    query, key = widths.query / tp, widths.key / min(tp, all_kv_heads)
+    heads, kv_heads = read.count("num_attention_heads") / tp, max(1.0, all_kv_heads / tp)
     gate = max(0.0, attention_weights(read).all / hidden / tp - 2 * query - 2 * widths.key / tp)
     q = builder.add_linear("q", "q_proj", x, hidden, query + gate)
     k = builder.add_linear("k", "k_proj", x, hidden, key)
     v = builder.add_linear("v", "v_proj", x, hidden, key)
-    gates = q
+    queries_and_gate = q
     if read.family.startswith(HEAD_NORMS):
         q = builder.add_norm("q_norm", q, query, heads)
         k = builder.add_norm("k_norm", k, key, kv_heads)
-    turned = _ROTARY_WORK * builder.rows(query) * (not builder.lies_in_graph)
-    q = tape.run("q_turned", (q,), builder.rows(query), work=Work(turned, turned))
+    rotary_bytes = 0.0 if builder.lies_in_graph else _ROTARY_WORK * builder.rows(query)  # in a graph: one kernel
+    q = tape.run("q_turned", (q,), builder.rows(query), work=Work(rotary_bytes, rotary_bytes))
     k = tape.run("k_turned", (k,), builder.rows(key))
     out = _add_attention_call(builder, (q, k, v), query, key, (heads, kv_heads))
     if gate:
-        factor = tape.run("gate", (gates,), builder.rows(gate), saves=("gate",))
+        factor = tape.run("gate", (queries_and_gate,), builder.rows(gate), saves=("gate",))
         out = tape.run("gated", (out, factor), builder.rows(query), saves=(out, factor))
     return builder.add_linear("o", "o_proj", out, query, hidden)
 
@@ -113,22 +115,24 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
 def _add_attention_call(
     builder: LayerBuilder, qkv: tuple[str, str, str], query: float, key: float, counts: tuple[float, float]
 ) -> str:
-    """Add attention of local rows; return its output. `query` and `key` are widths of rows, `counts` heads, of a rank.
+    """Add attention of local rows, between two exchanges where types exchange heads; return its output.
 
-    Types that exchange heads stand between two exchanges. Rings hold four blocks of keys and values (two that travel
-    and two that are read), gathers two, and their sums in float32. Backward of many rows does one group of heads at a
-    time, so that float32 sums are of one group. `keys` are the bytes of keys, or of values, after an exchange. A layer
-    that keeps little (`lean`) saves tensors from before the exchange and exchanges them again: what moves is then part
-    of the operation's work. Others keep the exchanged ones.
+    `query` and `key` are the widths of this rank's rows, `counts` its numbers of query heads and key/value heads. A
+    ring holds four blocks of keys and values (two that travel and two that are read), a gather two; their gradients are
+    summed in float32. Backward computes groups of heads one after another, so that it holds the buffers of one group.
+    A `lean` layer saves tensors from before the exchange, and backward exchanges them again: the exchanged tensors are
+    then part of the operation's work. Any other layer saves the exchanged tensors.
     """
-    heads, heads_of_keys = counts
+    heads, kv_heads = counts
     load, tape, number, (q, k, v) = builder.load, builder.tape, builder.number, qkv
     blocks = (4 * load.ring_rows + 2 * load.gathered_rows) * key * number
-    sums = 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows)
-    wide_out = builder.rows(query, WIDE)  # of queries' gradients, and of outputs that are merged
-    groups = count_head_groups(wide_out, EXCHANGE_SLICES if load.exchanged_rows else max(1, int(heads_of_keys)))
-    work = Work(blocks + wide_out * bool(load.ring_rows), (blocks + sums + wide_out) / groups)
+    gradient_sums = 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows)
+    wide_queries = builder.rows(query, WIDE)  # gradients of queries, or a ring's outputs while they are merged
+    # Exchanges move heads in slices, which are then the groups of backward.
+    groups = count_head_groups(wide_queries, EXCHANGE_SLICES if load.exchanged_rows else max(1, int(kv_heads)))
+    work = Work(blocks + wide_queries * bool(load.ring_rows), (blocks + gradient_sums + wide_queries) / groups)
     lse, size = {"lse": builder.rows(heads, WIDE)}, builder.rows(query)
+    # Bytes of keys, or of values, after the exchange, with the copies of heads that it makes.
     keys = (load.rows - load.exchanged_rows + load.exchanged_key_rows) * key * number
     if not load.exchanged_rows or builder.lean:
         moved = 2 * (size + keys) * bool(load.exchanged_rows)  # q, k, v, and the output or its gradient

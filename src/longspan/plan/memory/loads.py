@@ -32,12 +32,12 @@ class SlotLoad:
     later: bool = False
 
     def covers(self, other: "SlotLoad") -> bool:
-        """Return whether no number of another load is larger."""
+        """Return whether no number of `other` is larger than this load's, so that `other` needs no more memory."""
         return all(a >= b for a, b in zip(_load_numbers(self), _load_numbers(other), strict=True))
 
 
 def _load_numbers(load: SlotLoad) -> tuple[float, ...]:
-    """Return the numbers of a load; a load covers another if none of them is smaller."""
+    """Return the fields of a load as numbers, of which more never take less memory."""
     return (
         load.rows,
         load.exchanged_rows,
@@ -52,14 +52,17 @@ def _load_numbers(load: SlotLoad) -> tuple[float, ...]:
 def slot_loads(
     plans: Sequence[Plan], read: ConfigReader, settings: MemorySettings, machine: Machine, tp: int = 1
 ) -> tuple[SlotLoad, ...]:
-    """Return the loads of all slots in all micro-batches of these plans, without those that another one covers."""
+    """Return the loads of all slots in all micro-batches of these plans, without loads that another load covers.
+
+    Plans without micro-batches have one load of one row.
+    """
     loads: set[SlotLoad] = set()
     for plan in plans:
         for index, batch in enumerate(plan.micro_batches):
             for slot in range(plan.slots):
                 loads.add(_slot_load(plan, batch, slot, later=index > 0, model=(read, settings, machine, tp)))
     largest: list[SlotLoad] = []
-    for load in sorted(loads, reverse=True):
+    for load in sorted(loads, reverse=True):  # a load that covers another comes before it
         if not any(larger.covers(load) for larger in largest):
             largest.append(load)
     return tuple(largest) or (SlotLoad(1),)
@@ -75,9 +78,9 @@ def _slot_load(
 ) -> SlotLoad:
     """Return what one slot works on in one micro-batch: its rows, and those that are exchanged, travel or are gathered.
 
-    `model` is a configuration, its settings, a machine and `tp`. Rows of a group of one slot, or of a model without
-    attention heads, do not move. A slot without rows counts one, the padding row that a model gets there; the sum is
-    rounded up as the plan pads it.
+    `model` is a configuration, its settings, a machine and `tp`. `later` as in SlotLoad. Rows of a group of one slot,
+    or of a model without attention heads, do not move. A slot without rows counts one, the padding row that a model
+    gets there; the slot's rows are rounded up as the plan pads them.
     """
     rows = exchanged = ring = gathered = runs = 0
     keys = 0.0
@@ -95,7 +98,7 @@ def _slot_load(
             keys += group_rows * float(kv_copies(heads, kv_heads, members))
         if kind == "all_gather":
             gathered = max(gathered, group_rows * group.degree)
-        elif group.degree > members:
+        elif group.degree > members:  # a block of the ring has the rows of all members that exchange
             ring = max(ring, group_rows * members)
     rows = -(-max(rows, 1) // plan.row_multiple) * plan.row_multiple
     return SlotLoad(rows, exchanged, keys, ring, gathered, max(1, runs), later)
@@ -106,30 +109,31 @@ def group_exchange(
 ) -> tuple[str, int]:
     """Return the communication type of most layers of a group, and how many members exchange heads under it.
 
-    "auto" is the type that the settings name, or else the one that the machine expects to be fastest. Under a type that
-    exchanges no heads the number is 1; "a2a+p2p" without sizes exchanges between 2.
+    "auto" is the type that the settings name, or else the type that the machine expects to be fastest. Under a type
+    that exchanges no heads the number is 1; "a2a+p2p" without sizes exchanges between 2.
     """
-    kinds = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-    kind, sizes = max(kinds, key=kinds.count), group.hierarchical_context_parallel_sizes
+    types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type  # one for each layer
+    kind, sizes = max(types, key=types.count), group.hierarchical_context_parallel_sizes
     if kind == "auto" and settings.cp_comm_type:
         kind = settings.cp_comm_type
     if kind == "auto":
         call = attention_call(read, settings, tp)
         price = machine.fastest_type(group, call, node_size=node_size)
         return price.cp_comm_type, price.sizes[0] if "a2a" in price.cp_comm_type else 1
-    exchanging = {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}
-    return kind, exchanging.get(kind, 1)
+    members = {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}
+    return kind, members.get(kind, 1)
 
 
 def attention_call(read: ConfigReader, settings: MemorySettings, tp: int) -> AttentionCall:
-    """Return the call of one layer's attention on each rank, of full attention."""
-    heads = max(1, read.count("num_attention_heads") // tp)
-    head = read.count("head_dim", "attention_head_dim") or read.count("hidden_size") // max(
-        1, read.count("num_attention_heads")
-    )
+    """Return the sizes of one layer's full attention on a rank, by which a machine prices it.
+
+    A model without attention heads counts one head.
+    """
+    heads = read.count("num_attention_heads")
+    head_dim = read.count("head_dim", "attention_head_dim") or read.count("hidden_size") // max(1, heads)
     return AttentionCall(
-        heads=heads,
+        heads=max(1, heads // tp),
         kv_heads=max(1, key_value_heads(read) // tp),
-        head_dim=head,
+        head_dim=head_dim,
         bytes_per_number=settings.compute_bytes,
     )

@@ -92,9 +92,10 @@ class MemoryPlan:
     @property
     def recomputation(self) -> Recomputation:
         """Return what most of the recomputed layers keep, on device or host; "none" where none is recomputed."""
-        words = (word.partition("+")[0] for word in self.measures if word != "none")
-        ((word, _),) = Counter(words).most_common(1) or (("none", 0),)
-        return word  # pyright: ignore[reportReturnType]
+        kinds = [word.partition("+")[0] for word in self.measures if word != "none"]
+        if not kinds:
+            return "none"
+        return Counter(kinds).most_common(1)[0][0]  # pyright: ignore[reportReturnType]
 
     def table(self) -> str:
         """Return the bytes of device and host, a line for each name as in the JSON."""
@@ -102,28 +103,22 @@ class MemoryPlan:
         lines = [f"{'':14}{'GPU':>22}{'host':>32}"]
         for name, size in device.items():
             host_size = host[name]
-            cells = (
-                f"{gib_text(size):>12} {size:>17,}",
-                f"{gib_text(host_size):>12} {host_size:>17,}" if host_size else "",
-            )
-            lines.append(f"{name:<14}{cells[0]:>30}  {cells[1]:>30}".rstrip())
+            device_cell = f"{gib_text(size):>12} {size:>17,}"
+            host_cell = f"{gib_text(host_size):>12} {host_size:>17,}" if host_size else ""
+            lines.append(f"{name:<14}{device_cell:>30}  {host_cell:>30}".rstrip())
         return "\n".join(lines)
 
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
-        counts = Counter(self.measures)
-        parts = [f"{count} {_WORDS[word]}" for word, count in counts.items()]
-        first_part, *further_parts = parts
-        first_measure = (
-            f"{first_part.split(' ', 1)[0]} of {plural(len(self.measures), 'layer')} {first_part.split(' ', 1)[1]}"
-        )
+        (first_word, first_count), *further_counts = Counter(self.measures).items()
+        measures = [f"{first_count} of {plural(len(self.measures), 'layer')} {_WORDS[first_word]}"]
+        measures += [f"{count} {_WORDS[word]}" for word, count in further_counts]
         limit = f" of {gib_text(budget.device)}" if budget else ""
         extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
         extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
         extras += [f", segments of {self.segment_layers} layers"] * bool(self.segment_layers)
         used = f"{gib_text(self.device.total).removesuffix(' GiB') if budget else gib_text(self.device.total)}{limit}"
-        measures = ", ".join([first_measure, *further_parts]) + "".join(extras)
-        return f"memory: {measures}; {used}, {gib_text(self.host.total)} on the host"
+        return f"memory: {', '.join(measures)}{''.join(extras)}; {used}, {gib_text(self.host.total)} on the host"
 
     def to_json(self) -> dict[str, Any]:
         """Return all values, bytes as integers."""
@@ -240,15 +235,16 @@ def _count_communicators(plans: Sequence[Plan]) -> int:
 
 
 def _count_waiting_micro_batches(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
-    """Count how many micro-batches, of all that a rank holds of the model, wait for their backward passes at most.
+    """Count how many micro-batches wait for their backward passes at most, on the rank at this place of a pipeline.
 
-    Under 1F1B a stage runs as many forward passes as there are stages after it, and one more, before its first backward
-    pass; with chunks each counts for its part of the rank's layers.
+    The result need not be whole: with chunks (virtual stages) a micro-batch counts for each chunk that it has passed,
+    as that chunk's part of the rank's layers. GPipe runs all forward passes first. Under 1F1B a rank runs as many
+    forward passes as there are ranks behind it, and one more, before its first backward pass.
     """
     if home.pp == 1:
         return 1.0
     if settings.schedule == "gpipe":
         return float(micro_batches)
-    chunks, behind = settings.vpp, home.pp - place - 1
-    warm_up = behind if chunks == 1 else 2 * behind + (chunks - 1) * home.pp  # as in simulate.py
+    chunks, ranks_behind = settings.vpp, home.pp - place - 1
+    warm_up = ranks_behind if chunks == 1 else 2 * ranks_behind + (chunks - 1) * home.pp  # as in simulate.py
     return min(warm_up + 1, micro_batches * chunks) / chunks

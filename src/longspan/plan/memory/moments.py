@@ -26,6 +26,8 @@ _OF_WIDE_NORM = 2  # so many rows more where no fused kernel runs the last norm,
 def step_moments(peak: StepPeak, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
     """Yield the bytes at the optimizer's update, and at every moment of a micro-batch of each of these loads.
 
+    An evaluation (`backward` False) has no update.
+
     >>> max(step_moments(peak, loads, ["full"] * 36), key=lambda moment: moment.total)  # doctest: +SKIP
     """
     base = peak.resident_bytes
@@ -60,7 +62,8 @@ class MicroBatchMoments:
     def _waiting_bytes(self) -> list[LayerBytes]:
         """Return what each layer keeps from forward until its segment runs backward.
 
-        Of a segment only the first layer's input waits; without segments each layer keeps what its measure says.
+        Without segments a layer keeps what its measure says. Of a segment only the first layer keeps anything, its
+        input, on the host if its measure says so; the other layers keep nothing. What passes hold besides is unchanged.
         """
         peak, words = self.peak, [self.measures[i] for i in self.peak.stage.layers]
         if peak.settings.segment_layers < 2:
@@ -68,11 +71,14 @@ class MicroBatchMoments:
         waiting = list[LayerBytes]()
         for i, place in enumerate(self._places):
             layer = self._layer_bytes[i]
-            if words[i] != "none":
+            if words[i] == "none":  # in no segment
+                waiting.append(layer)
+            elif place == 0:
                 word: Measure = "full+host" if words[i].endswith("+host") else "full"
                 of_input = peak.layer_bytes(peak.stage.layers[i], self.load, word)
-                layer = replace(of_input if place == 0 else replace(of_input, kept=0.0, host=0.0), peaks=layer.peaks)
-            waiting.append(layer)
+                waiting.append(replace(of_input, peaks=layer.peaks))
+            else:
+                waiting.append(replace(layer, kept=0.0, host=0.0))
         return waiting
 
     @cached_property
@@ -82,13 +88,15 @@ class MicroBatchMoments:
         return places_in_segments(words, self.peak.settings.segment_layers)
 
     def _segment_bytes(self, i: int) -> float:
-        """Return what earlier layers of layer i's segment keep while it runs backward, beyond what waited until then.
+        """Return what the layers before layer i in its segment keep while layer i runs backward, beyond what waited.
 
-        The segment runs forward again first, so each of these layers keeps as much as a layer without a segment.
+        The segment has run forward again, so each of these layers keeps as much as a layer without a segment. What
+        its measure keeps on the host counts here too, as bytes on the device.
         """
         place = self._places[i] if self.peak.settings.segment_layers > 1 else 0
         kept_bytes = sum(layer.kept + layer.host for layer in self._layer_bytes[i - place : i])
-        return kept_bytes - sum(layer.kept + layer.host for layer in self._waiting_bytes[i - place : i])
+        waited_bytes = sum(layer.kept + layer.host for layer in self._waiting_bytes[i - place : i])
+        return kept_bytes - waited_bytes
 
     @cached_property
     def _whole_weights(self) -> list[float]:
@@ -107,16 +115,16 @@ class MicroBatchMoments:
         return int(self.peak.shards > 1)
 
     @cached_property
-    def _shard_bytes(self) -> float:
+    def _earlier_gradients(self) -> float:
         """Bytes of this rank's shards of gradients that earlier micro-batches left; 0 where gradients stay whole."""
         all_gradients = self.peak.gradient_bytes(self.peak.all_numbers)
         return all_gradients if self.load.later and not self.peak.stays_whole else 0.0
 
     @cached_property
     def _whole_gradients(self) -> float:
-        """Return the bytes of whole gradients, to which micro-batches add until they are summed over slots at the end.
+        """Return the bytes of whole gradients, to which micro-batches add until a step ends and sums them over slots.
 
-        0 where weights do not stay whole: then each layer's gradients are summed at once.
+        0 where weights do not stay whole: then each layer's gradients are summed over slots in every backward pass.
         """
         peak = self.peak
         if not peak.stays_whole or not peak.settings.backward:
@@ -125,7 +133,7 @@ class MicroBatchMoments:
 
     @cached_property
     def _other_activations(self) -> float:
-        """Return what is kept of other micro-batches, and of images."""
+        """Return the bytes of activations that are kept of other micro-batches in flight, and of images."""
         if not self.peak.settings.backward:
             return 0.0
         images = EncoderBytes(self.peak)
@@ -134,7 +142,7 @@ class MicroBatchMoments:
     def _make_moment(
         self, *, gradients: float, gathered: float, kept: float, work: float, logits: float = 0.0
     ) -> Bytes:
-        """Return the bytes of a moment: these, and what the rank holds all through the step."""
+        """Return the bytes of a moment: these, and the shards, states and communicators held all through the step."""
         base = self.peak.resident_bytes
         return Bytes(
             weights=base.weights,
@@ -151,8 +159,8 @@ class MicroBatchMoments:
         """Return the bytes of whole weights while layer i runs forward.
 
         Whole are the root's weights, the layer's (with `gathered_once` also those of the layers before), and the
-        layer's once more where weights arrive from other slots. Where weights stay whole, those of all layers are.
-        Unsharded weights count as resident, and only their float8 copies here.
+        layer's once more where weights arrive from other slots. In free mode and in pipelines the weights of all layers
+        are whole. Unsharded weights count as resident, so that here only their float8 copies do.
         """
         if self.peak.stays_whole or not self.peak.settings.shard_parameters:
             return self._root_weights + sum(self._whole_weights)
@@ -160,21 +168,29 @@ class MicroBatchMoments:
         return self._root_weights + laid_out + self._arrival_factor * self._whole_weights[i]
 
     def _forward_moments(self) -> Iterator[Bytes]:
-        """Yield the moments of the forward pass, layer by layer."""
-        whole_gradients, activations = self._whole_gradients if self.load.later else 0.0, self._other_activations
+        """Yield the moments of the forward pass, layer by layer.
+
+        While a layer runs, what the layer before it keeps on the host may still be on the device, on its way. Only a
+        `later` micro-batch finds gradients of earlier ones.
+        """
+        whole_gradients = self._whole_gradients if self.load.later else 0.0
+        activations = self._other_activations
         for i, layer in enumerate(self._waiting_bytes):
-            leaving = self._waiting_bytes[i - 1].host if i else 0.0  # on its way to the host
+            leaving_bytes = self._waiting_bytes[i - 1].host if i else 0.0
             whole_bytes = self._whole_forward_bytes(i) + whole_gradients
             yield self._make_moment(
-                gradients=self._shard_bytes, gathered=whole_bytes, kept=activations + leaving, work=layer.peaks.forward
+                gradients=self._earlier_gradients,
+                gathered=whole_bytes,
+                kept=activations + leaving_bytes,
+                work=layer.peaks.forward,
             )
             activations += layer.kept if self.peak.settings.backward else 0.0
 
     def _loss_moments(self) -> Iterator[Bytes]:
         """Yield the moments of the loss and of its logits; none if the stage predicts nothing.
 
-        At the loss the root's weights are whole, those of the last layer may be on their way, and all activations are
-        kept.
+        At the loss the root's weights are whole, the last layer's may still lie there as they arrived, and all
+        activations are kept. Every layer's weights are whole with `gathered_once`, in free mode and in pipelines.
         """
         peak, settings = self.peak, self.peak.settings
         if not peak.stage.predicts:
@@ -190,16 +206,16 @@ class MicroBatchMoments:
         rows = count * self.load.rows * peak.row_bytes
         for logits in self._logit_bytes():
             yield self._make_moment(
-                gradients=self._shard_bytes, gathered=whole_bytes, kept=activations, work=rows, logits=logits
+                gradients=self._earlier_gradients, gathered=whole_bytes, kept=activations, work=rows, logits=logits
             )
 
     def _logit_bytes(self) -> Iterator[float]:
         """Yield the bytes of two moments of the loss: of a chunk of logits, and of scaling the head's gradient.
 
-        In the first there are the logits of one chunk, twice (themselves and their gradient; on a CPU a float32 copy
-        too), and the chunk's gradient of the head beside the sum over chunks, which is in float32 if there are several.
-        In the second the sum is scaled into a new tensor, and cast if it was wider. Each depth of prediction keeps such
-        a sum as well.
+        At the first moment there are the logits of one chunk and their gradient (on a CPU a float32 copy too), and the
+        chunk's gradient of the head. Several chunks also have the sum of those gradients, in float32 at least. At the
+        second moment the head's gradient is scaled into a new tensor, and a float32 sum is then cast. Each depth of
+        prediction keeps such a sum, or its one chunk's gradient, as well.
         """
         settings, number = self.peak.settings, self.peak.settings.compute_bytes
         vocabulary = self.peak.read.count("vocab_size") / self.peak.home.tp
@@ -208,25 +224,24 @@ class MicroBatchMoments:
         most_rows = settings.loss_chunk_rows or max(1, int(_CHUNK_BYTES[settings.gpu] // (vocabulary * bytes_of_logit)))
         chunks = -(-rows // most_rows)
         trained = self.peak.numbers.head.trained if settings.backward else 0.0
-        wide = max(4, number) if chunks > 1 else number
-        other_sums = settings.depths * trained * wide  # sums of the other losses
-        yield other_sums + -(-rows // chunks) * vocabulary * bytes_of_logit + trained * (wide * (chunks > 1) + number)
-        yield other_sums + trained * (wide * 2 + number * (wide != number))
+        sum_number = max(4, number) if chunks > 1 else number
+        depth_sums = settings.depths * trained * sum_number
+        chunk_logits = -(-rows // chunks) * vocabulary * bytes_of_logit
+        yield depth_sums + chunk_logits + trained * (sum_number * (chunks > 1) + number)
+        yield depth_sums + trained * (sum_number * 2 + number * (sum_number != number))
 
     def _backward_moments(self) -> Iterator[Bytes]:
         """Yield the moments of the backward pass from the last layer to the first: two a layer.
 
-        In the first a layer runs backward; in the second, if weights are sharded, its gradients are summed over ranks.
-        What the layer kept for backward is freed between them. Meanwhile the gradients of the layer behind are still
-        being sent (`sent_bytes`), and what the layer before keeps on the host is fetched. In a `later` micro-batch
-        the gradients of all layers are there from its start. Where weights stay whole, gradients are summed at the end
-        instead (`_end_moments`).
+        At the first moment a layer runs backward, and the gradients of the layer that ran before are still being sent
+        (`sent_bytes`). At the second the layer's gradients are there whole, to be summed over slots, and what the layer
+        kept is freed. At either moment what the next layer to run keeps on the host is being fetched. In a `later`
+        micro-batch the shards of all gradients are there from its start. Where weights stay whole there is no second
+        moment: gradients are summed at the end of the step (`_end_moments`).
         """
         peak, stage = self.peak, self.peak.stage
-        activations, summed = (
-            self._other_activations + sum(layer.kept for layer in self._waiting_bytes),
-            self._shard_bytes,
-        )
+        activations = self._other_activations + sum(layer.kept for layer in self._waiting_bytes)
+        summed = self._earlier_gradients
         sent_bytes = 0.0
         for i in reversed(range(len(self._layer_bytes))):
             layer, numbers = self._layer_bytes[i], peak.numbers.layers[stage.layers[i]]
@@ -234,11 +249,11 @@ class MicroBatchMoments:
             of_segment = self._segment_bytes(i)
             fetched_bytes = self._waiting_bytes[i - 1].host if i else 0.0
             other_weights = self._other_weights_backward(i)
-            own_bytes = layer.kept + layer.host
+            bytes_of_layer = layer.kept + layer.host  # what waited on the host is on the device again
             yield self._make_moment(
                 gradients=summed,
                 gathered=other_weights + self._whole_weights[i] + sent_bytes,
-                kept=activations + own_bytes + fetched_bytes + of_segment,
+                kept=activations + bytes_of_layer + fetched_bytes + of_segment,
                 work=layer.peaks.backward,
             )
             if peak.stays_whole:
@@ -255,8 +270,9 @@ class MicroBatchMoments:
     def _other_weights_backward(self, i: int) -> float:
         """Return the bytes of whole weights and gradients in the backward pass of layer i, without the layer's own.
 
-        Whole are those of the root and of the layer before, whose weights are fetched ahead. With `gathered_once` all
-        layers before are whole, and where weights stay whole all other layers.
+        Whole are the weights of the root, its gradients so far, and the weights of layer i - 1, which are fetched
+        ahead. With `gathered_once` the weights of all layers before layer i are whole, in free mode and in pipelines
+        those of all other layers.
         """
         peak = self.peak
         root_numbers = peak.numbers.head.trained * peak.stage.predicts
@@ -270,25 +286,26 @@ class MicroBatchMoments:
         return root_bytes + (self._arrival_factor * self._whole_weights[i - 1] if i else 0.0)
 
     def _end_moments(self) -> Iterator[Bytes]:
-        """Yield the moments after all layers: the root's gradients are summed, then those of images.
+        """Yield the moments after all layers: the root's gradients are summed, then encoders run backward.
 
-        Where parameters stay whole for several micro-batches, layers are summed one after another here, and the largest
-        one counts.
+        Where weights stay whole, the gradients of all layers are summed here first, one layer after another, of which
+        the largest needs most.
         """
         peak, root = self.peak, self.peak.root_numbers
         all_gradients = peak.gradient_bytes(peak.all_numbers)
-        gradients_before = self._shard_bytes if self.load.later else all_gradients - peak.gradient_bytes(root)
         rows = self.load.rows * peak.row_bytes
         if peak.stays_whole:  # layer by layer, then the root
             largest = max((peak.numbers.layers[i] for i in peak.stage.layers), key=lambda n: n.trained)
-            sent, root_bytes = (n.trained * peak.settings.reduce_bytes for n in (largest, root))
-            whole_bytes = self._root_weights + sum(self._whole_weights) + self._whole_gradients + sent
+            sent_bytes, root_bytes = (numbers.trained * peak.settings.reduce_bytes for numbers in (largest, root))
+            whole_bytes = self._root_weights + sum(self._whole_weights) + self._whole_gradients + sent_bytes
             yield self._make_moment(gradients=peak.gradient_bytes(largest), gathered=whole_bytes, kept=0.0, work=rows)
             yield self._make_moment(
                 gradients=all_gradients, gathered=self._root_weights + 2 * root_bytes, kept=0.0, work=rows
             )
         else:
-            yield self._make_moment(gradients=gradients_before, gathered=peak.summing_bytes(root), kept=0.0, work=rows)
+            # A first micro-batch has the shards of the layers' gradients by now, a later one those of the root too.
+            summed = self._earlier_gradients if self.load.later else all_gradients - peak.gradient_bytes(root)
+            yield self._make_moment(gradients=summed, gathered=peak.summing_bytes(root), kept=0.0, work=rows)
         images = EncoderBytes(peak)
         if images.rows:
             yield self._make_moment(

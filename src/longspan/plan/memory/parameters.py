@@ -26,11 +26,11 @@ from longspan.plan.shape.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers of parameters: those that a rank gathers, those that are its share before sharding over slots.
+    """How many parameters a part of a model has on a rank.
 
-    `whole` are gathered at one time (experts divided by ep, the rest by tp); `trained` counts those with gradients, and
-    `adapters` those of adapters. `share` is what FSDP2 divides over its shards: a tensor-parallel rank's part, with the
-    experts of all ep ranks.
+    `whole` are those that a rank gathers (experts divided by ep, the rest by tp), `trained` those of them with
+    gradients, and `adapters` those of adapters. `share` are those that FSDP2 divides over its shards: a tensor-parallel
+    rank's part, with the experts of all ep ranks.
     """
 
     whole: float = 0.0
@@ -84,8 +84,8 @@ class ModelNumbers:
         """Count the parameters of a configuration under a home. Raises PlanError for sizes that are missing.
 
         Counted are each layer, depths of prediction, the embedding and the output projection (each a `table`, split
-        over tp), and an encoder's tower. Each depth has the same layers, the first with the projection that joins two
-        rows of the hidden size.
+        over tp), and an encoder's tower. All depths have the same layers; the first layer of a depth also has the
+        projection of two joined rows of the hidden size to one.
         """
         read = ConfigReader.of(config)
         read.check_counts("hidden_size", "vocab_size")
@@ -94,38 +94,38 @@ class ModelNumbers:
         kinds = layer_kinds(read)
         if not kinds:
             read.check_counts("num_hidden_layers")
-        depth = depth_kinds(read)
+        kinds_of_depth = depth_kinds(read)
         mixer = read_mixer_shape(read) if any(kind.mixes for kind in kinds) else None
         layers = [_layer_numbers(read, kind, mixer, home, settings) for kind in kinds]
         hidden = read.count("hidden_size")
-        projection = 2 * hidden * hidden  # what a depth begins with
-        extra = Numbers(projection, projection if settings.trains_all else 0.0, 0.0, projection)
-        depth_numbers = [_layer_numbers(read, kind, mixer, home, settings) for kind in depth]
-        layers += [depth_numbers[0] + extra, *depth_numbers[1:]] * settings.depths
-        table = hidden * read.count("vocab_size") / home.tp
-        trained, (tower, tower_shape) = table if settings.trains_all else 0.0, _tower_numbers(config, settings)
-        table_numbers = Numbers(table, trained, 0.0, table)
+        weights = 2 * hidden * hidden
+        projection = Numbers(weights, weights if settings.trains_all else 0.0, 0.0, weights)
+        first_layer, *further_layers = [_layer_numbers(read, kind, mixer, home, settings) for kind in kinds_of_depth]
+        layers += [first_layer + projection, *further_layers] * settings.depths
+        weights = hidden * read.count("vocab_size") / home.tp
+        table = Numbers(weights, weights if settings.trains_all else 0.0, 0.0, weights)
+        tower, tower_shape = _tower_numbers(config, settings)
         return cls(
             read,
-            kinds + depth * settings.depths,
+            kinds + kinds_of_depth * settings.depths,
             tuple(layers),
-            table_numbers,
-            table_numbers,
-            bool(read.value("tie_word_embeddings")),
-            tower,
-            len(kinds),
-            tower_shape,
+            embedding=table,
+            head=table,
+            tied=bool(read.value("tie_word_embeddings")),
+            tower=tower,
+            decoder_layers=len(kinds),
+            tower_shape=tower_shape,
         )
 
     def begins_depth(self, layer: int) -> bool:
-        """Return whether a layer is the first of a depth."""
-        behind = layer - self.decoder_layers
-        return behind >= 0 and behind % len(depth_kinds(self.read)) == 0
+        """Return whether the layer of this index is the first of a depth of prediction."""
+        index = layer - self.decoder_layers  # among the layers of all depths; negative for a decoder layer
+        return index >= 0 and index % len(depth_kinds(self.read)) == 0
 
     def root_numbers(self, stage: Stage) -> Numbers:
-        """Return embedding and head on a stage; a tied one once."""
+        """Count the parameters of embedding and head on a stage; a stage with both has tied ones once."""
         parts = [self.embedding] * stage.embeds + [self.head] * stage.predicts
-        return sum(parts[: 1 if self.tied else None], Numbers())
+        return sum(parts[:1] if self.tied else parts, Numbers())
 
 
 def reason_uncounted(config: object) -> str:
@@ -141,7 +141,7 @@ def reason_uncounted(config: object) -> str:
         return "shared blocks"
     if has_latent_attention(read):
         return "latent attention"
-    ModelShape.of(config)
+    ModelShape.of(config)  # for its error
     return ""
 
 
@@ -150,10 +150,10 @@ def _layer_numbers(
 ) -> Numbers:
     """Count the parameters of one layer of this kind, on a rank before it is sharded over slots.
 
-    Linear layers are split over tp, experts over ep, and norms are on every rank: one before each of the layer's parts.
-    `share` has the experts of all ep neighbours, since FSDP2 shards it over these ranks too. With adapters only the
-    adapters are trained: rank · (inputs + outputs) of each linear that has one. `all` of Weights has only the experts
-    that a token visits, so the experts are counted apart.
+    Linear layers are split over tp and experts over ep. Norms are on every rank: one before attention and mixer, one
+    before the MLP or experts. The share has the experts of all ep neighbours, since FSDP2 shards over these ranks too.
+    With adapters only the adapters are trained: rank · (inputs + outputs) of each linear that has one. `all` of Weights
+    has only the experts that a token visits, so the experts are counted apart.
     """
     hidden, parts = read.count("hidden_size"), list[Weights]()
     if kind.attention:
@@ -165,25 +165,24 @@ def _layer_numbers(
     experts = sum(weights.of_experts + weights.unvisited for weights in parts)
     dense = sum(weights.all for weights in parts) - sum(weights.of_experts for weights in parts)
     norms = (1 + bool(kind.feeds)) * hidden
-    numbers_of_rank = dense / home.tp + norms + experts / home.ep
+    whole = dense / home.tp + norms + experts / home.ep
     share = (dense + experts) / home.tp + norms
     if settings.trains_all:
-        return Numbers(numbers_of_rank, numbers_of_rank, 0.0, share)
-    adapters = settings.lora_rank * sum(
-        a + b for name, a, b in adapter_linears(read, kind, mixer) if settings.has_adapter(name)
-    )
-    adapters /= home.tp
-    return Numbers(numbers_of_rank + adapters, adapters, adapters, share + adapters)
+        return Numbers(whole, whole, 0.0, share)
+    linears = adapter_linears(read, kind, mixer)
+    widths = sum(width_in + width_out for name, width_in, width_out in linears if settings.has_adapter(name))
+    adapters = settings.lora_rank * widths / home.tp
+    return Numbers(whole + adapters, adapters, adapters, share + adapters)
 
 
 def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
-    """Return the linears of a layer that adapters go into: name, and the widths of its input and output rows.
+    """Return the linears of a layer that adapters go into, each with its name and the widths of its input and output.
 
-    Widths that a configuration does not name follow from the counted weights: a gate of attention is what its weights
-    have beyond queries, keys, values and output. A mixer's output projection has `mixer.last` weights, which over the
-    hidden size are the inner width. Its input projection makes what the convolution reads (`channels`), the gate, and a
-    number or two for each head; in short convolutions, without heads, two more inner widths. An MLP with more than
-    twice the weights of its last product has a gate.
+    Widths that a configuration does not name follow from the counted weights. Attention has a gate as wide as its
+    weights beyond queries, keys, values and output. A mixer's output projection has `mixer.last` weights, which over
+    the hidden size are its inner width. A mixer's input projections make what the convolution reads (`channels`), a
+    gate, and a number for each head (two in a delta net); those of short convolutions, which have no heads, `channels`
+    and two gates. Experts have no adapters.
     """
     hidden, linears = read.count("hidden_size"), list[tuple[str, float, float]]()
     if kind.attention:
@@ -201,15 +200,17 @@ def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | Non
     if kind.feeds == "dense":
         weights = feed_forward_weights(read, "dense")
         width = weights.last // hidden
-        linears += [("gate_proj", hidden, width)] * (weights.all // weights.last > 2)
+        if weights.all // weights.last > 2:  # three equal products: one is a gate
+            linears.append(("gate_proj", hidden, width))
         linears += [("up_proj", hidden, width), ("down_proj", width, hidden)]
     return linears
 
 
 def _tower_numbers(config: object, settings: MemorySettings) -> tuple[Numbers, EncoderShape | None]:
-    """Count an encoder's tower and projector, which are sharded over all slots; nothing without images.
+    """Count the parameters of an encoder's tower and projector, and return them with the tower's shape.
 
-    Which of the two are trained is a setting; neither is split over tp.
+    Without images there are none, and the shape is None. Settings say whether tower and projector are trained. Tower
+    and projector are sharded over all slots and not split over tp, so that `whole` and `share` are all of them.
     """
     if not settings.encoder_rows:
         return Numbers(), None
@@ -244,21 +245,19 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
 
 
 def make_stages(layers: int, home: Layout, settings: MemorySettings, *, of_depths: int = 0) -> tuple[Stage, ...]:
-    """Return what each pipeline rank holds of `layers`; further layers, `of_depths` many, go to the last stage.
+    """Return what each pipeline rank holds of `layers` decoder layers, and of `of_depths` layers that follow them.
 
-    Layers are divided as evenly as `stage_layers` does. With virtual stages rank r has stages r, r + pp and so on, or
-    for ZBV stage r from the front and from the end. Each rank's record says whether it has the first stage, and the
-    last.
+    Decoder layers are divided as `stage_layers` does, and layers of depths go to the last stage. With virtual stages
+    rank r has stages r, r + pp and so on, or for ZBV stage r from the front and stage r from the end.
     """
     stages = home.pp * (settings.vpp if home.pp > 1 else 1)
     parts: Sequence[Sequence[int]] = stage_layers(layers, stages)
     parts = [tuple(layers_of_stage) for layers_of_stage in parts]
     parts[-1] = (*parts[-1], *range(layers, layers + of_depths))
-    places: list[Stage] = []
-    for place in range(home.pp):
-        folded = settings.schedule == "zbv"
-        stage_numbers = (place, stages - 1 - place) if folded and home.pp > 1 else tuple(range(place, stages, home.pp))
-        places.append(
-            Stage(tuple(tuple(parts[i]) for i in stage_numbers), 0 in stage_numbers, stages - 1 in stage_numbers)
-        )
-    return tuple(places)
+    folded = settings.schedule == "zbv" and home.pp > 1  # one rank has one stage, not twice the same
+    ranks: list[Stage] = []
+    for rank in range(home.pp):
+        numbers = (rank, stages - 1 - rank) if folded else tuple(range(rank, stages, home.pp))
+        chunks = tuple(tuple(parts[i]) for i in numbers)
+        ranks.append(Stage(chunks, embeds=0 in numbers, predicts=stages - 1 in numbers))
+    return tuple(ranks)

@@ -35,12 +35,12 @@ def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: 
 def step_seconds(
     config: Any, plans: Sequence[Plan], memory: MemoryPlan, needs: MemoryNeeds, machine: Machine, cost: Cost
 ) -> float:
-    """Return the mean seconds of the steps of some plans, with what `MemoryPlan.cost_settings` leaves out.
+    """Return the mean seconds of a step over some plans: those by `cost`, and those that its settings leave out.
 
     >>> step_seconds("Qwen3-8B/config.json", plans, memory, needs, machine, cost)  # doctest: +SKIP
 
-    `needs` are those of the plans, and `cost` is of a rank. What layers add in the largest micro-batch, which has
-    `memory.rows` rows a slot, is scaled to the tokens of each step.
+    `needs` are those of the plans, and `cost` is of a rank, made with `MemoryPlan.cost_settings`. What layers add in
+    the largest micro-batch, which has `memory.rows` rows a slot, is scaled to the tokens of each step.
     """
     layer_seconds, state_seconds = seconds_beyond_settings(config, memory, needs, machine)
     token_seconds = layer_seconds / (memory.rows * needs.places[0].home.slots)
@@ -52,17 +52,17 @@ def seconds_beyond_settings(
 ) -> tuple[float, float]:
     """Return the seconds that `MemoryPlan.cost_settings` leaves out: of the largest micro-batch, and of a step.
 
-    Those settings know one measure for all layers that recompute. The first figure is what the true measures take
-    longer than that one, copies to the host included; it is negative where the true measures take less. The second is
-    what the optimizer's states on the host take.
+    Settings of a cost know one measure for all layers that recompute. The first figure is what the plan's measures take
+    longer than that one measure, copies to the host included, or less (negative). The second is what copies of the
+    optimizer's states on the host take.
     """
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    on_device = replace(memory, offload_states=False)
+    without_offload = replace(memory, offload_states=False)
     word: Measure = memory.recomputation
-    alike = tuple("none" if measure == "none" else word for measure in memory.measures)
-    without_states = prices.seconds(on_device)
-    alike_seconds = prices.seconds(replace(on_device, measures=alike))
-    return without_states - alike_seconds, prices.seconds(memory) - without_states
+    one_measure = tuple("none" if measure == "none" else word for measure in memory.measures)
+    layer_seconds = prices.seconds(without_offload)
+    priced_seconds = prices.seconds(replace(without_offload, measures=one_measure))
+    return layer_seconds - priced_seconds, prices.seconds(memory) - layer_seconds
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class MemoryPrices:
     load: SlotLoad
 
     def seconds(self, memory: MemoryPlan) -> float:
-        """Return the seconds that a plan adds: its layers', and those of gathers and states.
+        """Return the seconds that a plan adds to a micro-batch: those of layers, of gathers, and of states on the host.
 
-        States on the host go there and back once, both ways at a time.
+        States are copied to the device and back once, in both directions at a time.
         """
         tiled = bool(memory.mlp_tile_rows)
         layers = sum(self._layer_seconds(index, word, tiled=tiled) for index, word in enumerate(memory.measures))
@@ -104,22 +104,24 @@ class MemoryPrices:
     def _layer_seconds(self, index: int, word: str, *, tiled: bool = False) -> float:
         """Return the seconds that a layer's measure adds: what is computed and exchanged again, and copies to the host.
 
-        A tiled MLP runs forward once more, and TILED_SHARE of a plain layer's time is lost to smaller products.
+        Tiles cost TILED_SHARE of a plain layer's time, lost to smaller products. A tiled MLP runs forward again in
+        backward: a layer that keeps all then counts as "selective", and any other layer repeats the MLP anyway.
         """
         kind, _, host = word.partition("+")
-        if kind == "none":
-            return self._selective_seconds + TILED_SHARE * self._plain_seconds if tiled else 0.0
         if tiled:
-            return self._layer_seconds(index, word) + TILED_SHARE * self._plain_seconds
+            untiled = self._selective_seconds if kind == "none" else self._layer_seconds(index, word)
+            return untiled + TILED_SHARE * self._plain_seconds
+        if kind == "none":
+            return 0.0
         seconds = self._full_seconds if kind == "full" else self._selective_seconds
         seconds += self._exchange_seconds.get(kind, 0.0)
         return seconds + (self._host_seconds(index, word) if host else 0.0)
 
     def _seconds_under(self, kind: Recomputation) -> float:
-        """Return the seconds of the load in all layers, if all layers recompute by `kind`.
+        """Return a slot's seconds for the load in all layers, if all layers recompute by `kind`.
 
-        The load is a slot's part of documents over `degree` slots: as many of equal length as it has pairs of runs, for
-        a document has two on a slot (zigzag).
+        The load is taken for a slot's part of equally long documents over `degree` slots. There are half as many
+        documents as the load has runs, for zigzag gives a slot two runs of a document.
         """
         settings = self.place.settings
         costs = CostSettings(
@@ -130,8 +132,9 @@ class MemoryPrices:
             compiled=settings.compiled if settings.gpu and self.place.home.tp == 1 else "none",
         )
         cost: Cost = self.machine.cost(self.config, costs).shared_by(self.place.home.tp)
-        rows = self.load.rows * max(1, self.degree)
-        return float(cost.work_seconds(rows, rows * rows / max(1, self.load.runs // 2))) / max(1, self.degree)
+        degree = max(1, self.degree)
+        rows, documents = self.load.rows * degree, max(1, self.load.runs // 2)
+        return float(cost.work_seconds(rows, rows * rows / documents)) / degree  # the sum of squared lengths
 
     @property
     def degree(self) -> int:
@@ -161,7 +164,10 @@ class MemoryPrices:
 
     @cached_property
     def _exchange_seconds(self) -> dict[str, float]:
-        """Return, by measure, the seconds of a layer's repeated exchanges: of q, k, v; under "full" of outputs too."""
+        """Return, by measure, the seconds of the exchanges that a layer repeats; none where no heads are exchanged.
+
+        Under "selective" these are exchanges of queries, keys and values, under "full" also of the output.
+        """
         if not self.load.exchanged_rows:
             return {}
         shape = ModelShape.of(self.config, depths=self.place.settings.depths)
@@ -174,9 +180,10 @@ class MemoryPrices:
         return {kind: seconds_of_number * width for kind, width in widths.items()}
 
     def _host_seconds(self, index: int, word: str) -> float:
-        """Return the seconds of copies there and back: what passes do not hide, and a share of what they do.
+        """Return the seconds that a layer's copies to the host and back add.
 
-        A forward pass is taken to be a third of a layer's time.
+        The copy there may hide behind a layer's forward pass, taken for a third of the layer's time, and the copy back
+        behind its backward pass. What does not hide counts whole, and of what hides SHOWN_SHARE.
         """
         size = self.place.layer_bytes(index, self.load, word).host  # pyright: ignore[reportArgumentType]
         copied = size / self.machine.host_copy_bytes_per_second
@@ -187,8 +194,9 @@ class MemoryPrices:
 
     @cached_property
     def _gather_seconds(self) -> float:
-        """Return the seconds of the second gather of weights in a micro-batch: copies, and the part of the wire's time
-        that shows; 0 where weights are not sharded, or stay whole.
+        """Return the seconds of a micro-batch's second gather of weights; 0 where they are unsharded or stay whole.
+
+        A gather takes copies of weights, and the share of the wire's time that does not hide behind other work.
         """
         place, machine = self.place, self.machine
         if place.shards == 1 or place.stays_whole:

@@ -153,9 +153,10 @@ class MemoryBudget:
 
 
 def places_in_segments(words: Sequence[str], size: int) -> list[int]:
-    """Return the number of each layer within its segment: at most `size` layers in a row that recompute.
+    """Return each layer's number within its segment, from 0, of layers with these measures.
 
-    A layer that keeps all ("none") is in no segment and has 0.
+    A segment is at most `size` neighbouring layers that recompute (0 or 1: each is one of its own). A layer that keeps
+    all ("none") is in no segment and has 0.
 
     >>> places_in_segments(["none", "full", "full", "full"], 2)
     [0, 0, 1, 0]
@@ -168,7 +169,7 @@ def places_in_segments(words: Sequence[str], size: int) -> list[int]:
 
 
 def layer_measures(words: str | Sequence[str], layers: int) -> tuple[Measure, ...]:
-    """Return one measure a layer, from one word for all layers or one for each.
+    """Return one measure for each of so many `layers`, from one word for all or a word for each.
 
     Raises PlanError for a word that is no measure, and for another number of words than layers.
     """

@@ -69,20 +69,18 @@ class StepPeak:
         return self.read.count("hidden_size") * self.settings.compute_bytes
 
     def layer_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> LayerBytes:
-        """Return what one layer keeps of a load and holds while it runs; the same for all layers of a kind.
+        """Return what one layer keeps of a load and holds while it runs, counted once for all layers of a kind.
 
         Under "selective" attention is `lean`: it saves rows from before an exchange. The first layer of a depth of
-        prediction also keeps the depth's own rows.
+        prediction also keeps the tensors around the depth's layers.
         """
-        is_depth = self.numbers.begins_depth(layer)
-        key = self.numbers.kinds[layer], load, measure, is_depth, self.settings.mlp_tile_rows
+        kind, begins_depth = self.numbers.kinds[layer], self.numbers.begins_depth(layer)
+        key = kind, load, measure, begins_depth, self.settings.mlp_tile_rows
         if key not in self.layers_so_far:
-            tape = LayerTapes(self.read, self.settings, self.home.tp, self.home.ep).make_tape(
-                key[0], load, lean=measure.startswith("selective")
-            )
-            bytes_of_layer = _tape_bytes(tape, measure)
-            around = _OF_A_DEPTH * load.rows * self.row_bytes * is_depth
-            self.layers_so_far[key] = replace(bytes_of_layer, kept=bytes_of_layer.kept + around)
+            tapes = LayerTapes(self.read, self.settings, self.home.tp, self.home.ep)
+            bytes_of_layer = _tape_bytes(tapes.make_tape(kind, load, lean=measure.startswith("selective")), measure)
+            depth_bytes = _OF_A_DEPTH * load.rows * self.row_bytes * begins_depth
+            self.layers_so_far[key] = replace(bytes_of_layer, kept=bytes_of_layer.kept + depth_bytes)
         return self.layers_so_far[key]
 
     @cached_property
@@ -100,7 +98,7 @@ class StepPeak:
         """Return the bytes of this rank's shards of weights and states, and of what every GPU has.
 
         Trained weights may be of another dtype than frozen ones. Whether a tower is trained is a setting of its own, so
-        its whole share is replaced by its trained part.
+        that `trained` has the tower's trained part in place of its share.
         """
         settings, all_numbers, tower = self.settings, self.all_numbers, self.numbers.tower
         trained = all_numbers.share if settings.trains_all else all_numbers.adapters
@@ -113,7 +111,7 @@ class StepPeak:
         )
 
     def _optimizer_state_bytes(self) -> int:
-        """Return the bytes of the optimizer's states of this rank's shards; of a tower only its trained part counts."""
+        """Return the bytes of the optimizer's states of this rank's shards; a tower has some for its trained part."""
         settings, numbers, tower = self.settings, self.all_numbers, self.numbers.tower
         if not settings.backward:
             return 0
@@ -127,8 +125,9 @@ class StepPeak:
         return min(all_states, 2 * STATE_BUCKET_BYTES) if self.settings.offload_states else all_states
 
     def _communicator_bytes(self) -> int:
-        """Return the bytes of CUDA's context and NCCL's communicators: two over all slots, one for each other axis, and
-        those of the plan's groups.
+        """Return the bytes of CUDA's context and of NCCL's communicators; on a CPU there are none.
+
+        Communicators are two over all slots, one for every other axis of the home, and those of the plan's groups.
         """
         if not self.settings.gpu:
             return 0
@@ -139,7 +138,8 @@ class StepPeak:
     def gradient_bytes(self, numbers: Numbers) -> float:
         """Return the bytes of this rank's shard of the gradients of these parameters.
 
-        With HSDP they have the dtype of sums, since replicas are added after the sum over shards.
+        Of the parameters' share as large a part is trained as of the whole ones. With HSDP gradients have the dtype of
+        sums, since replicas are added after the sum over shards.
         """
         if not numbers.trained or not self.settings.backward:
             return 0.0
@@ -160,8 +160,9 @@ class StepPeak:
     def summing_bytes(self, numbers: Numbers) -> float:
         """Return the most bytes of a layer's gradients while FSDP2 sums them over slots.
 
-        First there are the gradients and their copy in the dtype of sums, which is sent; then what is sent, and a shard
-        of the sum. On one slot FSDP2 also divides what would be sent by 1, into another tensor.
+        First there are the gradients and their copy in the dtype of sums, which is sent; then that copy, and a shard of
+        the sum. On one slot the shard is the whole sum, and FSDP2 also divides the copy by 1 into a third tensor.
+        Without FSDP2 there are the gradients alone.
         """
         gradients = numbers.trained * self.settings.compute_bytes
         if not self.settings.shard_parameters:
@@ -170,18 +171,19 @@ class StepPeak:
         return max(gradients + sent, sent * (3 if self.shards == 1 else 1 + 1 / self.shards))
 
     def _host_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> float:
-        """Return what waits on the host of a layer, or of the segment that it begins: of a segment only the input."""
-        begins = self.settings.segment_layers > 1 and measure.endswith("+host")
-        return self.layer_bytes(layer, load, "full+host" if begins else measure).host
+        """Return what waits on the host of a layer that begins a segment, or of any layer without segments.
+
+        Of a segment only the input waits, as of a layer under "full+host", whatever the measure keeps.
+        """
+        keeps_input = self.settings.segment_layers > 1 and measure.endswith("+host")
+        return self.layer_bytes(layer, load, "full+host" if keeps_input else measure).host
 
     def host_bytes(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
-        """Return the bytes that wait on the host: activations of the largest load, and states.
+        """Return the bytes that wait on the host: activations of the load that has most there, and states.
 
-        Of a segment only the first layer's input waits; without segments each layer counts as one of its own.
+        Only the first layer of a segment has any; without segments each layer counts as a segment of its own.
         """
         places = places_in_segments([measures[i] for i in self.stage.layers], self.settings.segment_layers)
-        if self.settings.segment_layers < 2:
-            places = [0] * len(places)
         first_layers = [i for i, place in zip(self.stage.layers, places, strict=True) if place == 0]
         activations = max(sum(self._host_bytes(i, load, measures[i]) for i in first_layers) for load in loads)
         states = self._optimizer_state_bytes() if self.settings.offload_states else 0
@@ -189,9 +191,9 @@ class StepPeak:
 
 
 def _tape_bytes(tape: Tape, measure: Measure) -> LayerBytes:
-    """Return what a layer keeps under a measure, and its peaks above that.
+    """Return what a layer keeps under a measure, on the device or on the host, and the peaks of its passes above that.
 
-    Under "none" nothing runs again in backward, and the tape's peak includes the kept bytes, which are taken off here.
+    Under "none" nothing runs again in backward, and the tape's peak includes what was saved, which is taken off here.
     """
     kind, _, host = measure.partition("+")
     size = bytes_kept(tape, kind)
@@ -203,13 +205,17 @@ def _tape_bytes(tape: Tape, measure: Measure) -> LayerBytes:
 
 
 def bytes_kept(tape: Tape, kind: str) -> float:
-    """Return the bytes that a layer keeps under "none", "exchanged", "selective" or "full", wherever they wait."""
+    """Return the bytes that a layer keeps under "none", "exchanged", "selective" or "full", on device or host."""
     if kind == "none":
-        return tape.bytes_saved(("x",)) + tape.sizes["x"]
+        return tape.bytes_saved(("x",)) + tape.sizes["x"]  # the input is kept even if no operation saves it
     return sum(tape.sizes[name] for name in _names_to_keep(tape, kind))
 
 
 def _names_to_keep(tape: Tape, kind: str) -> set[str]:
-    """Return the tensors of the tape that a layer that recomputes keeps: its input, what lasts, and by its measure."""
-    names = ["x", *tape.lasting, *KEPT_OF_ATTENTION * (kind != "full"), *EXCHANGED * (kind == "exchanged")]
-    return set(names) & set(tape.sizes)
+    """Return the names of the tensors that a layer keeps under "exchanged", "selective" or "full"."""
+    names = {"x", *tape.lasting}
+    if kind != "full":
+        names.update(KEPT_OF_ATTENTION)
+    if kind == "exchanged":
+        names.update(EXCHANGED)
+    return names & set(tape.sizes)  # a layer without attention, or without an exchange, has fewer

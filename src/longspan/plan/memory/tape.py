@@ -17,10 +17,10 @@ class Work(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation: `inputs` to `outputs`, the first its result; `saves` are inputs or outputs that backward needs.
+    """One operation: it makes `outputs`, of which the first is its result, from `inputs`.
 
-    `through`: the gradient of the output is that of every input, as in a sum. `weights` are bytes of gradients of its
-    parameters.
+    `saves` are the inputs or outputs that backward needs. With `through` the gradient of the result is also that of
+    every input, as in a sum. `weights` are the bytes of the gradients of the operation's parameters.
     """
 
     inputs: tuple[str, ...]
@@ -72,9 +72,10 @@ class Tape:
         weights: float = 0.0,
         work: Work = Work(),  # noqa: B008
     ) -> str:
-        """Add an operation that makes `output` of `size` bytes; return its name.
+        """Add an operation that makes the tensor `output` of `size` bytes; return the name of that tensor.
 
-        `also` are bytes of tensors that it makes and saves for its own backward, which need no gradient.
+        `also` are bytes, by name, of tensors that the operation makes only for its own backward pass: they are saved
+        and need no gradient. The other arguments are fields of Operation.
         """
         assert output not in self.sizes, f"{output} is made twice"
         extra = also or {}
@@ -102,22 +103,25 @@ class Tape:
         return sum(operation.weights for operation in self.operations)
 
     def peaks(self, held: Collection[str], *, again: bool = True) -> Peaks:
-        """Return the peaks of the layer's passes; `held` is kept in between and not counted: at least the input.
+        """Return the peaks of the layer's passes, without the tensors `held`, which the caller counts.
 
-        With `again`, backward begins with a forward pass that saves what backward needs; it stops, as torch does, after
-        the last operation that saves something, and the gradient of the output waits meanwhile. Without `again` all
-        that is saved is there already, and is counted too.
+        `held` are the tensors kept from the forward to the backward pass, at least the layer's input. With `again`
+        backward begins with a second forward pass, which saves what backward needs. That pass stops, as torch's does,
+        after the last operation that saves something, and the gradient of the layer's output waits meanwhile. Without
+        `again` everything was saved by the first forward pass, and the backward peak includes it.
         """
         forward = self._forward_peak(held, frozenset())
-        saved = self.names_saved()
-        second_forward = self._forward_peak(held, frozenset(saved), stop_early=True) if again else 0.0
-        return Peaks(forward, max(second_forward + self.sizes[self.output] * again, self._backward_peak(held)))
+        backward = self._backward_peak(held)
+        if again:
+            second_forward = self._forward_peak(held, frozenset(self.names_saved()), stop_early=True)
+            backward = max(second_forward + self.sizes[self.output], backward)
+        return Peaks(forward, backward)
 
     def _forward_peak(self, held: Collection[str], saved: frozenset[str], *, stop_early: bool = False) -> float:
-        """Return the most bytes alive in a forward pass: of tensors until their last use, and of saved ones.
+        """Return the most bytes alive in a forward pass, without the tensors `held`, which the caller counts.
 
-        With `stop_early` it ends with the last operation that saves anything, as recomputation does. The result of the
-        whole layer stays alive to the end, and what is `held` counts elsewhere.
+        A tensor is alive until its last use, one of `saved` and the layer's result to the end. With `stop_early` the
+        pass ends with the last operation that saves anything, as recomputation does.
         """
         operations = self.operations
         if stop_early:
@@ -135,25 +139,30 @@ class Tape:
         return peak
 
     def _backward_peak(self, held: Collection[str]) -> float:
-        """Return the most bytes alive in a backward pass: of saved tensors that are left, and of gradients.
+        """Return the most bytes alive in a backward pass, of saved tensors and gradients; the caller counts `held`.
 
-        Operations run in reverse. Each makes gradients of its inputs in new buffers, or passes its output's buffer on
-        if it is a sum; a second gradient of a tensor is added in place, or waits as a summand until that tensor's own
-        operation runs. Then what the operation saved is freed unless another saved it too. What is `held` counts
-        elsewhere; constants get no gradient; gradients of weights stay to the end.
+        Operations run in reverse. An operation makes the gradients of its inputs in new buffers; a sum passes the
+        buffer of its output's gradient on instead. A second gradient of a tensor is added in place, or waits as a
+        summand until the operation that made the tensor runs. After an operation the tensors that it saved are freed,
+        but for those that an operation yet to run saved too. Constants get no gradient; gradients of weights stay to
+        the end.
         """
-        users: dict[str, int] = {}  # how many operations yet to run saved a tensor
+        savers_left: dict[
+            str, int
+        ] = {}  # for each saved tensor, how many of the operations that saved it are yet to run
         for operation in self.operations:
             for name in set(operation.saves):
-                users[name] = users.get(name, 0) + 1
-        alive = {name: self.sizes[name] for name in users if name not in held}
-        # A gradient is a buffer, which several tensors share behind a sum.
-        buffers, gradient_of, weights = {0: self.sizes[self.output]}, {self.output: 0}, 0.0
-        peak, summands = sum(alive.values()) + buffers[0], dict[str, list[int]]()
+                savers_left[name] = savers_left.get(name, 0) + 1
+        alive = {name: self.sizes[name] for name in savers_left if name not in held}
+        buffers = {0: self.sizes[self.output]}  # bytes of gradients, by number
+        gradient_of = {self.output: 0}  # the buffer of a tensor's gradient; the inputs of a sum share one
+        summands = dict[str, list[int]]()  # further buffers that wait to be added to a tensor's gradient
+        weights = 0.0
+        peak = sum(alive.values()) + buffers[0]
         for operation in reversed(self.operations):
             output = operation.outputs[0]
             buffer = gradient_of.pop(output, None)
-            if buffer is None:  # its output leads to no gradient
+            if buffer is None:  # the layer's result does not depend on this output
                 continue
             for name in operation.inputs:
                 if name in self.constants:
@@ -161,8 +170,8 @@ class Tape:
                 if operation.through and name not in gradient_of:  # a sum passes the buffer on
                     gradient_of[name] = buffer
                     continue
-                new_buffer = len(buffers) + max(buffers)
-                buffers[new_buffer] = 0.0 if operation.through else self.sizes[name]
+                new_buffer = len(buffers) + max(buffers)  # a number that no buffer has
+                buffers[new_buffer] = 0.0 if operation.through else self.sizes[name]  # a sum makes no new gradient
                 peak = max(peak, sum(alive.values()) + sum(buffers.values()) + weights + operation.work.backward)
                 buffer_before = gradient_of.get(name)
                 if buffer_before is None or list(gradient_of.values()).count(buffer_before) > 1:
@@ -178,7 +187,7 @@ class Tape:
             for summand in summands.pop(output, []):
                 del buffers[summand]
             for name in set(operation.saves):
-                users[name] -= 1
-                if not users[name]:
+                savers_left[name] -= 1
+                if not savers_left[name]:
                     alive.pop(name, None)
         return peak
