@@ -25,7 +25,7 @@ class FileArray(NamedTuple):
 
 
 def as_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
-    """Return what to pickle of an array of integers from 0: the file that it maps whole, else its values.
+    """Return what to pickle of an array of integers ≥ 0: the place of its file if it maps all of one, else its values.
 
     Values are in the smallest type that holds them all.
 
@@ -91,7 +91,7 @@ class GrowingCodes:
         return "" if self._file is None else self._dtype.str
 
     def append(self, codes: Array | None, tokens: int) -> None:
-        """Write the codes of the next `tokens` tokens."""
+        """Write the codes of the next `tokens` tokens, uint8 or int32; None: all 0, for which nothing is written."""
         if codes is not None:
             if codes.dtype.itemsize > self._dtype.itemsize:
                 self._widen_codes()

@@ -221,8 +221,8 @@ class Pack:
     def __getitem__(self, positions: Integers) -> Integers:
         """Return the token ids (n,) at these positions of the pack."""
         ids = np.empty(len(positions), dtype=np.int64)
-        for document, piece_positions, places in self._split_positions(positions):
-            ids[places] = (
+        for document, piece_positions, indices in self._split_positions(positions):
+            ids[indices] = (
                 np.asarray(document)[piece_positions]
                 if isinstance(document, list | tuple)  # these take no array as an index
                 else document[piece_positions]
@@ -230,13 +230,14 @@ class Pack:
         return ids
 
     def _split_positions(self, positions: Integers) -> list[tuple[Any, Integers, Integers]]:
-        """Split positions of the pack by document: the document, positions in it, and their indices in `positions`."""
-        of_piece = np.searchsorted(self.ends, positions, side="right")
-        runs = list[tuple[Any, Integers, Integers]]()
-        for number in np.unique(of_piece).tolist():
-            places, piece = np.flatnonzero(of_piece == number), self.pieces[number]
-            runs.append((piece.document, positions[places] - int(self.ends[number]) + piece.stop, places))
-        return runs
+        """Split positions of the pack by piece: its document, positions in this, and their indices in `positions`."""
+        piece_numbers = np.searchsorted(self.ends, positions, side="right")
+        parts = list[tuple[Any, Integers, Integers]]()
+        for number in np.unique(piece_numbers).tolist():
+            indices, piece = np.flatnonzero(piece_numbers == number), self.pieces[number]
+            # A piece that ends at `ends` in the pack ends at `stop` in its document.
+            parts.append((piece.document, positions[indices] - int(self.ends[number]) + piece.stop, indices))
+        return parts
 
 
 class LabelledPack(Pack):
@@ -245,8 +246,8 @@ class LabelledPack(Pack):
     def labels(self, positions: Integers) -> Integers:
         """Return the token id to predict at each position (n,), −100 for none."""
         labels = np.empty(len(positions), dtype=np.int64)
-        for document, piece_positions, places in self._split_positions(positions):
-            labels[places] = document.labels(piece_positions)
+        for document, piece_positions, indices in self._split_positions(positions):
+            labels[indices] = document.labels(piece_positions)
         return labels
 
     @cached_property

@@ -58,54 +58,63 @@ class Corpus:
     """
 
     def __init__(self, folder: Path, make_tokens: MakeTokens | None = None) -> None:
-        """Open the arrays of a corpus. Raises DataError for a folder that holds none, or not all of it.
+        """Open the arrays of a corpus. Raises DataError for a folder without a corpus, or with a part of one.
 
-        Without a record the folder holds the arrays itself. Tokens are in a file, or made of rows when they are read.
+        A folder without a record holds the arrays itself; the record of a run names the folder that does.
         """
         record = read_record(folder)
-        place = folder if record is None else folder / record.documents
-        if record is not None and not place.is_dir():
+        documents_folder = folder if record is None else folder / record.documents
+        if record is not None and not documents_folder.is_dir():
             raise DataError(
-                f"{folder} is not a corpus: its documents are not in {place} any more; start its run again, which "
-                "makes them anew, with data.cache as a folder on storage that all its machines share"
+                f"{folder} is not a corpus: its documents are not in {documents_folder} any more; start its run again, "
+                "which makes them anew, with data.cache as a folder on storage that all its machines share"
             )
         try:
-            self._open_columns(place)
-            self._tokens = self._choose_token_source(place, folder, record, make_tokens)
+            self._open_columns(documents_folder)
+            self._tokens = self._choose_token_source(documents_folder, folder, record, make_tokens)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):  # which is a ValueError too
                 raise
-            raise DataError(f"{place} is not a corpus: {error}; remove it and it is built again") from error
+            raise DataError(f"{documents_folder} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = (
             CorpusDocuments  # with images: ImageDocuments
         )
         self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple  # with images: ImagePacks
 
-    def _open_columns(self, place: Path) -> None:
-        """Map the columns of the folder; without `source_of.npy` all documents are of source 0.
+    def _open_columns(self, documents_folder: Path) -> None:
+        """Read the manifest of a folder of documents, and map its columns.
 
-        Without `targets.npy` every token but a document's first is a target.
+        Without `source_of.npy` all documents are of source 0; without `targets.npy` every token but a document's first
+        is a target.
         """
-        self.manifest: Manifest = Manifest.from_json((place / FILE).read_text(encoding="utf-8"))
-        self.sources: Sequence[SourceFile] = SourceLines(place)
-        self._origins = map_array(place / "origins.npy")
-        self.lengths: npt.NDArray[Any] = map_array(place / "lengths.npy")
-        source_file, target_file = (place / name for name in ("source_of.npy", "targets.npy"))
+        self.manifest: Manifest = Manifest.from_json((documents_folder / FILE).read_text(encoding="utf-8"))
+        self.sources: Sequence[SourceFile] = SourceLines(documents_folder)
+        self._origins = map_array(documents_folder / "origins.npy")
+        self.lengths: npt.NDArray[Any] = map_array(documents_folder / "lengths.npy")
+        source_file, target_file = (documents_folder / name for name in ("source_of.npy", "targets.npy"))
         zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
         self.source_of: npt.NDArray[Any] = map_array(source_file) if source_file.is_file() else zero
         self.targets: npt.NDArray[Any] | None = map_array(target_file) if target_file.is_file() else None
-        self.images: ImageTable | None = ImageTable.of(place)
+        self.images: ImageTable | None = ImageTable.of(documents_folder)
 
     def _choose_token_source(
-        self, place: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None
+        self, documents_folder: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None
     ) -> TokenSource | None:
-        """Return what gives tokens: their file, or what makes them from rows; None if no `make_tokens` was passed."""
+        """Return the source of tokens: their file, or, if they are not stored, what `make_tokens` returns.
+
+        None if neither is there: lengths can be read without tokens. Raises ValueError if tokens are not stored and
+        `folder` has no record, which names the tokenizer.
+        """
         if self.manifest.dtype:
-            return StoredTokens(place, self.manifest)
+            return StoredTokens(documents_folder, self.manifest)
         if record is None:
             raise ValueError("it has no tokens, and no run says how rows are read")
-        return None if make_tokens is None else make_tokens(place, self.manifest, folder / record.tokenizer, record)
+        return (
+            None
+            if make_tokens is None
+            else make_tokens(documents_folder, self.manifest, folder / record.tokenizer, record)
+        )
 
     @property
     def stores_tokens(self) -> bool:

@@ -76,7 +76,7 @@ class ImageWriter:
         self._paths, self._ends = (folder / _PATHS).open("wb"), GrowingArray(folder / _ENDS, "<i8")
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
-        """Write the images of further documents, numbered from 0 among these; `documents` were written before."""
+        """Write the images of further documents, numbered from 0 in `images`, behind `documents` earlier ones."""
         rows = [_table_row(placed, documents) for placed in images]
         for number, column in enumerate(self._columns.values()):
             column.append(np.array([row[number] for row in rows]))
@@ -179,7 +179,7 @@ def _file(folder: Path, column: str) -> Path:
 
 
 def _table_row(placed: PlacedImage, documents: int) -> tuple[float, ...]:
-    """Return the values of an image in the order of the columns."""
+    """Return the values of an image in the order of the columns; its document follows `documents` earlier ones."""
     image = placed.image
     place = (documents + placed.document, image.start, image.stop, image.rows, *image.grid)
     row = (*place, image.number, image.bytes, image.modified_ns, placed.position)

@@ -80,7 +80,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Read a manifest; KeyError, TypeError or ValueError if the text is no manifest."""
+        """Read a manifest from JSON. Raises KeyError, TypeError or ValueError if the text is no manifest."""
         values: dict[str, Any] = parse_json(text)
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")

@@ -57,7 +57,11 @@ class Epochs:
         return cells.astype(np.int64)
 
     def _permute_cells(self, cells: Words, keys: list[Words]) -> Words:
-        """Permute cells of the rectangle; each round moves rows by columns or columns by rows."""
+        """Permute cells of the rectangle, one round for each key.
+
+        In turn a round moves cells to another row, as far as their column decides, and to another column, as far as
+        their row decides: either can be undone, so no two cells meet.
+        """
         width = np.uint64(self._width)
         row = cells // width
         column = cells - row * width
@@ -72,7 +76,7 @@ class Epochs:
 def _shift_by_hash(values: Words, by: Words, key: Words, size: int) -> Words:
     """Return (value + hash of `by` and a key) modulo size, for values below size; the hash is scaled to below size."""
     moved = _hash_words(by + key)
-    moved >>= _HALF
+    moved >>= _HALF  # scaled by its upper 32 bits: times size, over 2**32
     moved *= np.uint64(size)
     moved >>= _HALF
     moved += values
@@ -94,6 +98,8 @@ def _hash_words(words: Words) -> Words:
 def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> Integers:
     """Return the first `most` numbers of range(count) shuffled by sorting raw bits, without the whole permutation.
 
+    `block` numbers at a time get their bits, so that memory does not grow with the count.
+
     >>> bits = np.random.PCG64([0]).random_raw(9)
     >>> shuffled_sample(9, 3, 0).tolist() == np.argsort(bits)[:3].tolist()
     True
@@ -102,7 +108,7 @@ def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> In
     bits, ids = np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
     for start in range(0, count, block):
         new_bits = generator.random_raw(min(block, count - start))
-        # Once `most` are kept, only bits below the largest of them can be among the smallest.
+        # Once there are `most` bits, only new ones below the largest of them can be among the smallest.
         candidates = np.flatnonzero(new_bits < bits[-1]) if len(bits) == most > 0 else np.arange(len(new_bits))
         bits, ids = np.concatenate([bits, new_bits[candidates]]), np.concatenate([ids, candidates + start])
         smallest = np.argsort(bits, kind="stable")[:most]

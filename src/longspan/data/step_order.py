@@ -107,7 +107,7 @@ class StepOrder:
         return self.stream.tokens_of_sources(ids, self.lengths[ids])
 
     def steps_of_epochs(self, epochs: float) -> int:
-        """Return after how many steps every document was trained on `epochs` times; the last may begin the next epoch.
+        """Count the steps in which every document is trained on `epochs` times; the last step may begin another epoch.
 
         >>> StepOrder([4, 4, 4, 4, 4], tokens_per_step=8, seed=0, eval_documents=0).steps_of_epochs(1.0)
         3
@@ -204,7 +204,7 @@ class PackOrder:
         )
 
     def lengths_of_step(self, step: int) -> list[int]:
-        """Return the tokens of each document of a step, for a planner."""
+        """Return the tokens of what a planner sees as documents of a step: packs under `across`, else pieces."""
         if self._across and self._equal_lengths is not None:
             return list(self._equal_lengths)
         pieces = self._pieces_of_step(step)
@@ -221,7 +221,7 @@ class PackOrder:
         pieces = [Piece(corpus[d], start, stop) for d, start, stop in zip(documents, starts, stops, strict=True)]
         borders = np.searchsorted(packs, np.arange(packs[-1] + 2)) if self._across else np.arange(len(pieces) + 1)
         packed = tuple(make_pack(tuple(pieces[a:b])) for a, b in pairwise(borders.tolist()))
-        return corpus.packs(packed) if hasattr(corpus, "packs") else packed
+        return corpus.packs(packed) if hasattr(corpus, "packs") else packed  # a list of documents has no images
 
     def source_tokens(self, step: int) -> list[int]:
         """Return the tokens of each source in a step."""
@@ -229,11 +229,11 @@ class PackOrder:
         return self.stream.tokens_of_sources(pieces.documents, pieces.stops - pieces.starts)
 
     def steps_of_epochs(self, epochs: float) -> int:
-        """Return after how many steps every document was trained on `epochs` times; the last may begin the next."""
+        """Count the steps in which every document is trained on `epochs` times; the last may begin another epoch."""
         return self._borders.steps_to(self.stream.tokens_before(self.stream.place_after(epochs)))
 
     def mean_pack(self, steps: int = 64) -> float:
-        """Return the mean tokens of a pack in the first `steps` steps."""
+        """Return the mean tokens of a pack in the first `steps` steps: the last border over the number of packs."""
         borders = self._borders.step_borders(steps - 1)
         return float(borders[-1]) / (steps * (len(borders) - 1))
 

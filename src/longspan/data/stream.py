@@ -60,7 +60,7 @@ class ShuffledSource:
 def shuffled_sources(
     lengths: npt.NDArray[Any], mixture: Mixture | None, held_out: Integers, seed: int
 ) -> tuple[ShuffledSource, ...]:
-    """Return the sources of a corpus without its held-out documents (sorted); one source without a mixture.
+    """Return the sources of a corpus, without its held-out documents (sorted); without a mixture all are of one source.
 
     Raises DataError for a source without documents to train on.
     """
@@ -121,7 +121,7 @@ class DocumentStream:
         """
         self.sources: tuple[ShuffledSource, ...] = tuple(sources)
         self.lengths = lengths
-        # Documents that a source gives while every source gives its weight in tokens: weight over mean length.
+        # Sources give tokens in proportion to their weights, so documents in proportion to weight over mean length.
         rates = [source.weight * source.documents / source.tokens for source in sources]
         self._counts = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]  # candidates for a part
         self._marks, self._places, self._tokens = [_Mark((0,) * len(sources), (0,) * len(sources))], [0], [0]
@@ -164,7 +164,7 @@ class DocumentStream:
         return self.part_at(part.first + len(part.ids))
 
     def tokens_of_sources(self, ids: Integers, tokens: Integers) -> list[int]:
-        """Sum tokens of documents by source."""
+        """Sum the tokens of documents (n,), or of pieces of documents, by the source of each."""
         of_source = np.searchsorted([source.first for source in self.sources], ids, side="right") - 1
         return np.bincount(of_source, weights=tokens, minlength=len(self.sources)).astype(np.int64).tolist()
 
@@ -197,10 +197,10 @@ class DocumentStream:
     def _merge_part(self, number: int) -> StreamPart:
         """Merge documents of all sources, until the first source has given all of its candidates.
 
-        Each document comes where its source's tokens so far, over the source's weight, put it; the smallest goes first,
-        so that tokens are shared out by weight. The part ends at the share at which the first source runs out of
-        candidates, for what comes after it could still go before documents of that one. The next part begins at a new
-        mark: how many documents and tokens of each source are used.
+        A document's share is the tokens that its source gave before it, over the source's weight. Documents are sorted
+        by their shares, so that tokens are shared out by weight. The part ends at the share at which the first source
+        runs out of candidates: documents of larger shares may have to wait for further ones of that source. The next
+        part begins at a new mark: how many documents and tokens of each source are used.
         """
         mark = self._marks[number]
         runs = [self._next_run(source, mark) for source in range(len(self.sources))]

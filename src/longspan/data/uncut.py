@@ -36,6 +36,7 @@ class UncutSpans:
         first, last = (np.searchsorted(self.documents, documents, side=side) for side in ("left", "right"))
         counts = last - first  # of spans in each document
         index = np.repeat(np.arange(len(documents)), counts)
+        # Entry i of `index` is span first[d] + i, less the entries of the documents before d.
         spans = np.arange(len(index)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
         return index, self.starts[spans].astype(np.int64), self.stops[spans].astype(np.int64)
 
@@ -93,8 +94,8 @@ class UncutBorders:
     def steps_to(self, token: int) -> int:
         """Return how many steps take the first `token` tokens of the stream.
 
-        Each call of `_block` in the loop computes the next 64 steps and appends where the steps after them begin to
-        `_begins`.
+        Each call of `_block` in the loop computes the next 64 steps, and adds to `_begins` where the steps after them
+        begin.
         """
         while self._begins[-1] < token:
             self._block(len(self._begins) - 1)

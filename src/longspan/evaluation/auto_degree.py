@@ -23,20 +23,21 @@ from longspan.train.plans import PlanChoice
 def choose_degree(
     choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = "", vpp: int = 1
 ) -> tuple[PlanChoice, str]:
-    """Choose the fastest degree for these documents, and say why; a choice that has a degree stays, with the reason "".
+    """Choose the fastest degree for these documents, and say why.
 
     >>> choice, reason = choose_degree(PlanChoice.evaluation(config), lengths, home)  # doctest: +SKIP
     >>> print(reason)  # doctest: +SKIP
     evaluation at cp 4, a2a: 32 documents in 0.21 s predicted; cp 1 0.53 s, cp 2 0.31 s; dynamic plan 0.2 s
 
-    A communication type "auto" becomes the fastest one. `name` is that of the evaluation set, `vpp` the model chunks of
-    a stage. Raises ConfigError if no degree is possible.
+    A communication type "auto" becomes the fastest one. A choice that has a degree stays, with the reason ""; so does
+    any choice where there are no documents to compare degrees by. `name` is that of the evaluation set, `vpp` the
+    number of model chunks of a stage. Raises ConfigError if no degree is possible.
     """
     if choice.degree or not len(lengths):
         return choice, ""
     try:
-        degrees = choice.min_degree, choice.max_degree
-        comparison = which_degree(lengths, home, options=choice.home_options(home), vpp=vpp, dynamic_degrees=degrees)
+        dynamic = choice.min_degree, choice.max_degree
+        comparison = which_degree(lengths, home, options=choice.home_options(home), vpp=vpp, dynamic_degrees=dynamic)
     except PlanError as error:
         ranks = plural(len(home.ranks), "rank")
         raise ConfigError(f'{choice.degree_key} is "auto" on {ranks}: {error}') from error
@@ -74,10 +75,11 @@ def choose_degrees(
     cost: Cost,
     heads: int | None,
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """Choose a degree, type and levels in place of "auto", and say why; all ranks call it together.
+    """Choose degree, type and levels for every evaluation set whose degree is "auto"; all ranks call it together.
 
-    `lengths` has the tokens of each document, by the name of its evaluation set ("": the held-out documents); `heads`
-    are the model's query heads, None if not known. The reasons have a line for each set whose degree was chosen.
+    Returns the configuration with these values, and a line with the reason for each such set. `lengths` has the tokens
+    of each document, by the name of its evaluation set ("": the held-out documents); `heads` is the number of the
+    model's query heads, None if not known.
     """
     entries, reasons = list[EvalConfig](), list[str]()
     for entry in config.evaluations:

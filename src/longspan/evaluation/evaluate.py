@@ -91,7 +91,7 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
         return check_step(model, choice, documents, world, backward=False)
     language_model = model
     if isinstance(model, MultimodalModel):
-        check_world(model, world)
+        check_world(model, world)  # as `check_step` does, which comes only after planning
         language_model = model.language_model
     documents = StepDocuments(model, documents, _document_lengths(documents))
     plan = _cached_plan(_forward_choice(choice, language_model, documents), documents.lengths, world.home)
@@ -154,9 +154,12 @@ def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> 
 
 
 def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
-    """Return the choice priced for forward passes only, with the number of targets and the model's multiple of rows."""
+    """Return the choice priced for forward passes only, with the number of targets and a multiple of rows.
+
+    Slots must have multiples of the rows that the model asks for. The choice's own multiple stays if it is one of them;
+    otherwise the model's takes its place.
+    """
     multiple, options = call_rules(model).row_multiple, choice.options
-    # rows must be a multiple of the model's number; that of the choice stays where it is one, too
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
     targets = sum(documents.targets)
     return replace(
@@ -185,7 +188,7 @@ class Portions:
         self.world: World = inputs.world
         self.items = inputs.documents.items
         self.sums: RowSums = RowSums(self.plan.lengths, options, self.world.device)
-        self.largest: int = PORTION * self.world.home.pp
+        self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         self.gathered = 0  # bytes of parameters that stay gathered until the end
         kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
@@ -195,8 +198,9 @@ class Portions:
     def run(self) -> Totals:
         """Run all portions, then sum over ranks.
 
-        Portions double while they take less than SHORT_SECONDS on every rank. Parameters stay gathered from the first
-        portion on, once all ranks have agreed that there is room for them.
+        Portions double while they take less than SHORT_SECONDS on every rank. Ranks learn that a portion took long when
+        they agree on the next one, whose size is set by then: the portion after that one is the first not to double.
+        Parameters stay gathered from the first portion on, once all ranks have agreed that there is room for them.
         """
         size, done, count = self._first_size(), 0, len(self.plan.micro_batches)
         with ExitStack() as stack:
@@ -264,10 +268,10 @@ class Portions:
         return any_ended
 
     def _gathering_bytes(self) -> int:
-        """Return the bytes of the parameters that FSDP2 gathers, if they may stay gathered for all micro-batches; or 0.
+        """Return the bytes of the parameters that are to stay gathered for all micro-batches; 0 if none are.
 
-        They need not stay for a single micro-batch. A pipeline keeps its stages gathered in any case, and a free plan
-        gathers all parameters before its passes.
+        None are if they need more than their share of free memory. A single micro-batch gathers each parameter once in
+        any case, a pipeline keeps its stages gathered, and a free plan gathers all parameters before its passes.
         """
         world, plan = self.world, self.plan
         if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":

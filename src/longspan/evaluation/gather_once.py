@@ -1,7 +1,8 @@
 """Parameters that FSDP2 gathers once for many forward passes without backward passes, as those of an evaluation.
 
-While they are whole, FSDP2's hooks of a layer would do nothing and take the host as long as a quarter of the layer.
-What is switched for that long, when parameters are freed and which hooks run, is switched here and switched back here.
+While parameters are whole, FSDP2's hooks of a layer would do nothing and take the host as long as a quarter of the
+layer. So two things change here for that time and change back at its end: when parameters are freed, and which hooks
+run.
 A pipeline and free plans keep parameters whole by themselves (`model/sharding.py`).
 """
 
@@ -37,6 +38,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module in modules:
+            # Never None here: of such modules `gathered_bytes` is 0, and nothing is to be gathered once.
             module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
         free_groups(modules)
 
@@ -46,7 +48,7 @@ def _run_hooks_until_gathered(state: Any) -> Iterator[None]:
     """While open, run a layer's FSDP2 hooks only until its parameters are gathered; afterwards only inputs are cast.
 
     Other hooks keep their order, as ours take the places of FSDP2's. A block of several modules, which are gathered
-    together, keeps its hooks.
+    together, keeps its hooks: FSDP2 registers these under one handle, which names none of them.
     """
     if len(state._modules) != 1:
         yield
@@ -77,9 +79,10 @@ class _GatheredHooks:
         self._casts_outputs: bool = policy.output_dtype is not None
 
     def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run FSDP2's hook where a parameter is not gathered yet or outputs are cast; else only cast the inputs.
+        """Run FSDP2's hook where a parameter is not gathered yet; else only cast the inputs.
 
-        None leaves the inputs as they are.
+        Where outputs are cast, FSDP2's hook always runs, for its hook behind the pass casts them. Returning None leaves
+        the inputs as they are.
         """
         self._gathering = self._casts_outputs or not all(group.is_unsharded for group in self._groups)
         if self._gathering:
@@ -94,9 +97,10 @@ class _GatheredHooks:
 
 
 def _has_dtype(x: object, dtype: torch.dtype) -> bool:
-    """Return whether FSDP2, which casts tensors inside of collections, would surely leave an argument as it is.
+    """Return whether FSDP2 would surely leave an argument as it is, as no tensor in it has to be cast to this dtype.
 
-    Mappings, sets and dataclasses are not looked into: FSDP2 casts them.
+    Only lists and tuples are looked through. Mappings, sets and dataclasses, in which FSDP2 casts tensors too, give
+    False.
     """
     if isinstance(x, Tensor):
         return x.dtype == dtype or not x.is_floating_point()
@@ -126,5 +130,6 @@ def gathered_bytes(model: nn.Module) -> int:
 def _number_bytes(group: Any, parameter: Any) -> int:
     """Return the bytes that passes hold for each number of a parameter: gathered, and one more for a float8 copy."""
     owner = parameter._module_info
-    gathered = group.mp_policy.param_dtype or parameter._sharded_param_data.dtype
-    return gathered.itemsize + (find_float8_weight(owner.module, owner.param_name) is not None)
+    dtype = group.mp_policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
+    has_copy = find_float8_weight(owner.module, owner.param_name) is not None
+    return dtype.itemsize + has_copy

@@ -80,13 +80,16 @@ class MeasuredDocuments(Protocol):
         ...
 
 
-def check_sum_and_count(name: str, made: Any) -> tuple[Any, Any]:
-    """Return the (sum, count) that a metric gave. Raises EvaluationError for anything else."""
-    if isinstance(made, tuple) and len(made) == 2 and all(map(_is_number, made)):
-        return made
-    shape = f"a tensor of shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"{type(made).__name__} {made!r}"
+def check_sum_and_count(name: str, result: Any) -> tuple[Any, Any]:
+    """Return the result of a metric, a pair (sum, count). Raises EvaluationError for any other result."""
+    if isinstance(result, tuple) and len(result) == 2 and all(map(_is_number, result)):
+        return result
+    if isinstance(result, Tensor):
+        text = f"a tensor of shape {tuple(result.shape)}"
+    else:
+        text = f"{type(result).__name__} {result!r}"
     raise EvaluationError(
-        f"the metric {name!r} gave {shape[:200]}; return (sum, count) over the rows, two numbers or tensors without "
+        f"the metric {name!r} gave {text[:200]}; return (sum, count) over the rows, two numbers or tensors without "
         "dimensions: a value without its count cannot be added up over micro-batches and ranks"
     )
 
@@ -99,7 +102,8 @@ def check_metrics(
 ) -> None:
     """Try a copy of each metric on two example rows; a metric that cannot be copied is not tried.
 
-    Raises EvaluationError, naming the metric, where it gives no (sum, count).
+    The rows' logits are as long as the vocabulary (None: not known, 8 then). Raises EvaluationError for a metric that
+    fails, that gives something other than sums and counts, or whose name is one of BUILT_IN.
     """
     for name, metric in {**metrics, **document_metrics}.items():
         if name in BUILT_IN:
@@ -118,17 +122,18 @@ def check_metrics(
         _ = check_columns(name, example, 2) if name in document_metrics else check_sum_and_count(name, example)
 
 
-def check_columns(name: str, made: Any, rows: int) -> Tensor:
-    """Return the values and counts that a metric of documents gave, (2, n) in float64.
+def check_columns(name: str, result: Any, rows: int) -> Tensor:
+    """Return the result of a metric of documents, its values and counts of n rows, as one tensor (2, n) in float64.
 
-    The value of a row that does not count, which may be NaN, becomes 0. Raises EvaluationError for other shapes.
+    The value of a row that does not count, which may be NaN, becomes 0. Raises EvaluationError for any other result.
     """
-    if isinstance(made, tuple) and len(made) == 2 and all(isinstance(x, Tensor) and x.shape == (rows,) for x in made):
-        values, counts = (column.double() for column in made)
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if is_pair and all(isinstance(x, Tensor) and x.shape == (rows,) for x in result):
+        values, counts = (column.double() for column in result)
         return torch.stack([values.where(counts != 0, 0.0), counts])
     raise EvaluationError(
-        f"the metric of documents {name!r} gave {str(made)[:200]} for {plural(rows, 'row')}; return (values, counts), "
-        f"two tensors of shape ({rows},); a row that does not count has the count 0"
+        f"the metric of documents {name!r} gave {str(result)[:200]} for {plural(rows, 'row')}; return "
+        f"(values, counts), two tensors of shape ({rows},); a row that does not count has the count 0"
     )
 
 
@@ -145,10 +150,8 @@ class _Copier(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> int | None:
         """Return the number under which an object is shared; None if it is copied."""
-        is_code = isinstance(obj, type | ModuleType | CodeType) or (
-            isinstance(obj, FunctionType) and not obj.__closure__
-        )
-        if not is_code and not isinstance(obj, nn.Parameter):
+        is_plain_function = isinstance(obj, FunctionType) and not obj.__closure__
+        if not is_plain_function and not isinstance(obj, type | ModuleType | CodeType | nn.Parameter):
             return None
         self.shared.append(obj)
         return len(self.shared) - 1

@@ -39,7 +39,7 @@ def passkey_number(seed: int, length: int, depth: float, sample: int) -> int:
 
 
 def passkey_text(key: int, before: int, after: int) -> str:
-    """Write the text of a document with so many sentences of filler before and after the key.
+    """Write the text of a document with `before` sentences of filler before the key and `after` sentences behind it.
 
     >>> passkey_text(71432, before=0, after=1)[-64:]
     'The grass is green. What is the pass key? The pass key is 71432'
@@ -60,18 +60,18 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Pieces":
-        """Encode the pieces of a tokenizer: a TextTokenizer, a fast one of transformers, or one of tokenizers.
+        """Encode the pieces by a TextTokenizer, a fast tokenizer of transformers, or one of the library tokenizers.
 
         Raises DataError for another object, and for a tokenizer that writes different keys with the same ids.
         """
         engine = _find_engine(tokenizer)
-        first = TextTokenizer(engine, None, "").surrounding_ids[0]
+        ids_before_text = TextTokenizer(engine, None, "").surrounding_ids[0]
         filler, stops = _encode_after_context(engine, FILLER, FILLER)
         ends = np.cumsum([len(sentence) + 1 for sentence in SENTENCES])  # in characters, each with the space before it
         pieces = cls(
             engine=engine,
             opening=np.concatenate(
-                [np.array(first, dtype=np.int64), _encode_after_context(engine, "", PASSKEY_OPENING)[0]]
+                [np.array(ids_before_text, dtype=np.int64), _encode_after_context(engine, "", PASSKEY_OPENING)[0]]
             ),
             filler=filler,
             sentence_ends=tuple(np.searchsorted(stops, ends, side="right").tolist()),
@@ -203,7 +203,7 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
 
     @property
     def metrics(self) -> Mapping[str, DocumentMetric]:
-        """Return what `evaluate` measures of each document: wrong tokens of its answer, and their losses."""
+        """Return what `evaluate` measures of each document's answer: wrongly predicted tokens, and losses of all."""
         starts = torch.tensor([document.answer_start for document in self.documents])
 
         def is_in_answer(rows: TargetRows) -> Tensor:
@@ -293,8 +293,11 @@ def _make_document(pieces: Pieces, length: int, depth: float, key: int) -> Passk
 
 
 def _nearest_sentence_end(pieces: Pieces, position: float, filler: int) -> int:
-    """Return the end of a sentence, or of all `filler` tokens, that is nearest to a position among these, in tokens."""
-    # filler repeats all sentences; this is where the repetition with the position begins
+    """Return the place between two sentences that is nearest to a position in `filler` tokens of filler.
+
+    Places and positions are in tokens; the beginning and the end of the filler are such places too.
+    """
+    # The filler repeats all sentences; here the repetition begins in which the position lies.
     start = int(position) // len(pieces.filler) * len(pieces.filler)
     ends = [end for end in (start, *(start + end for end in pieces.sentence_ends), filler) if end <= filler]
     return min(ends, key=lambda end: abs(end - position))

@@ -60,10 +60,10 @@ class PasskeyGrid:
         lines = [
             "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip() for cells in rows
         ]
-        keys = (
+        title = (
             f"keys retrieved: {sum(map(sum, self.retrieved))} of {self.documents}, {self.samples} for each length and"
         )
-        return "\n".join([f"{keys} depth (1: the key stands at the end)", *lines])
+        return "\n".join([f"{title} depth (1: the key stands at the end)", *lines])
 
     def to_json(self) -> dict[str, Any]:
         """Return the grid as a JSON object; `from_json` gives an equal one back."""
@@ -71,7 +71,10 @@ class PasskeyGrid:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "PasskeyGrid":
-        """Read a grid. Raises KeyError, TypeError or ValueError where it is none."""
+        """Read a grid from a JSON object, in which a loss that is not finite is null.
+
+        Raises KeyError, TypeError or ValueError for an object that is no grid.
+        """
         rows: Sequence[Sequence[int]] = value["retrieved"]
         grid = cls(
             lengths=tuple(map(int, value["lengths"])),
@@ -125,7 +128,11 @@ class Evaluation:
             return math.inf
 
     def row(self) -> dict[str, Any]:
-        """Return the evaluation as a row of metrics.jsonl."""
+        """Return the evaluation as a row of metrics.jsonl.
+
+        `by_position` and `by_length` list, for each bucket: first and last position or length, mean loss, targets, and
+        documents.
+        """
         row: dict[str, Any] = {"step": self.step} | ({"eval_name": self.name} if self.name else {})
         row |= {"eval_loss": self.loss, "eval_perplexity": self.perplexity}
         row |= {f"eval_{name}": mean.value for name, mean in self.metrics.items()}
@@ -140,7 +147,10 @@ class Evaluation:
         return row
 
     def document_rows(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Return one JSON object a document: document, its name where names are given, tokens, targets, mean loss."""
+        """Return one JSON object for each document: its number, its tokens, its targets and its mean loss.
+
+        Where names are passed, the object has that of the document too.
+        """
         return [
             {"document": document}
             | ({} if names is None else {"name": names[document]})

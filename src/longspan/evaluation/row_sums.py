@@ -60,7 +60,7 @@ class RowSums:
         targets = batch.labels[rows]
         measured = _Measured(documents, positions, [], [], [])
         weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else None
-        for chunk in self._split_rows(hidden, head, (rows, documents, positions, targets), weights):
+        for chunk in self._compute_target_rows(hidden, head, (rows, documents, positions, targets), weights):
             measured.losses.append(chunk.losses)
             measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
             measured.columns.append(self._add_metrics(chunk))
@@ -71,18 +71,20 @@ class RowSums:
             self._bytes += int(token_bytes[targets].sum())
         return total
 
-    def _split_rows(
+    def _compute_target_rows(
         self,
         hidden: Tensor,
         head: Any,
-        on_host: tuple[Integers, Integers, Integers, Integers],
+        columns: tuple[Integers, Integers, Integers, Integers],
         row_weights: Floats | None,
     ) -> Iterator[TargetRows]:
-        """Yield the rows that have a target with logits and losses, some at a time, so that logits fit in memory.
+        """Compute logits and losses of the n rows that have a target; yield some rows at a time, so that logits fit.
 
-        `on_host` are their local rows, documents, positions and targets, and `row_weights` multiply losses: (n,) each.
+        `columns` are the rows' indices in `hidden`, documents, positions and targets, and `row_weights` multiply
+        losses: (n,) each, on the host. The size of the hidden states stands in for a vocabulary that a head of another
+        class does not know.
         """
-        rows, documents, positions, targets = (to_device(values, hidden.device) for values in on_host)
+        rows, documents, positions, targets = (to_device(values, hidden.device) for values in columns)
         weights = None if row_weights is None else to_device(row_weights, hidden.device)
         size = self._options.loss_chunk_rows or rows_per_chunk(
             getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
@@ -95,9 +97,10 @@ class RowSums:
             yield TargetRows(documents[part], positions[part], ids, losses, logits)
 
     def _add_metrics(self, rows: TargetRows) -> Tensor:
-        """Add the metrics of some rows up; returns those of documents, which are added up later, as columns (2 M, n).
+        """Add the metrics of some rows to their sums, and compute the M metrics of documents of these n rows.
 
-        They are the values and counts of M metrics, and 0 after an error in an earlier metric.
+        Returns the values and counts of the metrics of documents, to be added up later: columns (2 M, n). After an
+        error no metric is computed any more, and the columns that are missing stay 0.
         """
         count, metrics = len(rows.losses), self._options.document_metrics
         columns = rows.losses.new_zeros(len(metrics), 2, count)
@@ -114,7 +117,7 @@ class RowSums:
         return columns.flatten(0, 1)
 
     def collect_measured_sums(self) -> None:
-        """Bring what was measured to the host and add it up there, in one order."""
+        """Bring what was measured to the host and add it up there, in the order in which it was measured."""
         for measured in self._waiting:
             losses = torch.cat(measured.losses).cpu().numpy()
             self._hits += int(torch.cat(measured.hits).sum())
@@ -171,9 +174,9 @@ class Totals(NamedTuple):
     def bucket_by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
         """Return the loss of rows at positions in each bucket, without buckets that no document reaches.
 
-        A bucket's `documents` counts those that have a target at a position from its start on.
+        A bucket's `documents` counts the documents that have a row with a target in the bucket or behind it.
         """
-        targets = np.asarray(lengths) - 1  # of each document; the last one's row is at position targets - 1
+        targets = np.asarray(lengths) - 1  # of each document: the rows at positions 0 to targets - 1 predict them
         documents_reaching = [int((targets > edge).sum()) for edge in self.edges.tolist()]
         loss, rows = self.positions
         return _make_buckets(
@@ -181,7 +184,10 @@ class Totals(NamedTuple):
         )
 
     def bucket_by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
-        """Return the loss of documents by length, for each bucket that has any; `targets` counts those of each."""
+        """Return the loss of the documents in each bucket of lengths that has any.
+
+        `targets` has the number of targets of each document.
+        """
         bucket = np.searchsorted(self.edges, np.asarray(lengths, dtype=np.int64), side="right") - 1
         size = len(self.edges)
         losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
@@ -203,5 +209,5 @@ def _make_buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[i
     """
     starts = edges.tolist()
     lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]
-    columns = zip(starts, lasts, losses, documents, strict=True)
-    return tuple(Bucket(*values) for values in columns if values[3])
+    buckets = (Bucket(*values) for values in zip(starts, lasts, losses, documents, strict=True))
+    return tuple(bucket for bucket in buckets if bucket.documents)

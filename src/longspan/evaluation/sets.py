@@ -51,13 +51,16 @@ class EvaluationSet:
 
     @property
     def longest(self) -> tuple[int, str]:
-        """Return the tokens of its longest document, and where that comes from."""
+        """The tokens of the set's longest document, and the name of the file that the document comes from."""
         lengths = self.documents.lengths
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         return int(lengths[longest]), self.documents.origin(longest)
 
     def with_images(self, model: PreTrainedConfig, folder: Path) -> "EvaluationSet":
-        """Return the set with the images of its documents, for a model of this configuration (`image_documents.py`)."""
+        """Return the set with the images of its documents, for a model of this configuration.
+
+        `folder` has the tokenizer and the image processor (`image_documents.py`).
+        """
         return replace(self, documents=with_images(self.documents, model, folder))
 
     def describe_set(self) -> str:
@@ -87,13 +90,13 @@ MADE: dict[str, Callable[[EvalConfig, RunConfig], EvaluationSet]] = {PASSKEY: _m
 def check_paths(config: RunConfig, world: World) -> None:
     """Raise DataError on every rank for a set whose path is missing or holds no text, before a corpus is built."""
 
-    def check_rank() -> None:
+    def list_files() -> None:
         """List the files of each set, which raises where there are none."""
         for entry in config.eval:
             if entry.path not in MADE:
                 _corpus_settings(config, entry).files(Path(config.run.dir))
 
-    run_on_first_rank(world, check_rank, DataError)
+    run_on_first_rank(world, list_files, DataError)
 
 
 def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
@@ -108,8 +111,8 @@ def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -
     return EvaluationSet(entry, documents)
 
 
-def count_trained_files(training: Corpus, evaluated: EvaluationSet) -> str:
-    """Count, in words, the source files of a set that are trained on; "" where none is."""
+def describe_trained_files(training: Corpus, evaluated: EvaluationSet) -> str:
+    """Say in a line how many source files of a set are trained on too, and which; "" where none is."""
     if not isinstance(evaluated.documents, CorpusDocuments):
         return ""
     corpus = evaluated.documents.corpus

@@ -19,7 +19,7 @@ from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, EvaluationError, LongspanError
 from longspan.evaluation.metrics import check_metrics, load_metrics
-from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, count_trained_files, open_set
+from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, describe_trained_files, open_set
 from longspan.layout import Layout
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
@@ -89,7 +89,7 @@ def open_sets(
     for entry in config.eval:
         evaluation_set = open_set(config, entry, world, log)
         log(evaluation_set.describe_set())
-        if overlap := count_trained_files(corpus, evaluation_set):
+        if overlap := describe_trained_files(corpus, evaluation_set):
             log(overlap)
         sets.append(evaluation_set)
     if not sets:

@@ -57,13 +57,13 @@ def set_differences(first: SubjectResult, other: SubjectResult) -> list[Differen
 def _set_difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
     """Return the difference of two results, of all tokens and of documents, with standard errors by document.
 
-    Of all tokens it is the difference of two ratios Σ sums / Σ counts, whose error follows from the documents'
+    The difference of all tokens is that of two ratios Σ sums / Σ counts, whose error follows from the documents'
     residuals sum − mean · count; documents that a model did not count are left out.
     """
-    sums, counts = (
-        np.array(values).T for values in zip(*(_document_sums(result, unit) for result in (first, other)), strict=True)
-    )
-    has_counts = (counts > 0).all(axis=1)  # sums and counts (D, 2)
+    first_sums, first_counts = _document_sums(first, unit)
+    other_sums, other_counts = _document_sums(other, unit)
+    sums, counts = np.array([first_sums, other_sums]).T, np.array([first_counts, other_counts]).T  # (D, 2) each
+    has_counts = (counts > 0).all(axis=1)
     sums, counts, lengths = sums[has_counts], counts[has_counts], np.array(first.evaluation.plan.lengths)[has_counts]
     means, document_means = sums.sum(0) / counts.sum(0), sums / counts
     residuals = (sums - means * counts) / counts.sum(0)
@@ -79,7 +79,7 @@ def _set_difference(first: SetResult, other: SetResult, unit: Unit) -> Differenc
         document_standard_error=_standard_error(differences - differences.mean(), scale=1),
         documents=len(lengths),
         lower=int((differences < 0).sum()),
-        by_length=tuple(_length_rows(first, lengths, sums, counts)),
+        by_length=tuple(_means_by_length(first, lengths, sums, counts)),
     )
 
 
@@ -102,10 +102,10 @@ def _standard_error(residuals: np.ndarray, *, scale: float) -> float | None:
     return None if n < 2 else float(scale * math.sqrt((residuals**2).sum() / (n - 1) / n))
 
 
-def _length_rows(
+def _means_by_length(
     result: SetResult, lengths: np.ndarray, sums: np.ndarray, counts: np.ndarray
 ) -> Iterator[tuple[int, int, float, float, int]]:
-    """Yield the mean losses of two models on the documents of each bucket of lengths, with their number."""
+    """Yield, for each bucket of lengths that has documents: first and last length, both models' means, documents."""
     for bucket in result.evaluation.by_length:
         inside = (bucket.first <= lengths) & (lengths <= bucket.last)
         if inside.any():
@@ -151,12 +151,15 @@ def evaluation_record(result: SetResult) -> dict[str, Any]:
 def comm_types(result: SetResult) -> list[str]:
     """Return the types by which groups of more than one slot shared documents; a group may have one for each layer."""
     groups = [group for batch in result.evaluation.plan.micro_batches for group in batch.groups if group.degree > 1]
-    types = [kind if isinstance(kind := group.cp_comm_type, str) else tuple(kind) for group in groups]
-    return sorted({name for kind in types for name in ((kind,) if isinstance(kind, str) else kind)})
+    types = [group.cp_comm_type for group in groups]
+    return sorted({name for names in types for name in ((names,) if isinstance(names, str) else names)})
 
 
 def retrieval_grids(results: Sequence[SubjectResult]) -> list[tuple[str, PasskeyGrid]]:
-    """Return the grid of every evaluation of passkey retrieval, each after the weights' path ("" if all have one)."""
+    """Return the grid of every evaluation of passkey retrieval, each with the title of its weights.
+
+    The title is "" if there are results of one subject only.
+    """
     return [
         (result.weights.title if len(results) > 1 else "", grid)
         for result in results

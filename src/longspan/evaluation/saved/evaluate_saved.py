@@ -121,6 +121,7 @@ def _fit_subject(
     sets = run_on_every_rank(
         world, lambda: tuple(named_documents.with_images(configuration, folder) for named_documents in sets), DataError
     )
+    # Plans of both subjects follow the first one's keys; a run's training has measured rows where its limit is "auto".
     first, heads = request.subjects[0], query_heads(configuration)
     context = first.config.context if first.weights.run_dir is None else read_training_rows(first.config).context
     config = set_usual_partition(replace(checked.subject.config, context=context))
@@ -196,6 +197,7 @@ class _Evaluator:
             if not self.degrees:
                 lengths, vpp = named_documents.documents.lengths, self.fit.config.parallel.vpp
                 choice, _ = choose_degree_on_ranks(choice, lengths, self.world, log, name=named_documents.name, vpp=vpp)
+            # Only the first rank compares and writes results; counting reads all tokens.
             text_bytes = _count_text_bytes(named_documents, bytes_of_ids) if is_first_rank(self.world) else ()
             sources = named_documents.documents.origins
             for at_degree in _list_choices(choice, self.degrees, max(named_documents.documents.lengths)):
@@ -227,10 +229,12 @@ def _list_choices(choice: PlanChoice, degrees: Sequence[int], longest: int) -> l
 
 def _progress_title(fit: _Fit, named_documents: NamedDocuments, choice: PlanChoice) -> str:
     """Return the title of an evaluation's progress: the weights, the set and the degree."""
-    words = [fit.checked.subject.weights.title.rpartition("/")[2], named_documents.name]
-    dynamic = "dynamic cp" if choice.planner == "dynamic" else choice.planner
-    words.append(f"cp {choice.degree}" if choice.has_one_degree else dynamic)
-    return ", ".join(filter(None, words))
+    if choice.has_one_degree:
+        degree = f"cp {choice.degree}"
+    else:  # no degree to name, so the planner's name
+        degree = "dynamic cp" if choice.planner == "dynamic" else choice.planner
+    weights = fit.checked.subject.weights.title.rpartition("/")[2]
+    return ", ".join(filter(None, (weights, named_documents.name, degree)))  # held-out documents have no name
 
 
 def _count_text_bytes(named_documents: NamedDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ class _Changing:
 
 
 def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
-    """Fit the configuration to so many ranks: a degree that no flag set ("parallel.tp") becomes one that fits.
+    """Fit the configuration to a number of ranks: a degree that no flag set ("parallel.tp") becomes one that fits.
 
     >>> fit_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, ())[0].parallel.tp
     2
@@ -59,7 +59,7 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     tp x pp is the largest product of divisors of the run's degrees that divides the ranks.
     """
     home = _Changing(config.parallel, "parallel.", _strip_prefix("parallel.", flag_keys))
-    tp, pp = _choose_stages_and_shards(config.parallel, ranks, flag_keys)
+    tp, pp = _choose_tp_and_pp(config.parallel, ranks, flag_keys)
     home.change_key("tp", tp, f"{plural(ranks, 'rank')}")
     home.change_key("pp", pp, f"{plural(ranks, 'rank')}")
     if home.section.pp == 1:
@@ -82,14 +82,14 @@ def _fit_slots(home: _Changing, slots: int) -> None:
     parallel: ParallelConfig = home.section
     home.change_key("dp_replicate", _nearest_below(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
     width, remainder = divmod(slots, home.section.dp_replicate)
-    if not remainder:
-        shared = [ep for ep in _divisors(width) if parallel.ep % ep == 0]  # experts are dealt out evenly to these
+    if not remainder:  # else `check_config` refuses the dp_replicate of a flag
+        degrees = [ep for ep in _divisors(width) if parallel.ep % ep == 0]  # experts are dealt out evenly to these
         home.change_key(
-            "ep", _nearest_below(parallel.ep, shared), f"{plural(width, 'slot')} of each copy of the weights"
+            "ep", _nearest_below(parallel.ep, degrees), f"{plural(width, 'slot')} of each copy of the weights"
         )
 
 
-def _choose_stages_and_shards(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
+def _choose_tp_and_pp(parallel: ParallelConfig, ranks: int, flag_keys: Collection[str]) -> tuple[int, int]:
     """Choose tp and pp, divisors of the run's, with the largest product that divides the ranks; flags fix them.
 
     Of equal products the one with the larger tp is chosen. Where none fits, the degrees stay and are refused later.
@@ -121,8 +121,9 @@ def fit_set(
 
     A planner of one degree gets the largest that divides the slots, that a2a can deal the query heads to, and that is
     no larger than the run's, unless a flag gives the degree. A dynamic planner keeps its range, whose lower end is at
-    most the slots. An "auto" degree is chosen later, so the cap must hold the document at the largest. Rows are rounded
-    up to a multiple that plans need. A max_tokens_per_slot of "auto" is ROWS, or more, which is no change.
+    most the slots. An "auto" degree is chosen later, under a cap that holds the document at the largest degree. Rows
+    are rounded up to a multiple that plans need. A max_tokens_per_slot of "auto" becomes ROWS, or more if the document
+    needs more, and does not count as a change. `heads` is None while the query heads are not known.
     """
     fit = _Changing(entry, entry.prefix, _strip_prefix("context.eval_", flag_keys))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, plural(home.slots, "slot")
@@ -132,7 +133,8 @@ def fit_set(
         degree = degrees[-1]
     elif entry.planner in ONE_DEGREE:
         old_degree, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
-        reason = "" if home.slots % old_degree else f", {heads} query heads under a2a"  # what else could not divide
+        # A degree that divides the slots is lowered for the heads only.
+        reason = "" if home.slots % old_degree else f", {heads} query heads under a2a"
         degree = old_degree if "context_parallel_size" in fit.flag_keys else _nearest_below(old_degree, degrees)
         fit.change_key("context_parallel_size", degree, f"{slots}{reason}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
@@ -162,9 +164,9 @@ def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalCo
 
 
 def _set_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[str]) -> EvalConfig:
-    """Set the keys `context.eval_*` that flags gave in the section of a set.
+    """Return the section of a set with the values of those keys `context.eval_*` that flags set.
 
-    As in a table [[eval]], a degree alone means plans of that degree; a degree 0 means that of training.
+    As in a table [[eval]], a degree without a planner means plans of that degree; a degree 0 means that of training.
     """
     values, keys = context.evaluation.plan_keys, _strip_prefix("context.eval_", flag_keys)
     flags = {key: value for key, value in values.items() if key in keys}
@@ -176,8 +178,8 @@ def _set_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[
 def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:
     """Fit the configuration of these sets to this home, for `check_config`, before heads and documents are read.
 
-    Heads may ask for a lower degree and documents for more rows, so that each set is fitted again. Limits of document
-    lengths are left out, as the documents to come may be shorter.
+    Each set is fitted again once heads and documents are known, for heads may ask for a lower degree and documents for
+    more rows. Limits of document lengths are left out, as the documents to come may be shorter.
     """
     sets = (find_set(config, name, flag_keys) for name in ("", *names))
     fitting = (fit_set(config, entry, home, None, 1, flag_keys)[0] for entry in sets)

@@ -109,13 +109,13 @@ def text_sets(
     builds = builder == world.home.ranks.index(world.rank)
     with tempfile.TemporaryDirectory(prefix="longspan-eval-") if builds else nullcontext("") as folder:
 
-        def build_all() -> None:
+        def build_corpora() -> None:
             """Tokenize the texts of each path into a folder of its own, on the first rank of each host."""
             if builds:
                 for index, path in enumerate(paths.values()):
-                    _build_corpora(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
+                    _build_corpus(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
 
-        run_on_every_rank(world, build_all, DataError)
+        run_on_every_rank(world, build_corpora, DataError)
         root = world.control.gather_objects(folder, "folders of hosts")[builder]
         corpora = run_on_every_rank(
             world, lambda: [_open_finished_corpus(Path(root, str(i))) for i in range(len(paths))], DataError
@@ -126,8 +126,8 @@ def text_sets(
     )
 
 
-def _build_corpora(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
-    """Tokenize the texts at one path into a folder, and log what they are."""
+def _build_corpus(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
+    """Tokenize the texts at one path into a folder, and log what they are. Errors name the flag, not the key."""
     settings = CorpusSettings(data)
     try:
         folder.mkdir()

@@ -35,8 +35,9 @@ class CheckedWeights:
 
 
 def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
-    """Find the weights, their configuration and tokenizer (that of a folder, where one is named); entered by all ranks.
+    """Find the weights of a subject, their configuration and their tokenizer; entered by all ranks.
 
+    `tokenizer` is the folder of another tokenizer to use; "": that of the weights.
     Raises CheckpointError, ModelError or DataError, on every rank, for what is missing, damaged or does not match.
     """
     weights, checkpoint = subject.weights, subject.weights.checkpoint
@@ -66,9 +67,9 @@ def _read_subject_configuration(subject: Subject) -> PreTrainedConfig:
     return read_configuration(subject.folder)
 
 
-def _read_tokenizer(subject: Subject, named: str, configuration: PreTrainedConfig) -> TextTokenizer:
-    """Read the tokenizer of the named folder, or of the weights' own. Raises DataError if it does not fit the model."""
-    folder = Path(named) if named else subject.folder
+def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreTrainedConfig) -> TextTokenizer:
+    """Read the tokenizer of a folder ("": of the weights' own). Raises DataError if it does not fit the model."""
+    folder = Path(tokenizer_folder) if tokenizer_folder else subject.folder
     if not vocabulary_files(folder):
         raise DataError(
             f"no tokenizer.json in {folder}; name the folder of the model's tokenizer with --tokenizer, or put its "
@@ -83,7 +84,7 @@ def _read_tokenizer(subject: Subject, named: str, configuration: PreTrainedConfi
 def fit_positions(
     checked: CheckedWeights, longest: int, origin: str, *, scaled: bool, log: LogLine, cut_by: str
 ) -> PreTrainedConfig:
-    """Fit the configuration to a longest document of so many tokens, of source `origin`.
+    """Fit the configuration to a longest document of `longest` tokens, from source `origin`.
 
     `scaled`: flags gave a scaling of positions, which takes the place of the one that the model was trained with.
     Raises ConfigError for a document beyond the model's positions, with what lengthens the model, and with `cut_by`,
@@ -123,10 +124,10 @@ def _advise_positions(checked: CheckedWeights, longest: int) -> str:
 def load_saved_model(
     checked: CheckedWeights, config: RunConfig, configuration: PreTrainedConfig, world: World, *, images: bool = False
 ) -> tuple[AnyModel, int]:
-    """Load the prepared model with the weights; returns it and the steps of their training (0 for a folder).
+    """Load the prepared model with the weights; returns the model, and the steps that trained it (0 for a folder).
 
-    With `images`, and where a checkpoint has them, it has a tower and projector. `config` has the home's [parallel] and
-    the plans' [context]. Raises ConfigError where a GPU has no room for it.
+    The model has a tower and a projector with `images`, and where its checkpoint has these. `config` has the home's
+    [parallel] and the plans' [context]. Raises ConfigError where a GPU has no room for the model.
     """
     checkpoint = checked.checkpoint
     if checkpoint is None:
