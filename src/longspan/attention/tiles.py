@@ -47,14 +47,15 @@ class Tile(NamedTuple):
 
     def pieces(self, rows: int) -> "Iterator[Tile]":
         """Yield this tile in tiles of at most `rows` query rows."""
-        return (self.rows(start, min(start + rows, self.queries)) for start in range(0, self.queries, rows))
+        return (self.part(start, min(start + rows, self.queries)) for start in range(0, self.queries, rows))
 
-    def rows(self, start: int, stop: int) -> "Tile":
+    def part(self, start: int, stop: int) -> "Tile":
         """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see.
 
-        Row i is aligned to key i + `shift`. The part's keys begin `left` keys before the one that its first row is
-        aligned to, and end `right` keys after that of its last row. As every tile aligns its last row to its last key,
-        rows of the part are aligned to keys that lie `moved` keys before those here; limits are counted from there.
+        In this tile row i is aligned to key i + `shift`. The part's keys begin `left` keys before the key that its
+        first row is aligned to, and end `right` keys after that of its last row. As every tile aligns its last row to
+        its last key, the part aligns each row to a key that lies `moved` keys before the row's key in this tile. Limits
+        are counted from the aligned key, and change by as much.
         """
         shift = self.keys - self.queries
         first_key = 0 if self.left is None else max(0, start + shift - self.left)

@@ -129,7 +129,8 @@ def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedCon
     has the cases with images too; if it cannot run without images, its cases of text are only the basic set. A hybrid
     also has cases whose slots hold contiguous rows.
     """
-    exact, rounded = (_EXACT[processes.backend],), (_ROUNDED[processes.backend],)
+    exact: tuple[DTypeName, ...] = (_EXACT[processes.backend],)
+    rounded: tuple[DTypeName, ...] = (_ROUNDED[processes.backend],)
     first, second = (exact, rounded) if processes.backend == "gloo" else (rounded, exact)
     ranks = processes.ranks
     text_set: CaseSet = "basic" if reads_images_alone(config) else flags.cases

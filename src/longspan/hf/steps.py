@@ -148,10 +148,10 @@ class StepsPart(StockTrainer):
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return an optimizer step's batches and number of targets, and keep both, so that the step may run ahead."""
+        """Return a step's batches and targets, and keep both to run ahead; on the CPU, `float` waits for no device."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu"))
         self._coming, self._items = batches, None if items is None else float(items)
-        if self._facade.ahead:  # of the step before: a callback ended its epoch before all batches were called
+        if self._facade.ahead:  # answers are left of the step before: a callback ended its epoch amid its batches
             self._cut, self._facade.ahead = True, []
         return batches, move_to_device(items, device) if isinstance(items, Tensor) else items
 

@@ -178,7 +178,7 @@ def prepare_language_model(
     if weights is not None:
         weights.fill_weights(models, world)
     parts = compile_layers(models, compiled)
-    _check_every_call(prepared, rules, replace(execution, compiled=str(parts)))
+    _install_call_checks(prepared, rules, replace(execution, compiled=str(parts)))
     if evidence.adapter is not None:
         prepared.adapter = evidence.adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         redirect_peft_model(peft_model, prepared)
@@ -265,7 +265,7 @@ def _place_stages(
     return PipelineModel(model, placement.world, stages, pipeline, dtype)
 
 
-def _check_every_call(prepared: PreTrainedModel | PipelineModel, rules: CallRules, execution: Execution) -> None:
+def _install_call_checks(prepared: PreTrainedModel | PipelineModel, rules: CallRules, execution: Execution) -> None:
     """Have every call of a prepared model checked, and its class's methods refused that would misread its weights."""
     values: Any = prepared
     values.call_rules, values.execution = rules, execution

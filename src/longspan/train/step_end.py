@@ -108,10 +108,11 @@ class StepEnd:
     def _rank_sums(self, loss_sum: Tensor) -> list[Tensor | list[float]]:
         """Return this rank's sums: squares of gradients, the loss, targets, and the numbers of each term.
 
-        Targets are counted where losses are made, in a pipeline by its last stage.
+        Targets are counted where losses are made, in a pipeline by its last stage. Gradients are those of the whole
+        model, encoders included, of which `passes.model` is the language model.
         """
-        model, passes = self.passes.model, self.passes
-        makes_loss = not isinstance(model, PipelineModel) or any(stage.last for stage in model.stages)
+        passes, language_model = self.passes, self.passes.model
+        makes_loss = not isinstance(language_model, PipelineModel) or any(stage.last for stage in language_model.stages)
         targets = sum((batch.labels != NO_TARGET).sum() for batch in self.batches) if makes_loss else 0
         slot_sums = [loss_sum, [float(targets)], *(term.sums() for term in passes.terms)]
         if self.world.coordinates.tp:  # the tensor-parallel ranks of a slot have the same sums

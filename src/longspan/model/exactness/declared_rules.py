@@ -81,8 +81,10 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
     """Yield which modules have a forward other than their class's, where longspan replaces it."""
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers}
+    # Rotary modules whose frequencies depend on a document's length:
     replaced |= {name: module for name, module in model.named_modules() if length_kinds(module)}
-    # Depths whose layers take arguments made of tokens run the module around the layers once more, for their tokens.
+    # Where the layers of multi-token prediction take arguments that are made from token ids, longspan calls the module
+    # around the layers once more, with the ids that these layers predict from.
     if model_depths(model) and find_copied_layer(model).of_tokens:
         parent_of_layers = layer_list(model)[0].rpartition(".")[0]
         replaced[parent_of_layers] = model.get_submodule(parent_of_layers)

@@ -47,8 +47,8 @@ def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: St
         _add_children(into, model, _outer_modules(model), copies)
 
 
-def modules_without_name(stage: Stage, copies: StageCopies) -> list[tuple[str, nn.Module]]:
-    """Return the modules of a stage that are not registered under names of the whole model.
+def modules_only_in_stage(stage: Stage, copies: StageCopies) -> list[tuple[str, nn.Module]]:
+    """Return the modules of a stage that have no name in the whole model, with their names in the stage.
 
     These are the stage, the modules around its layers, and modules that contain copies which are not trained.
     """
@@ -149,7 +149,7 @@ class PipelineModel(nn.Module):
         self._unnamed = {
             f"stages.{stage.index}{'.' * bool(name)}{name}": module
             for stage in self.stages
-            for name, module in modules_without_name(stage, self.copies)
+            for name, module in modules_only_in_stage(stage, self.copies)
         }
 
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]

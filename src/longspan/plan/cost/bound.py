@@ -57,7 +57,9 @@ def lower_bound_seconds(
     rows, widest = np.asarray(lengths, dtype=np.int64), min(max_cp or slots, slots)
     attention = math.fsum(rows.astype(np.float64) ** 2 * cost.attention_seconds)
     work = math.fsum(rows * _row_seconds(cost)) + attention
-    area = work / slots + cost.micro_batch_seconds * _least_launches(int(rows.sum()), slots, max_tokens_per_slot, mode)
+    area = work / slots + cost.micro_batch_seconds * _least_micro_batches(
+        int(rows.sum()), slots, max_tokens_per_slot, mode
+    )
     if not len(rows):
         return Bound(area, 0.0)
     longest = _longest_seconds(int(rows.max()), widest, max_tokens_per_slot, cost, node_size)
@@ -92,7 +94,7 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
     return waits + {"all_gather": turns, "a2a": exchanges}.get(kind, 0.0)
 
 
-def _least_launches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
+def _least_micro_batches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
     """Count the micro-batches that a slot takes part in at least: in lockstep all of them, in free mode on average.
 
     In free mode a slot skips micro-batches without documents for it, and on average takes part in as many as its rows

@@ -62,7 +62,9 @@ def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     """Add projections, a convolution, unit vectors, the scan of a gated delta net, a gated norm, and a projection back.
 
     One projection gives the gate and the `channels` that are convolved (queries, keys and values), another two rates
-    for each head: how much a row decays the state, and how much of its values it writes (beta).
+    for each head: how much a row decays the state, and how much of its values it writes (beta). Autograd saves beta in
+    both dtypes, and three float32 tensors between a projected rate and its decay. Kernels of the scan also save a
+    matrix of each chunk's pairs of rows.
     """
     tape, tp = builder.tape, builder.tp
     values, heads = mixer.heads * mixer.value_size / tp, mixer.heads / tp

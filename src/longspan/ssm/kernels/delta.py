@@ -102,13 +102,17 @@ class DeltaForward:
     """A forward pass of the gated delta rule, with one decay a head; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        """Compute what does not depend on the entering states: products inside chunks, and the map of each run."""
+        """Compute what does not depend on the entering states: products inside chunks, and the map of each run.
+
+        Long runs are cut into pieces, which are scanned side by side (`pieces.py`); `_runs` are these. `activations`
+        are what backward needs besides the inputs and the states.
+        """
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._runs, self._scale = pieces.runs, scale
         self._q, self._k, v, _, beta = add_batch_dim(inputs)
         self._g = chunk_cumsum(inputs.g.squeeze(-1), self._runs)
         chunk_kernel = fla_function("ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
-        # w and u as in `delta_states`; a: an inverse matrix of each chunk's pairs of rows, T in `scan`.
+        # a: the inverse of a matrix of each chunk's pairs of rows; w and u: a and beta times decayed keys, and values.
         w, u, a = chunk_kernel(k=self._k, v=v, g=self._g, beta=beta, chunk_size=CHUNK, **run_indices(self._runs))
         self._states = DeltaStates({"k": self._k, "w": w, "u": u, "g": self._g}, pieces)
         self.summaries = self._states.summaries
