@@ -194,6 +194,11 @@ def test_saved_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert first["seconds"] == last["seconds"] == pytest.approx(simulate(plan).seconds)
     assert evaluation["name"] == "evaluation-cp4"
     assert evaluation["seconds"] == pytest.approx(simulate(plan, backward=False).seconds)
+    seconds = list[float]()
+    for tflops in ("100", "400"):
+        assert main([*COMPARE, "--plans", str(path), "--json", "--tflops", tflops]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["plans"][1]["seconds"])
+    assert seconds[0] > 3 * seconds[1] and first["seconds"] not in seconds
 
 
 def test_the_closing_of_free_mode_has_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from longspan.corpus.tokenizer_files import ends_of_generation
 from longspan.data.document import target_count
 from longspan.data.documents import Corpus
 from longspan.errors import DataError
+from tests.corpus.rows.families import write_folder
 
 TEXTS = ["def layout(rank):\n    return rank\n", "für alle Ränge: übrig " * 9, "plan " * 30, "one\ntwo", "a b c d e"]
 
@@ -116,6 +117,23 @@ def test_bad_rows_are_errors_or_counted(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, said, path=str(path), on_bad="skip")
     assert len(corpus) == 3 and corpus.manifest.left_out.bad_rows == 4
     assert said[-1].startswith('left out 4 bad rows (data.on_bad = "skip"): rows.jsonl, line') and "1 more" in said[-1]
+
+
+def test_turns_without_a_target_give_no_document_cached_and_streamed(tmp_path: Path) -> None:
+    turns = [("user", "a b"), ("assistant", ""), ("user", "c d"), ("assistant", "plan e")]
+    chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    blank = {"messages": chat["messages"][:2]}
+    path = rows_as("jsonl", tmp_path / "rows", [blank, chat, blank])
+    folder = write_folder(tmp_path / "folder", "qwen3")  # whose generation settings the folder of a run lacks
+    wanted: list[Any] | None = None
+    for cache in (str(tmp_path / "cache"), "none"):
+        data = DataConfig(path=str(path), cache=cache, turns="split", max_document_tokens=0)
+        run = tmp_path / f"run-{Path(cache).name}"
+        loaded = load_tokenizer(folder)
+        corpus = ensure_corpus(CorpusSettings(data), run, tokenizer=loaded, resumed=False, log=[].append)
+        assert len(corpus) == 1
+        wanted = wanted or contents(corpus)
+        assert contents(corpus) == wanted
 
 
 def test_sources_keep_their_order_and_kind(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from longspan.corpus.store.builder import Recipe, build_documents
 from longspan.corpus.store.cache import NONE, Cache, cache_error, cache_folder
 from longspan.corpus.store.streamed import open_corpus
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, reload_with_config, train_tokenizer
+from longspan.corpus.tokenizer_files import ends_of_generation
 from longspan.data.documents import Corpus
 from longspan.data.images import ImageTable
 from longspan.data.manifest import FILE, Manifest, Record, read_record
@@ -177,6 +178,7 @@ class _CorpusOfRun:
             around=_surrounding_tokens(tokenizer),
             tokenizer="/".join([".."] * len(self._folder.relative_to(self._run_dir).parts)),  # up to the run's folder
             row_settings=asdict(self._settings.row_settings()),
+            generation_ends=_generation_ends(tokenizer),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / FILE, record.to_json())
@@ -256,6 +258,19 @@ def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
             f"transformers reads it there with the class {saved.kind}, and in its own folder with {tokenizer.kind}; "
             "name a tokenizer of the model's kind with data.tokenizer"
         )
+
+
+def _generation_ends(tokenizer: TextTokenizer) -> tuple[int, ...] | None:
+    """Return the ids in the generation settings of the tokenizer's folder; None without a folder.
+
+    Settings that cannot be read are None too: they are an error of rows with conversations, and of these alone.
+    """
+    if tokenizer.folder is None or tokenizer.generation_ends is not None:
+        return tokenizer.generation_ends
+    try:
+        return tuple(sorted(ends_of_generation(tokenizer.folder)))
+    except DataError:
+        return None
 
 
 def _surrounding_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:

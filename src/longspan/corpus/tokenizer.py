@@ -42,7 +42,8 @@ class TextTokenizer:
     """A tokenizer and the token that ends a text (None: it has none).
 
     Two tokenizers with equal `digest` (SHA-256 of the engine without its post-processor), `opening` and `closing` give
-    equal ids. It was read from `folder` (None: it was trained here) by the class `kind` of transformers.
+    equal ids. It was read from `folder` (None: it was trained here) by the class `kind` of transformers. Its model
+    stops generating at `end` and at the ids `generation_ends` (None: those of generation_config.json in the folder).
     """
 
     engine: Tokenizer
@@ -50,6 +51,7 @@ class TextTokenizer:
     digest: str
     folder: Path | None = None
     kind: str = "Tokenizer"
+    generation_ends: tuple[int, ...] | None = None
 
     @cached_property
     def size(self) -> int:

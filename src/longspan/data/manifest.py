@@ -151,7 +151,9 @@ class Record:
 
     `documents` is their folder (a relative one begins at the record's), `key` the key of their manifest, `asked` the
     keys of the configuration that decide them, with their values, and `tokenizer` the folder of the run's tokenizer.
-    `row_settings` are the fields of `RowSettings`, `around` the tokens before and after a text.
+    `row_settings` are the fields of `RowSettings`, `around` the tokens before and after a text, and `generation_ends`
+    the ids at which the tokenizer's model stops generating, which end turns of conversations (None: not recorded; those
+    of the tokenizer's folder).
     """
 
     documents: str
@@ -162,6 +164,7 @@ class Record:
     around: tuple[str, ...]
     tokenizer: str = ".."
     row_settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    generation_ends: tuple[int, ...] | None = None
 
     def sources(self, folder: Path) -> Sequence[SourceFile] | None:
         """Return the files that the documents were made from; None if the documents are gone."""
@@ -180,7 +183,9 @@ def read_record(folder: Path) -> Record | None:
     try:
         values: dict[str, Any] = read_json(folder / FILE)
         if not has_earlier_format(values):
-            return Record(**{**values, "around": tuple(values["around"])})
+            ends = values.get("generation_ends")
+            tuples = {"around": tuple(values["around"]), "generation_ends": None if ends is None else tuple(ends)}
+            return Record(**{**values, **tuples})
     except (OSError, KeyError, TypeError, ValueError):
         return None
     raise DataError(

@@ -71,11 +71,11 @@ def evaluate(
         raise PlanError(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
-    # the result names the widest degree, unless a choice has one degree for all documents
+    # the result names the widest degree, unless a choice names one degree for all documents (0: the plan's)
     widest = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
     result = replace(
         _make_result(inputs, totals, options),
-        cp=widest if isinstance(choice, Plan) or not choice.has_one_degree else choice.degree,
+        cp=choice.degree or widest if isinstance(choice, PlanChoice) and choice.has_one_degree else widest,
         seconds=time.perf_counter() - started,
         # Without the parameters that stayed gathered, which are no activations.
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes - portions.gathered),

@@ -66,6 +66,19 @@ def test_recomputes_as_few_layers_as_need_be() -> None:
     assert not MemoryPlan.of(QWEN3_8B, HOME, plan, MemorySettings(), fewer).fits(NO_HOST)
 
 
+@pytest.mark.parametrize(("slow", "fast"), [("full", "selective+host"), ("full+host", "selective+host")])
+def test_more_layers_of_the_slower_measure_where_the_host_is_small(slow: str, fast: str) -> None:
+    plan = plan_fixed([65536 * 2], HOME, cp=2, cp_comm_type="a2a")
+    needs = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings())
+    least, most = (needs.under(needs.measures_of_layers(slow, count, fast)).host.total for count in (36, 1))
+    budget = MemoryBudget(device=200 * GIB, host=(least + most) // 2)
+    memory = _fit_fewest_layers(needs, slow, fast, budget, FixedMemory())  # type: ignore[arg-type]
+    assert memory is not None and memory.fits(budget)
+    count = memory.measures.count(slow)  # type: ignore[arg-type]
+    assert 1 < count < 36
+    assert not needs.under(needs.measures_of_layers(slow, count - 1, fast)).fits(budget)
+
+
 @pytest.mark.parametrize(
     "fixed",
     [

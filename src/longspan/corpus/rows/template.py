@@ -217,10 +217,12 @@ def _date_variables(template: str, day: str) -> dict[str, Any]:
 
 
 def _generation_ends(tokenizer: TextTokenizer, folder: Path) -> tuple[str, ...]:
-    """List the tokens at which generation stops: the tokenizer's end of text, and ends in generation_config.json.
+    """List the tokens at which generation stops: the tokenizer's end of text, and its `generation_ends`.
 
-    Ids that the tokenizer does not have are left out.
+    Where these are None, those in the folder's generation_config.json count. Ids that the tokenizer does not have are
+    left out.
     """
-    ids = ends_of_generation(folder) | ({tokenizer.end} if tokenizer.end is not None else set[int]())
+    ends = ends_of_generation(folder) if tokenizer.generation_ends is None else set(tokenizer.generation_ends)
+    ids = ends | ({tokenizer.end} if tokenizer.end is not None else set[int]())
     names = (tokenizer.engine.id_to_token(i) for i in sorted(ids))
     return tuple(name for name in names if name is not None)

@@ -5,6 +5,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +43,9 @@ def _make_tokens(place: Path, manifest: Manifest, tokenizer_folder: Path, record
         from longspan.corpus.rows.encoding import RowEncoding  # it imports transformers
         from longspan.corpus.tokenizer import load_tokenizer
 
-        tokenizer, settings = load_tokenizer(tokenizer_folder), RowSettings(**record.row_settings)
+        # the run's folder need not have the generation settings of the folder that the tokenizer was read from
+        tokenizer = replace(load_tokenizer(tokenizer_folder), generation_ends=record.generation_ends)
+        settings = RowSettings(**record.row_settings)
         return tuple(RowEncoding(kind, tokenizer, settings) for kind in manifest.kinds)  # type: ignore[arg-type]
 
     return StreamedTokens(place, manifest, make_encodings)
@@ -98,7 +101,8 @@ class StreamedTokens:
     def _encode_row(self, document: int, file: int, position: int) -> EncodedRow:
         """Encode a row again: return the tokens of all its samples end to end; a document is a slice of them.
 
-        Raises DataError if the row has become a bad one.
+        A turn of a conversation in which no token is a target gave no document when rows were counted, and has no
+        tokens here. Raises DataError if the row has become a bad one.
         """
         row = self._open_file(file).row_at(position)
         source = 0 if self._source_of is None else int(self._source_of[document])
@@ -106,6 +110,8 @@ class StreamedTokens:
         ids, codes = list[Integers](), list[Integers]()
         for sample in samples:
             if isinstance(sample, BadRow):
+                if sample.masked and len(samples) > 1:  # one turn of several
+                    continue
                 raise DataError(f"{sample.where} is another row than when the run began: {sample.reason}")
             code = encode_labels(sample.ids, sample.labels)
             ids.append(sample.ids)

@@ -6,6 +6,7 @@ wins; a choice that costs more, whatever its number of layers, than one that fit
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -187,9 +188,10 @@ def _fit_fewest_layers(
 ) -> MemoryPlan | None:
     """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
 
-    More such layers take less of the device, so that halving finds the fewest that fit the device. The host is
-    checked for that number alone. With a fixed number of layers, whose others
-    keep all, there is one plan for each measure, which the pair of the measure with itself stands for.
+    More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;
+    then the fewest that fit the device take least of the host. So halving finds the fewest. With a fixed number of
+    layers, whose others keep all, there is one plan for each measure, which the pair of the measure with itself stands
+    for.
     """
     most_layers = max(len(place.stage.layers) for place in needs.places)
     if fixed.layers is not None:
@@ -198,10 +200,12 @@ def _fit_fewest_layers(
         return _plan_if_fits(needs.under(needs.measures_of_layers(slow, fixed.layers)), budget)
     if slow == fast:
         return _plan_if_fits(needs.under(slow), budget)
+    host_rises = "+" in slow and "+" not in fast
+    searched = replace(budget, host=sys.maxsize) if host_rises else budget
     low, high = 1, most_layers
     while low < high:
         count = (low + high) // 2
-        fits = needs.under(needs.measures_of_layers(slow, count, fast)).device.total <= budget.device
+        fits = needs.under(needs.measures_of_layers(slow, count, fast)).fits(searched)
         low, high = (low, count) if fits else (count + 1, high)
     return _plan_if_fits(needs.under(needs.measures_of_layers(slow, low, fast)), budget)
 
