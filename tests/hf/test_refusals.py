@@ -9,8 +9,9 @@ from peft import LoraConfig
 from transformers import BertConfig, BertForMaskedLM, ProcessorMixin, Trainer, TrainingArguments
 from trl import GRPOConfig
 
-from longspan.errors import LongspanError
+from longspan.errors import LongspanError, ModelError
 from longspan.hf import LongspanArguments, LongspanTrainer, with_longspan
+from longspan.hf.facade import TokenOutput
 from longspan.hf.one_process import OneProcess
 from longspan.testing import run_ranks
 from tests.hf.stock import Run, model_of, tokenizer
@@ -178,6 +179,14 @@ def test_is_refused_by_name(name: str, found: dict[str, tuple[str, bool]]) -> No
     message, closed = found[name]
     assert CASES[name][1] in message
     assert closed, "a refused trainer leaves nothing open"
+
+
+@pytest.mark.parametrize("name", ["logits", "items", 0])
+def test_an_output_by_key_is_refused_by_name_like_one_by_attribute(name: Any) -> None:
+    output = TokenOutput(loss=1.0)
+    assert output["loss"] == output.loss == 1.0
+    with pytest.raises(ModelError, match=f"a loss reads {name!r} of the model's output"):
+        output[name]
 
 
 def test_a_class_is_wrapped_once() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from bench.processes.end_processes import end_with_workers
 
+from longspan.launch.siblings import processes_of_torchrun
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 # A command, its child in a group of its own as ranks are, and that one's in a session of its own as compilers are.
@@ -41,3 +43,28 @@ def test_a_command_is_ended_with_all_that_descend_from_it(tmp_path: Path) -> Non
     assert bystander.poll() is None
     end_with_workers(bystander, "no such word")
     end_with_workers(bystander, "no such word")  # one that has ended
+
+
+def test_processes_of_torchrun_are_found_beside_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    waiting = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    ranks = [subprocess.Popen(waiting, stdin=subprocess.PIPE, env={**os.environ, "RANK": str(i)}) for i in range(2)]
+    numbers = {i: process.pid for i, process in enumerate(ranks)}
+    try:
+        deadline = time.monotonic() + 60
+        while processes_of_torchrun() != numbers:  # a process has the variables of this one until it runs its command
+            assert time.monotonic() < deadline
+        read_bytes = Path.read_bytes
+
+        def read_of_others(path: Path) -> bytes:
+            if path.parent.name == str(ranks[0].pid):
+                raise FileNotFoundError(path)
+            return read_bytes(path)
+
+        monkeypatch.setattr(Path, "read_bytes", read_of_others)
+        assert processes_of_torchrun() == {1: ranks[1].pid}
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()

@@ -104,7 +104,7 @@ class TokenOutput(dict[str, Any]):
 
     def __missing__(self, name: Any) -> Any:
         """Raise ModelError for an output that is asked for by key or index."""
-        return getattr(self, name) if isinstance(name, str) else self.__getattr__(name)
+        return self.__getattr__(name)  # not getattr: a dict has attributes of its own, such as `items`
 
 
 class Offset(NamedTuple):

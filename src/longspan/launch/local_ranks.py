@@ -80,10 +80,10 @@ class LocalRank:
         self.waiting = True  # for its answer
 
     def receive_answer(self) -> None:
-        """Take the answer from the pipe; a pipe that ends without one means that the process died."""
+        """Take the answer from the pipe; a pipe that ends or breaks without one means that the process died."""
         try:
             self.answer = pickle.loads(self.pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):
             self.process.join()
             self.killed_by: int = -min(0, self.process.exitcode or 0)  # a negative exit code is a signal's number
             self.death = describe_death(self.process.exitcode)

@@ -19,8 +19,11 @@ def processes_of_torchrun() -> dict[int, int]:
     processes = dict[int, int]()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         torchrun = os.getppid()
+        children = list[str]()
         with suppress(OSError):
-            for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
+            children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+        for pid in children:
+            with suppress(OSError):  # it has ended since
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 ranks = [int(entry[5:]) for entry in variables if entry.startswith(b"RANK=")]
                 processes |= dict.fromkeys(ranks, int(pid))
