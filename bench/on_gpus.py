@@ -155,7 +155,7 @@ RUNS = (
         "--out {out}",
     ),
     GpuRun("longest-1m", 260, "{torchrun} bench/training/longest.py --rows 1048576 --out {out}"),
-    GpuRun("longest-2m", 360, "{torchrun} bench/training/longest.py --rows 1835008 --out {out}"),
+    GpuRun("longest-2m", 400, "{torchrun} bench/training/longest.py --rows 1835008 --small 16 --history --out {out}"),
     GpuRun(
         "mixture",
         160,

@@ -44,14 +44,21 @@ from longspan.train.plans import PlanChoice, home_of, query_heads
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 
 
+def run_memory(config: RunConfig, configuration: Any, rows: int, world: World) -> RunMemory:
+    """What the memory of a run is planned by whose steps have one document of `rows` tokens."""
+    ahead = ComingSteps(lambda step: [rows], world.home, query_heads(configuration), 0, 1, (config.context.planner,))
+    return RunMemory(config=config, model=configuration, ahead=ahead, gpu=world.device.type == "cuda")
+
+
 def run_steps(
-    config: RunConfig, configuration: Any, rows: int, world: World, *, history: bool = False
+    config: RunConfig, configuration: Any, rows: int, chosen: Any, world: World, *, history: bool = False
 ) -> dict[str, Any]:
-    """Take two steps of one document; the bytes that were planned, and the second step's seconds and peak."""
+    """Take two steps of one document, of which layers keep what was `chosen`; the second step's seconds and peak.
+
+    The bytes that were planned stand beside the peak.
+    """
     gpu, heads = world.device.type == "cuda", query_heads(configuration)
-    ahead = ComingSteps(lambda step: [rows], world.home, heads, 0, 1, (config.context.planner,))
-    chosen = choose_on_ranks(RunMemory(config=config, model=configuration, ahead=ahead, gpu=gpu), world, print)
-    planned = plan_on_ranks(RunMemory(config=config, model=configuration, ahead=ahead, gpu=gpu), chosen, world)
+    planned = plan_on_ranks(run_memory(config, configuration, rows, world), chosen, world)
     loaded = load_run_model(config, config.data.vocab_size, configuration)
     model = prepare_run_model(config, world, loaded, memory=chosen)
     optimizer = make_optimizer(config, world, model, memory=chosen)
@@ -165,8 +172,9 @@ def main() -> None:
     record: dict[str, Any] = {"bench": "longest", "command": vars(flags) | {"out": str(flags.out)}, "keys": keys}
     record |= {"machine": machine_facts(), "versions": versions(), "steps": []}
     with World(home_of(config.parallel, ranks)) as world:
+        chosen = choose_on_ranks(run_memory(config, configuration, flags.rows, world), world, print)
         for rows in ([flags.rows // flags.small] if flags.small else []) + [flags.rows]:
-            row = run_steps(config, configuration, rows, world, history=flags.history)
+            row = run_steps(config, configuration, rows, chosen, world, history=flags.history and rows == flags.rows)
             gc.collect()
             record["steps"].append(row)
             if world.rank == 0:
