@@ -183,7 +183,7 @@ def read_record(folder: Path) -> Record | None:
     try:
         values: dict[str, Any] = read_json(folder / FILE)
         if not has_earlier_format(values):
-            ends = values.get("generation_ends")
+            ends = values["generation_ends"] if "generation_ends" in values else None  # of an earlier version
             tuples = {"around": tuple(values["around"]), "generation_ends": None if ends is None else tuple(ends)}
             return Record(**{**values, **tuples})
     except (OSError, KeyError, TypeError, ValueError):
