@@ -183,9 +183,8 @@ def read_record(folder: Path) -> Record | None:
     try:
         values: dict[str, Any] = read_json(folder / FILE)
         if not has_earlier_format(values):
-            ends = values["generation_ends"] if "generation_ends" in values else None  # of an earlier version
-            tuples = {"around": tuple(values["around"]), "generation_ends": None if ends is None else tuple(ends)}
-            return Record(**{**values, **tuples})
+            around, ends = tuple(values["around"]), values.get("generation_ends")  # earlier versions wrote no ends
+            return Record(**{**values, "around": around, "generation_ends": None if ends is None else tuple(ends)})
     except (OSError, KeyError, TypeError, ValueError):
         return None
     raise DataError(
