@@ -34,9 +34,10 @@ def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
 
 
 def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
-    """Run a forward pass that calls stand-ins for all layers, and return these; None if no such pass succeeds.
+    """Run the model on the meta device with a stand-in for each layer, which notes its arguments; return the stand-ins.
 
-    Tried are layers that return a tensor (0), or a tuple of one or two values.
+    What the model's layers return is not known yet, so passes are tried until one succeeds: with stand-ins that return
+    a tensor (`outputs` 0), then a tuple of one value, then of two. None if no pass calls every stand-in and makes rows.
     """
     for outputs in (0, 1, 2):
         embedded = _meta_rows(model)
@@ -68,9 +69,10 @@ def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
 
 
 def _last_independent_layer(model: PreTrainedModel, last: int, outputs: int) -> int:
-    """Find the last layer that runs with stand-ins for all others.
+    """Return the number of the last layer that runs while stand-ins, which return `outputs`, replace all other layers.
 
-    It is `last` if the whole model does not run on meta tensors: a failure then says nothing of the layer.
+    If not even the whole model, up to layer `last`, runs on meta tensors, a failure says nothing of the layer that
+    runs; `last` is returned then, and also where no layer runs by itself.
     """
     if _runs_on_meta(model, outputs, [last]) or not _runs_on_meta(model, outputs, range(last + 1)):
         return last

@@ -60,15 +60,18 @@ def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return why videos' groups of frames do not enter such a model as rows and positions only; empty if they do.
+    """Return why videos do not enter a model of this configuration as rows and positions only; empty if they do.
 
-    Only models whose images enter so can be asked.
+    Each group of frames of a video is an item, as an image is. Call it only for a model without `image_reasons`.
     """
     return _try_images_once(config, "videos", lambda model: [make_video_document(model)])
 
 
 def _try_images_once(config: PreTrainedConfig, modality: str, make_documents: _Documents) -> tuple[str, ...]:
-    """Try a small model of this configuration on such documents, once for each modality in a process."""
+    """Return how a small model of this configuration differs from its two parts on the documents that are made for it.
+
+    The answer is kept: a configuration is tried once for each `modality` ("images", "videos") in a process.
+    """
     key = modality, type(config), config.to_json_string()
     return try_once(key, lambda: tuple(_image_differences(config, make_documents)))
 
@@ -90,7 +93,7 @@ def _image_differences(config: PreTrainedConfig, make_documents: _Documents) -> 
 
 
 def _split_model(model: PreTrainedModel) -> VisionParts:
-    """Take a model apart as `prepare` does."""
+    """Split a model with images into encoder and text model, as `prepare` does."""
     parts = split_model(model)
     pack_attention(parts.encoder)
     return parts

@@ -108,10 +108,11 @@ class _Trial:
     """The passes of a model, or of each stage that is here, and what differs between them."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        """Prepare the passes of a trial: one, one with the same rows next to others, one with fewer in another order.
+        """Draw the rows of a trial's passes.
 
-        Where products round coarsely a difference may hide in one comparison, so all are made; otherwise the second
-        pass is left out, as the third shows everything.
+        The first pass has all rows. The second has the same rows next to others, and the third has fewer of them, in
+        another order. The third shows every difference that the second does, unless products round coarsely: only then
+        is the second made as well.
         """
         self.model, self.world = model, world
         self.stages: tuple[Any, ...] = model.stages if isinstance(model, PipelineModel) else (model,)
@@ -123,7 +124,7 @@ class _Trial:
         tf32 = world.device.type == "cuda" and dtype == torch.float32
         self.precision = Precision(dtype, tf32, has_experts(model))
         if not self.precision.rounds_coarsely:
-            self.others = self.others[1:]  # the last one shows all
+            self.others = self.others[1:]
         self.values = _Values(model, world, self.first.parts)
 
     def find_differences(self, *, every_module: bool) -> list[_Difference]:
@@ -148,7 +149,10 @@ class _Trial:
         )
 
     def _yield_differences(self, stage: nn.Module, *, every_module: bool) -> Iterator[_Difference]:
-        """Yield how passes of a stage over the same rows, and over some of them, differ from its first pass."""
+        """Yield one difference, that of the first culprit, for each later pass of a stage in which rows have changed.
+
+        Each pass has the rows of the first one next to others, or some of them in another order.
+        """
         model = stage.model if isinstance(stage, Stage) else stage
         first_pass = self._run_stage(stage, self.first, None, every_module=every_module)
         for rows in self.others:
@@ -178,9 +182,10 @@ class _Trial:
 
 
 class _Values:
-    """Token ids (2, numbers) of rows, and hidden states for stages behind the first one.
+    """Token ids of the trial's rows, and hidden states for pipeline stages behind the first one.
 
-    Each number has two ids: rows that are not compared take the second one in passes with other neighbours. `later` are
+    A row is known by its number. `ids` are (2, numbers): a compared row has the first id of its number in every pass,
+    and in a pass with other neighbours the rows that are not compared have the second. `later` (2, numbers, depths) are
     the ids that depths of multi-token prediction read.
     """
 
@@ -221,7 +226,10 @@ class _Values:
             observed.note_value("the hidden states after its last layer", out.squeeze(0))
 
     def _make_hidden_states(self, stage: Stage, rows: TrialRows) -> Tensor:
-        """Make this rank's hidden states (1, T, D) at random; if stages hand on the embedding too, (1, 2T, D)."""
+        """Draw hidden states for this rank's rows (1, T, D), the same for a row's number in every pass.
+
+        If stages also hand on the embedded rows, which depths of multi-token prediction read, these follow: (1, 2T, D).
+        """
         draw, inputs = torch.Generator().manual_seed(4), list[Tensor]()
         for _ in range(1 + stage.with_embedding):
             values = torch.randn(*self.shape, self.width, generator=draw).to(self.device, self.dtype)

@@ -28,9 +28,10 @@ _LAYERS = ("depth", "num_hidden_layers", "n_layers")
 
 
 def least_layers(config: Any) -> int:
-    """Return how many layers a small copy needs.
+    """Return how many decoder layers the text model of a small copy needs: two, or four under DeepStack.
 
-    With rows for two deeper layers (DeepStack) it needs two in each of two stages.
+    DeepStack adds rows of images after each of the first two layers, and a trial with two pipeline stages needs two
+    layers in each.
     """
     return 4 if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) else 2
 
@@ -46,8 +47,8 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
         return values
     result = {**values, **{name: value for name, value in _TOP.items() if values.get(name) is not None}}
     result["vision_config"] = _small_tower(vision, width)
-    if isinstance(finer := values.get("high_res_vision_config"), dict):
-        result["high_res_vision_config"] = finer | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
+    if isinstance(second_tower := values.get("high_res_vision_config"), dict):
+        result["high_res_vision_config"] = second_tower | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
     if hasattr(base, "get_rope_index"):
         result |= {name: _set_sections(result[name], sizes) for name in _TEXTS if isinstance(result.get(name), dict)}
     if isinstance(layers := values.get("vision_feature_layer"), list | tuple):

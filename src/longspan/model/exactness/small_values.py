@@ -196,7 +196,7 @@ class _Rules:
         if name in simple:
             return simple[name]
         if name in _KV_HEADS:
-            return self._kv_heads(name, value)
+            return self._small_kv_heads(name, value)
         if name in _HEAD_SIZES:
             if value == self.values.get("qk_rope_head_dim"):
                 return value if self.sizes.true_heads else _FIXED["qk_rope_head_dim"]
@@ -245,8 +245,12 @@ class _Rules:
             return max(8, self.small_hidden // (self.hidden // value))
         return self.small_hidden * 3 // 4
 
-    def _kv_heads(self, name: str, value: int) -> int:
-        """Return the small number of key/value heads, in a ratio to the query heads as in the configuration."""
+    def _small_kv_heads(self, name: str, value: int) -> int:
+        """Return the small number of key/value heads: one, or as many as query heads, where the configuration says so.
+
+        Any other number becomes half the query heads, or all of them without `sizes.grouped`.
+        """
+        # layers with a sliding window may have their own number of query heads
         queries = self.values.get("swa_num_attention_heads") if name.startswith("swa") else self.heads
         if value == 1:
             return 1
@@ -276,11 +280,12 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Scale rotary frequencies as the configuration does, but from a length that documents of trials exceed.
+    """Return the rotary parameters of a small copy, whose scaling begins at a length that documents of trials exceed.
 
-    A head has `pairs` of rotated numbers. Lists with a factor for each pair are cut to the small number of pairs by
-    even steps. Sections of M-RoPE divide the pairs among time, height and width: the first keeps its share, the others
-    are equal, and what is left over goes to the first. Mappings by layer type are made small one by one.
+    `small` are the copy's other values. A list with a factor for each pair of rotated numbers of a head keeps entries
+    at even steps, one for each pair of a small head. Sections of M-RoPE divide the pairs among frames, rows and
+    columns: frames keep their share, rows and columns get equal shares, and frames get what division leaves over.
+    Mappings by type of layer are made small one by one.
     """
     out: dict[str, Any] = {}
     rotated_share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0

@@ -110,10 +110,11 @@ def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rando
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Draw tiles of one size, at most as many as the shorter side; some models see them at a finer size too.
+    """Draw an image as tiles of one size, as many as its shorter side in tiles.
 
-    `tile` is (C, height, width). Where masks cover pixels, the last tile is padded by a patch at its right if the
-    image's second side is odd, so that trials have tiles with and without padding.
+    `tile` is (C, height, width) of a tile. Some models also take each tile at a finer resolution, and some a mask: of
+    whole tiles, or of pixels. With a mask of pixels and an odd second side the last tile has a patch of padding at its
+    right, so that trials have tiles with and without padding.
     """
     parameters, vision, tiles = image_parameters(base), base.config.vision_config, min(side)
     pixels, fields = _draw_pixels((tiles, *tile), draw), dict[str, Tensor]()
@@ -167,10 +168,13 @@ class TrialDocument:
         return {video.first + k for video in self.videos for k in range(video.video.grid[0])}
 
     def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
-        """Return the kind of each token (1, T): with `images` 1 at images and 2 at videos, else 1 after a prefix."""
+        """Return the kinds of tokens (1, T) that the model is told.
+
+        With `images`: 1 at images, 2 at videos, 0 at text. Without, and for models with a prefix: 1 after the prefix.
+        """
         if not images or has_prefix(model.config):
             return token_kinds(model, len(self.ids), self.prefix)
-        # Placeholders of videos are in both.
+        # placeholders of videos are in both masks, so that their sum is 2
         kinds = self.at_images.astype(np.int64) + (0 if self.at_videos is None else self.at_videos)
         return torch.from_numpy(kinds)[None]
 
@@ -256,14 +260,15 @@ def _make_document(
 
 
 def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) -> TrialDocument:
-    """Make a document with two videos of several groups of frames around an image, for a whole small model.
+    """Make a document of a video, an image and a second video, with words around each, for a whole small model.
 
-    The videos have three groups of frames and two, of other shapes, so that no two could be exchanged unseen; each
-    group is an image of the document. Words come before all of them, after each, and between groups where the model has
-    them apart. Raises ModelError for a model without videos by grids of patches, and whatever its own code raises.
+    Each group of frames of a video is an image of the document. The videos have three groups and two, of different
+    shapes, so that an exchange of two items would be seen. Words also stand between the groups of a video if the model
+    has them apart (`VideoTokens.apart`). Raises ModelError for a model without videos by grids of patches, and whatever
+    the model's own code raises.
     """
     videos, draw, base = VideoTokens.of(model.config), np.random.default_rng(seed), base_model(model)
-    # Words before all, between groups, and after each.
+    # words: (before everything; between groups of frames; after each item), `text` of each, of which some are used
     merge, words = videos.images.merge, draw.choice(np.array(ordinary_ids(model.config)), (3, text))
     ids, images, clips = words[0].tolist(), list[ImageInput](), list[TrialVideo]()
     for number, (groups, side) in enumerate([(3, (1, 2)), (1, (2, 2)), (2, (2, 1))]):  # a video, an image, a video
