@@ -344,8 +344,8 @@ def test_configurations_of_examples_train(path: Path, tmp_path: Path, capfd: pyt
     assert len(losses) > 1 and max(losses) / min(losses) - 1 <= 1e-6
 
 
-# a page runs what two_modules.py does, tests of their own a step of grpo.py, lora.py, and own_rows.py
-TESTED = (*LONG, "lora.py", "own_rows.py")
+# a page runs what two_modules.py does, tests of their own a step of grpo.py, lora.py, own_loop.py and own_rows.py
+TESTED = (*LONG, "lora.py", "own_loop.py", "own_rows.py")
 TRAINERS = ("grpo_trl.py", "sft_trl.py", "trainer.py")  # of tests/hf/test_examples.py
 PROGRAMS = [
     pytest.param(path, id=path.name, marks=[pytest.mark.whole] * (path.name in TESTED))
