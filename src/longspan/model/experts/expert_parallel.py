@@ -66,6 +66,7 @@ def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPo
             mesh=mesh,
             reshard_after_forward=reshard,
             mp_policy=policy,
+            # without a name for messages, as `check_experts` has raised them
             shard_placement_fn=lambda parameter: Shard(_shard_dim("", parameter.shape, home)),
         )
 

@@ -170,7 +170,8 @@ def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
 def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     """Record the routing of real rows, and attach the losses' gradient to the weights: a forward hook of a router.
 
-    None leaves the outputs as they are.
+    Nothing is recorded if the layer was called without sums of routers (`router=`) or with a probe: the hook then
+    returns None, which leaves the outputs as they are.
     """
     layer = _layer_arguments.get()
     if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
@@ -230,9 +231,9 @@ class _PlaceRows(torch.autograd.Function):
 def _mix_tiles(
     experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, shard: SequenceShard, channel: Channel | None
 ) -> Tensor:
-    """Mix experts over tiles of rows, if their size is set.
+    """Compute `_mix_experts` for a tile of rows at a time, if the experts have a size of tiles; else for all at once.
 
-    With a channel, the tiles are counted by the micro-batch's most rows, so that every member makes as many exchanges.
+    With a channel, tiles are counted for the most rows of any slot, so that every member makes as many exchanges.
     """
     tile_rows = int(getattr(experts, TILE_ROWS, 0))
     rows = len(x) if channel is None else shard.micro_batch.most_rows

@@ -64,7 +64,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
     return placed
 
 
-def split_blocks(placed: Sequence[StyledModule]) -> set[str]:
+def split_block_names(placed: Sequence[StyledModule]) -> set[str]:
     """Name the modules whose input every rank takes whole, for its heads or features: attention, MLP and mixers.
 
     Of nested ones only the outermost, as an adapted linear inside attention has column-wise linears too.
@@ -178,7 +178,7 @@ def partial_parameters(model: nn.Module, placed: Sequence[StyledModule]) -> list
     """
     named = {id(p) for entry in placed for p in _entry_parameters(entry)}
     summed: dict[int, StyledModule] = {}
-    for block in sorted(split_blocks(placed)):
+    for block in sorted(split_block_names(placed)):
         for entry in _partial_block_parameters(model, block, placed, named):
             summed.setdefault(id(next(_entry_parameters(entry))), entry)
     return list(summed.values())
@@ -257,6 +257,7 @@ def _depend_on_parameters(outputs: Sequence[Tensor], parameters: Sequence[Tensor
     if not outputs:
         return [False for _ in parameters]
     sums = [x.sum() for x in outputs]
+    # callers ask for other outputs of the same graph too
     gradients = torch.autograd.grad(sums, parameters, retain_graph=True, allow_unused=True)
     return [gradient is not None for gradient in gradients]
 

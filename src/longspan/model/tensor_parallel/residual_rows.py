@@ -16,7 +16,7 @@ from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, decoder_layers, decoder_model
 from longspan.model.mtp.depths import model_depths, mtp_blocks
 from longspan.model.parts import ModelParts, count_outputs, trace_parts, usual_parts
-from longspan.model.tensor_parallel.plan import StyledModule, layer_experts, split_blocks
+from longspan.model.tensor_parallel.plan import StyledModule, layer_experts, split_block_names
 from longspan.model.tensor_parallel.styles import ROWS, sum_partial_gradients, wrap_forward
 
 
@@ -68,7 +68,7 @@ def residual_regions(
     All rows are for blocks of experts, and for attention that the plan does not split, so that every rank computes all
     heads. Blocks whose heads or features are split are in neither list: they gather rows themselves.
     """
-    rowwise_modules, full_row_modules, blocks = list[nn.Module](), list[nn.Module](), split_blocks(placed)
+    rowwise_modules, full_row_modules, blocks = list[nn.Module](), list[nn.Module](), split_block_names(placed)
     for child, module in layer.named_children():
         child_name = f"{name}.{child}"
         if layer_experts(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
