@@ -72,7 +72,7 @@ def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPo
 
 
 def _keep_local_experts(experts: nn.Module, world: World) -> None:
-    """Keep this rank's experts of each parameter (E, …), as a DTensor of the whole; `ep` neighbouring slots share E."""
+    """Keep this rank's part of each parameter (E, …), a DTensor of the whole; `ep` slots hold E / ep experts each."""
     rank, ep = world.slot % world.home.ep, world.home.ep
     for name, parameter in list(experts.named_parameters(recurse=False)):
         local = copy_to_device(parameter.detach().chunk(ep)[rank], world.device)

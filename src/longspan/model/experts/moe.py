@@ -146,7 +146,7 @@ def router_statistics(
                 "where a configuration has router_aux_loss_coef"
             )
         return None
-    if coefficients.balance is None:
+    if coefficients.balance is None:  # by the configuration, as transformers reads it
         balance = float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0  # pyright: ignore
         coefficients = RouterCoefficients(balance, coefficients.z)
     return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=routers[0])

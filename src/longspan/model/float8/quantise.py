@@ -54,7 +54,7 @@ def quantise_rows(x: Tensor) -> Scaled:
             LEAST=_LEAST,
             COLUMNS=columns,
             IN_ONE=width <= columns,
-            num_warps=min(16, max(1, columns // 1024)),
+            num_warps=min(16, max(1, columns // 1024)),  # a warp for every 1024 columns
         )
     return Scaled(values, scales)
 

@@ -186,6 +186,7 @@ def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
 def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
     """Return the parts of Mamba 2, which projects to [gate | x | B | C | dt] and convolves [x | B | C]."""
     inner, heads = EvenRows(mixer.intermediate_size), EvenRows(mixer.num_heads)
+    # of B, and as many of C
     states = GroupRows(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
     projected = FusedRows((inner, inner, states, states, heads))
     groups = states.count_groups(tp)

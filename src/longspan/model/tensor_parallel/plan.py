@@ -133,11 +133,12 @@ def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, i
     """
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in placed:
+        name_for_layers = _LAYER_NUMBER.sub(".*.", name)
         if style == MIXER:
             heads = mixer_parts(name, module, tp=1).heads
-            sizes |= {f"{count} of {_LAYER_NUMBER.sub('.*.', name)}": size for count, size in heads.items()}
+            sizes |= {f"{count} of {name_for_layers}": size for count, size in heads.items()}
         elif parameter is not None and style == HEADS:
-            sizes["numbers of " + _LAYER_NUMBER.sub(".*.", name)] = getattr(module, parameter).numel()
+            sizes["numbers of " + name_for_layers] = getattr(module, parameter).numel()
         elif parameter is not None and style != PARTIAL_GRADIENT:
             shape = tuple(getattr(module, parameter).shape)
             raise ModelError(f"{name} {shape} has style {style!r}, which is for modules; use tp 1")
@@ -149,7 +150,7 @@ def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, i
                 )
             width = {COLWISE: linear.out_features, PACKED: linear.out_features // 2}.get(style, linear.in_features)
             if ".self_attn." not in name or style == SPLIT_INPUT:
-                sizes["width of " + _LAYER_NUMBER.sub(".*.", name)] = width
+                sizes["width of " + name_for_layers] = width
     return sizes
 
 

@@ -108,8 +108,8 @@ def _call_with_views(
     replaced: dict[str, Tensor | None] = {}  # torch 2.11 cannot trace the call `dict[str, Tensor | None]()`
     for name, view in views.items():
         parameter = getattr(module, name)
-        if (seen := view(parameter)) is not parameter:
-            replaced[name] = seen
+        if (local_value := view(parameter)) is not parameter:
+            replaced[name] = local_value
     if not replaced:
         return inner(*args, **kwargs)
     if getattr(inner, "__func__", None) is nn.Linear.forward and len(args) == 1 and not kwargs:

@@ -88,6 +88,7 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
         nonlocal untried
         if row_loss is None:
             return forward(model, *args, **kwargs)
+        # Depths of multi-token prediction are called with what the layer that they copy was called with.
         with nullcontext() if future_ids is None else layer_inputs(model, find_copied_layer(model)) as inputs:
             hidden = base_model(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
         if untried:
