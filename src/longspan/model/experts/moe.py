@@ -252,7 +252,7 @@ def _mix_tiles(
 def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
     """Return the indices of the real rows among the `count` rows that experts get.
 
-    These are all rows of the shard, or the part of one tensor-parallel rank. Raises ModelError for another number.
+    Experts get all rows of the shard, or one tensor-parallel rank's part of them. Raises ModelError for another number.
     """
     local, tp, rows = shard.local_rows, world.home.tp, shard.real_rows
     if tp > 1 and count == -(-local // tp):

@@ -191,7 +191,10 @@ def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] |
 
 
 def _outer_products(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """Compute leftᵀ right over the rows of each expert: left (S, A) and right (S, B) to (e, A, B)."""
+    """Compute leftᵀ right over the rows of each expert: left (S, A) and right (S, B) to (e, A, B).
+
+    `ends` and `counts` are those of `ExpertRows`: without counts there is one grouped product.
+    """
     if counts is None:
         return torch._grouped_mm(left.t(), right, offs=ends)  # pyright: ignore[reportAttributeAccessIssue]
     pieces = zip(left.split(list(counts)), right.split(list(counts)), strict=True)

@@ -65,7 +65,7 @@ def split_norm(norm: Any, world: World) -> None:
     groups = _count_groups(norm)
     key, tp, total = world.key, world.home.tp, norm.weight.numel()
     means: Means = partial(_local_means, groups=groups // tp)
-    if groups % tp:
+    if groups % tp:  # some groups lie on several ranks
         size, features = total // groups, total // tp
         first = world.coordinates.tp * features
         groups_here = range(first // size, (first + features - 1) // size + 1)

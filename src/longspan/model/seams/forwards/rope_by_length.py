@@ -139,7 +139,7 @@ def _document_frequencies(
     The module takes the largest position plus one for the length. These rows may lack the last position of the
     document, so the position `length` − 1 is appended, and its result is dropped.
     """
-    # Of all rows, no index is sent to the device.
+    # All rows are taken without an index, which would have to be sent to the device.
     positions_here = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
     with_last = torch.cat([positions_here, positions_here.new_full((1, 1), length - 1)], dim=1)
     return tree_map(
