@@ -149,7 +149,8 @@ def router_statistics(
     if coefficients.balance is None:  # by the configuration, as transformers reads it
         balance = float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0  # pyright: ignore
         coefficients = RouterCoefficients(balance, coefficients.z)
-    return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=routers[0])
+    experts = routers[0]  # as many as of every other router: their sums are added
+    return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=experts)
 
 
 def _note_before_experts(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

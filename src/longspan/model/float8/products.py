@@ -173,8 +173,8 @@ def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tenso
 def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
     """Multiply rows x (S, K) with the rows of their expert's matrix, of w (e, N, K): (S, N).
 
-    `ends` (e,) is where each expert's rows end. With `counts` (None: without), the numbers of its rows, there is one
-    product for each expert; without, one grouped product of all.
+    `ends` (e,) is where each expert's rows end. If `counts` has the number of rows of each, there is one product for
+    each expert; if it is None, one grouped product of all.
     """
     if counts is not None:
         pieces = zip(x.values.split(list(counts)), x.scales.split(list(counts)), w.values, w.scales, strict=True)

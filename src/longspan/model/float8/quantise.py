@@ -86,7 +86,7 @@ def quantise_columns(x: Tensor) -> Scaled:
     values = torch.empty((*x.shape[:-2], width, rows), dtype=FLOAT8, device=x.device)
     if not matrices.numel():
         return Scaled(values, torch.zeros(values.shape[:-1], device=x.device))
-    across, down = -(-width // _TILE), -(-rows // _TILE)
+    across, down = -(-width // _TILE), -(-rows // _TILE)  # tiles
     sizes = rows, width, matrices.stride(1), matrices.stride(0)
     parts = torch.empty((count, min(_PARTS, down), width), device=x.device)
     tile = {"ROWS": _TILE, "COLUMNS": _TILE}

@@ -85,8 +85,8 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
     """Raise ModelError, naming them, for layers in which an attention module does not reach our attention.
 
     `reached` are the ids of modules that called our attention, or are mixers. Layers of a type without attention are
-    passed over. Named are the attention modules (by their class) that are not reached. Of a layer that reached nothing
-    it is the first of them; if it has none, the layer.
+    passed over. Named are the modules whose class is named as attention and that do not call ours; of a layer in which
+    nothing does, only the first of them, or the layer itself if it has none.
     """
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []

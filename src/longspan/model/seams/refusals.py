@@ -97,6 +97,7 @@ def refuse_shared_layers(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         first, owner_layer = owner.setdefault(id(parameter), (name, layer))
+        # parameters of a block may be in two layers, but not in a layer and around the layers
         may_share = "" not in (layer, owner_layer) and id(parameter) in shared_in_blocks
         if owner_layer != layer and not may_share:
             raise ModelError(

@@ -31,6 +31,7 @@ def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: W
     for depth in model_depths(model):
         for module in (depth.enorm, depth.hnorm, depth.eh_proj, depth.post_norm):
             _sum_row_gradients(module, key)
+        # `enorm` gets rows of the embedding, which hands on only this rank's
         wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
         wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
     for name, layer in layers_and_depths(model).items():

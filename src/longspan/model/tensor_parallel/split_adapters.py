@@ -64,7 +64,9 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
         return
     for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
         sum_partial_gradients(linear, key)
-    for linear in () if style == PARTIAL_GRADIENT else (base, *second):
+    if style == PARTIAL_GRADIENT:
+        return
+    for linear in (base, *second):
         split_style = (
             split_packed_columns if style == PACKED else split_three_columns if style == QKV else split_columns
         )

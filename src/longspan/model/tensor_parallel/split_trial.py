@@ -162,8 +162,8 @@ def _matching_part(true: Tensor | None, result: Tensor | None, key: int) -> Tens
 def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
     """Describe each output and gradient of the split block that differs from the true one by more than rounding.
 
-    Differences are relative to the true norm; of a gradient that is tiny beside the largest one, which may be rounding
-    alone, to a part of the largest. One that is missing in `results` differs by its whole norm.
+    Differences are relative to the true norm, but at least to `_FLOOR` times the largest gradient's: a gradient below
+    that may be rounding alone. One that is missing in `results` differs by its whole norm.
     """
     norms = {name: x.double().norm().item() for name, x in true.items() if x is not None}
     largest_gradient = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
