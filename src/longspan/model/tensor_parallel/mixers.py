@@ -102,7 +102,7 @@ def _share_means(y: Tensor, groups: range, sizes: list[int], count: int, key: in
     """Compute the mean square (…, features here) of each feature's group, over all ranks that share it.
 
     y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`. Each rank's sums
-    of squares are padded with zeros to all groups and summed over tp. A group has features here · tp / `count` features.
+    of squares are padded with zeros to all groups and summed over tp. A group has (size of y) · tp / `count` features.
     Each rank uses the means for its own features, so that their gradients are summed over tp too (`tp_copy`).
     """
     sums = torch.stack(
