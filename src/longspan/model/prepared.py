@@ -36,9 +36,9 @@ from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call, def
 from longspan.model.seams.attention_record import FirstPass
 from longspan.model.seams.call_rules import (
     CallRules,
-    attend_causally,
     has_prefix,
     is_prepared,
+    make_layers_causal,
     position_table,
 )
 from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
@@ -201,7 +201,7 @@ def _connect_operations(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) 
     """
     model.set_attn_implementation(_attention_by_configuration(model))
     number_layers(model)
-    attend_causally(model)
+    make_layers_causal(model)
     choose_frequencies_by_document(model)
     defer_temperature(model)
     shard_mixers(model, mixer_kernels)

@@ -134,8 +134,8 @@ MUTANTS = {
     "cp 2": ("model.seams.mixer_calls", "(v * step.unsqueeze(-1))", "(v.detach() * step.unsqueeze(-1))"),
     "tp 2": (
         "model.tensor_parallel.mixers",
-        "copied if reads_inputs(name)",
-        "(lambda x: x) if reads_inputs(name)",
+        "copied if is_first_adapter_matrix(name)",
+        "(lambda x: x) if is_first_adapter_matrix(name)",
     ),
 }
 

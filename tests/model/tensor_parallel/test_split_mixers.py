@@ -233,7 +233,11 @@ MUTANTS = {
     ),
 }
 OF_SHARED = {
-    "that layers share a parameter": (f"{ROOM}.tensor_parallel", "if len(of_one) > 1", "if len(of_one) > 9"),
+    "that layers share a parameter": (
+        f"{ROOM}.tensor_parallel",
+        "if len(places_of_one) > 1",
+        "if len(places_of_one) > 9",
+    ),
     "that a block is inside another": (
         f"{ROOM}.plan",
         "any(around in blocks for around in _enclosing_names(name))",

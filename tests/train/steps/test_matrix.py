@@ -74,7 +74,7 @@ MUTATIONS: list[tuple[Dropped, Callable[[Combination], bool]]] = [
      lambda c: c.tp == (2, False)),
     (("model.tensor_parallel.residual_rows", "sum_partial_gradients(norm, key)", "pass"),
      lambda c: c.tp[1]),
-    (("model.experts.rows", "of_visits * weights.unsqueeze(2)).sum(1)", "of_visits)[:, 0]"), lambda c: c.ep == 2),
+    (("model.experts.rows", "by_row * weights.unsqueeze(2)).sum(1)", "by_row)[:, 0]"), lambda c: c.ep == 2),
     (("model.experts.moe", "all_to_all_rows(x, sends,", "all_to_all_rows(x.detach(), sends,"), lambda c: c.ep == 2),
     (("model.pipeline.copies", "local_slice.copy_(sum_parts([*parts.values()]))", "pass"),
      lambda c: c.family == "qwen3" and c.stages[0] == 2),

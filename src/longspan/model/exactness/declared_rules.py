@@ -15,7 +15,7 @@ from longspan.errors import ModelError
 from longspan.model.layers import base_model, decoder_layers, layer_list, reads_other_modalities, text_model
 from longspan.model.mtp.depths import find_copied_layer, model_depths
 from longspan.model.seams.attention_calls import has_temperature, is_llama4_temperature
-from longspan.model.seams.forwards.rope_by_length import depends_on_length, length_kinds
+from longspan.model.seams.forwards.rope_by_length import depends_on_length, types_by_length
 from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers, is_mixer
 from longspan.model.seams.refusals import doctor_hint, find_set_forwards, is_wrapped_by_others, items_text
 from longspan.model.seams.rope import rope_types
@@ -82,7 +82,7 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers}
     # Rotary modules whose frequencies depend on a document's length:
-    replaced |= {name: module for name, module in model.named_modules() if length_kinds(module)}
+    replaced |= {name: module for name, module in model.named_modules() if types_by_length(module)}
     # Where the layers of multi-token prediction take arguments that are made from token ids, longspan calls the module
     # around the layers once more, with the ids that these layers predict from.
     if model_depths(model) and find_copied_layer(model).of_tokens:

@@ -66,12 +66,13 @@ def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPo
             mesh=mesh,
             reshard_after_forward=reshard,
             mp_policy=policy,
+            # without a name for messages, as `check_experts` has raised them
             shard_placement_fn=lambda parameter: Shard(_shard_dim("", parameter.shape, home)),
         )
 
 
 def _keep_local_experts(experts: nn.Module, world: World) -> None:
-    """Keep this rank's experts of each parameter (E, …), as a DTensor of the whole; `ep` neighbouring slots share E."""
+    """Keep this rank's part of each parameter (E, …), a DTensor of the whole; `ep` slots hold E / ep experts each."""
     rank, ep = world.slot % world.home.ep, world.home.ep
     for name, parameter in list(experts.named_parameters(recurse=False)):
         local = copy_to_device(parameter.detach().chunk(ep)[rank], world.device)

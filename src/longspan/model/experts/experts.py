@@ -76,7 +76,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
-    """Launch a kernel of `row_kernels.py`, one program for each row and block of columns; no launch if x is empty."""
+    """Launch a kernel of the gate on x (S, 2 I), one program for each row and block of columns; none if x is empty."""
     rows, width = len(x), x.shape[1] // 2
     if rows and width:
         blocks = rows, -(-width // _COLUMNS)
@@ -150,9 +150,9 @@ def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal[
     """
     can_group = _grouped_mm is not None and x.is_cuda and x.shape[0] > 0
     can_group = can_group and not (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8)
-    low = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
+    in_bfloat16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
     aligned = all(size % _ALIGNED_ELEMENTS == 0 for weight in weights for size in weight.shape[1:])
-    return "grouped_mm" if can_group and low and aligned else "loop"
+    return "grouped_mm" if can_group and in_bfloat16 and aligned else "loop"
 
 
 def _layer_weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:

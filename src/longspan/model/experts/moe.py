@@ -146,10 +146,11 @@ def router_statistics(
                 "where a configuration has router_aux_loss_coef"
             )
         return None
-    if coefficients.balance is None:
+    if coefficients.balance is None:  # by the configuration, as transformers reads it
         balance = float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0  # pyright: ignore
         coefficients = RouterCoefficients(balance, coefficients.z)
-    return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=routers[0])
+    experts = routers[0]  # as many as of every other router: their sums are added
+    return RouterStatistics(coefficients, world, tokens=tokens, layers=len(routers), experts=experts)
 
 
 def _note_before_experts(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -170,7 +171,8 @@ def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
 def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     """Record the routing of real rows, and attach the losses' gradient to the weights: a forward hook of a router.
 
-    None leaves the outputs as they are.
+    Nothing is recorded if the layer was called without sums of routers (`router=`) or with a probe: the hook then
+    returns None, which leaves the outputs as they are.
     """
     layer = _layer_arguments.get()
     if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
@@ -230,9 +232,9 @@ class _PlaceRows(torch.autograd.Function):
 def _mix_tiles(
     experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, shard: SequenceShard, channel: Channel | None
 ) -> Tensor:
-    """Mix experts over tiles of rows, if their size is set.
+    """Compute `_mix_experts` for a tile of rows at a time, if the experts have a size of tiles; else for all at once.
 
-    With a channel, the tiles are counted by the micro-batch's most rows, so that every member makes as many exchanges.
+    With a channel, tiles are counted for the most rows of any slot, so that every member makes as many exchanges.
     """
     tile_rows = int(getattr(experts, TILE_ROWS, 0))
     rows = len(x) if channel is None else shard.micro_batch.most_rows
@@ -251,7 +253,7 @@ def _mix_tiles(
 def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
     """Return the indices of the real rows among the `count` rows that experts get.
 
-    These are all rows of the shard, or the part of one tensor-parallel rank. Raises ModelError for another number.
+    Experts get all rows of the shard, or one tensor-parallel rank's part of them. Raises ModelError for another number.
     """
     local, tp, rows = shard.local_rows, world.home.tp, shard.real_rows
     if tp > 1 and count == -(-local // tp):

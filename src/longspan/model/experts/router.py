@@ -110,7 +110,7 @@ class RouterStatistics:
         """
         if self.coefficients.balance:
             local = _sum_batches([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
-            local = local.tolist() if isinstance(local, Tensor) else local
+            local = local.tolist() if isinstance(local, Tensor) else local  # zeros, without routers on this stage
             loads = self.world.control.sum_over_stages(local, "loads of experts")
             self.fractions = torch.tensor(loads, dtype=torch.float64, device=self.world.device) / self.token_layers
         self.counted_ahead.clear()

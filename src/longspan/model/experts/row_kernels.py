@@ -11,19 +11,19 @@ import triton.language as tl
 @triton.jit(do_not_specialize_on_alignment=("place", "weights"))
 def sum_visits_kernel(
     out,
-    done,
+    outputs,
     weights,
     place,
     width,
-    done_row,
+    output_row,
     TOP_K: tl.constexpr,
     WEIGHTED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute out[r] = sum over j of done[place[r · TOP_K + j]] (times weights[r, j]).
+    """Compute out[r] = sum over j of outputs[place[r · TOP_K + j]] (times weights[r, j]).
 
-    One program computes COLUMNS columns of one row. `done` has a row for each visit of an expert, `done_row` elements
-    apart; `place` has the index in `done` of each visit's row (see `Visits` in `rows.py`).
+    One program computes COLUMNS columns of one row. `outputs` has a row for each visit of an expert, `output_row`
+    elements apart; `place` has the index in `outputs` of each visit's row (see `Visits` in `rows.py`).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -31,7 +31,7 @@ def sum_visits_kernel(
     total = tl.zeros([COLUMNS], tl.float32)
     for j in range(TOP_K):
         at = tl.load(place + row * TOP_K + j).to(tl.int64)
-        x = tl.load(done + at * done_row + column, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(outputs + at * output_row + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             x = x * tl.load(weights + row * TOP_K + j).to(tl.float32)
         total += x
@@ -40,21 +40,21 @@ def sum_visits_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=("order", "weights", "of_weights"))
 def visit_gradients_kernel(
-    of_done,
+    of_outputs,
     of_weights,
     dout,
-    done,
+    outputs,
     weights,
     order,
     width,
-    done_row,
+    output_row,
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute the gradients of `sum_visits_kernel`: of the rows of `done`, and of the weights.
+    """Compute the gradients of `sum_visits_kernel`: of the rows of `outputs`, and of the weights.
 
-    One program handles row p of `done`: with n = order[p] and r = n // TOP_K it stores of_done[p] = weights[n] dout[r]
-    and of_weights[n] = <done[p], dout[r]>, COLUMNS columns at a time.
+    One program handles row p of `outputs`: with n = order[p] and r = n // TOP_K it stores of_outputs[p] = weights[n]
+    dout[r] and of_weights[n] = <outputs[p], dout[r]>, COLUMNS columns at a time.
     """
     place = tl.program_id(0).to(tl.int64)
     number = tl.load(order + place).to(tl.int64)
@@ -65,8 +65,10 @@ def visit_gradients_kernel(
         column = first + tl.arange(0, COLUMNS)
         inside = column < width
         dout_block = tl.load(dout + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(done + place * done_row + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(of_done + place * width + column, (dout_block * weight).to(of_done.dtype.element_ty), mask=inside)
+        x = tl.load(outputs + place * output_row + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(
+            of_outputs + place * width + column, (dout_block * weight).to(of_outputs.dtype.element_ty), mask=inside
+        )
         product += dout_block * x
     tl.store(of_weights + number, tl.sum(product, 0).to(of_weights.dtype.element_ty))
 

@@ -67,12 +67,12 @@ def spread_rows(x: Tensor, visits: Visits) -> Tensor:
     return _Spread.apply(x, *visits)  # pyright: ignore[reportReturnType]
 
 
-def sum_visits(done: Tensor, weights: Tensor, visits: Visits) -> Tensor:
-    """Sum the experts' outputs `done` (R · top_k, D) of each row's visits, with weights (R, top_k): (R, D).
+def sum_visits(outputs: Tensor, weights: Tensor, visits: Visits) -> Tensor:
+    """Sum the experts' `outputs` (R · top_k, D) of each row's visits, with weights (R, top_k): (R, D).
 
-    The sum has the dtype of `done`, or that of the weights if it is wider.
+    The sum has the dtype of `outputs`, or that of the weights if it is wider.
     """
-    return _Gather.apply(done, weights, *visits)  # pyright: ignore[reportReturnType]
+    return _Gather.apply(outputs, weights, *visits)  # pyright: ignore[reportReturnType]
 
 
 class _Spread(torch.autograd.Function):
@@ -95,49 +95,52 @@ class _Gather(torch.autograd.Function):
     """Weighted sums of each row's visits; backward gives gradients of the visits' outputs and of the weights."""
 
     @staticmethod
-    def forward(ctx: Any, done: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
         """Sum the outputs of each row's visits; the last three arguments are the fields of `Visits`."""
         ctx.visits = Visits(order, place, top_k)
-        ctx.save_for_backward(done, weights)
-        return _add_visits(done, weights, ctx.visits)
+        ctx.save_for_backward(outputs, weights)
+        return _add_visits(outputs, weights, ctx.visits)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of the outputs and of the weights; the fields of `Visits` have none."""
-        done, weights = ctx.saved_tensors
-        return *_visit_gradients(gradients[0], done, weights, ctx.visits), None, None, None
+        outputs, weights = ctx.saved_tensors
+        return *_visit_gradients(gradients[0], outputs, weights, ctx.visits), None, None, None
 
 
-def _add_visits(done: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
-    """Sum the rows `done` (R · top_k, D) of each row's visits, times weights if there are any: (R, D)."""
-    if (kernels := find_kernels(done, weights)) is None:
-        of_visits = done.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
-        return (of_visits if weights is None else of_visits * weights.unsqueeze(2)).sum(1)
-    rows, width = len(visits.place) // visits.top_k, done.shape[1]
+def _add_visits(outputs: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
+    """Sum the `outputs` (R · top_k, D) of each row's visits, with weights (R, top_k) or without: (R, D)."""
+    if (kernels := find_kernels(outputs, weights)) is None:
+        by_row = outputs.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
+        return (by_row if weights is None else by_row * weights.unsqueeze(2)).sum(1)
+    rows, width = len(visits.place) // visits.top_k, outputs.shape[1]
     columns = _program_columns(width)
-    dtype = done.dtype if weights is None else torch.promote_types(done.dtype, weights.dtype)
-    out = done.new_empty((rows, width), dtype=dtype)
+    dtype = outputs.dtype if weights is None else torch.promote_types(outputs.dtype, weights.dtype)
+    out = outputs.new_empty((rows, width), dtype=dtype)
     if out.numel():
-        arguments = (out, done, None if weights is None else weights.contiguous(), visits.place, width, done.stride(0))
-        blocks = rows, -(-width // columns)
-        kernels.sum_visits_kernel[blocks](*arguments, TOP_K=visits.top_k, WEIGHTED=weights is not None, COLUMNS=columns)
+        row_weights = None if weights is None else weights.contiguous()
+        arguments = (out, outputs, row_weights, visits.place, width, outputs.stride(0))
+        programs = rows, -(-width // columns)
+        kernels.sum_visits_kernel[programs](
+            *arguments, TOP_K=visits.top_k, WEIGHTED=weights is not None, COLUMNS=columns
+        )
     return out
 
 
-def _visit_gradients(dout: Tensor, done: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
+def _visit_gradients(dout: Tensor, outputs: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
     """Return the gradients of the visits' outputs (R · top_k, D) and weights (R, top_k), from `dout` (R, D)."""
-    if (kernels := find_kernels(done, weights, dout)) is None:
+    if (kernels := find_kernels(outputs, weights, dout)) is None:
         dout_rows = dout.index_select(0, visits.rows)
-        done_gradients = dout_rows * weights.flatten()[visits.order].unsqueeze(1)
-        weight_gradients = (dout_rows * done).sum(1)[visits.place]
-        return done_gradients.to(done.dtype), weight_gradients.unflatten(0, (-1, visits.top_k)).to(weights.dtype)
-    dout, weights, width = dout.contiguous(), weights.contiguous(), done.shape[1]
-    done_gradients, weight_gradients = done.new_empty(done.shape), torch.zeros_like(weights)
-    if done.numel():
-        arguments = (done_gradients, weight_gradients, dout, done, weights, visits.order, width, done.stride(0))
-        kernels.visit_gradients_kernel[(len(done),)](*arguments, TOP_K=visits.top_k, COLUMNS=_program_columns(width))
-    return done_gradients, weight_gradients
+        output_gradients = dout_rows * weights.flatten()[visits.order].unsqueeze(1)
+        weight_gradients = (dout_rows * outputs).sum(1)[visits.place]
+        return output_gradients.to(outputs.dtype), weight_gradients.unflatten(0, (-1, visits.top_k)).to(weights.dtype)
+    dout, weights, width = dout.contiguous(), weights.contiguous(), outputs.shape[1]
+    output_gradients, weight_gradients = outputs.new_empty(outputs.shape), torch.zeros_like(weights)
+    if outputs.numel():  # else the weights' gradients stay zeros
+        arguments = (output_gradients, weight_gradients, dout, outputs, weights, visits.order, width, outputs.stride(0))
+        kernels.visit_gradients_kernel[(len(outputs),)](*arguments, TOP_K=visits.top_k, COLUMNS=_program_columns(width))
+    return output_gradients, weight_gradients
 
 
 def _program_columns(width: int) -> int:

@@ -120,6 +120,7 @@ class _Product(torch.autograd.Function):
         """Multiply rows in float8 by a weight in float8; nothing of the rows is saved here."""
         # Not by save_for_backward: a recomputed layer would have to run this product too, to save the weight again.
         ctx.weight, ctx.version, ctx.float8_weight, ctx.experts = weight, weight._version, float8_weight, experts
+        # A transposed matrix has in its columns what another one has in its rows.
         w = float8_weight.columns(weight) if experts is not None and experts.transposed else float8_weight.rows(weight)
         return _multiply_scaled(quantise_rows(x), w, x.dtype, bias, experts)
 
@@ -129,7 +130,7 @@ class _Product(torch.autograd.Function):
         of_rows, experts = None, ctx.experts
         if ctx.needs_input_grad[0]:
             weight, float8_weight = _read_weight(ctx), ctx.float8_weight
-            transposed = experts is not None and experts.transposed
+            transposed = experts is not None and experts.transposed  # whose rows are then the columns of W
             w = float8_weight.rows(weight) if transposed else float8_weight.columns(weight)
             of_rows = _multiply_scaled(quantise_rows(dy.contiguous()), w, dy.dtype, None, experts)
         return of_rows, dy if ctx.needs_input_grad[1] else None, None, None, None, None
@@ -172,7 +173,8 @@ def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tenso
 def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
     """Multiply rows x (S, K) with the rows of their expert's matrix, of w (e, N, K): (S, N).
 
-    `counts` None: in one grouped product; else one product for each expert (see `ExpertRows`).
+    `ends` (e,) is where each expert's rows end. If `counts` has the number of rows of each, there is one product for
+    each expert; if it is None, one grouped product of all.
     """
     if counts is not None:
         pieces = zip(x.values.split(list(counts)), x.scales.split(list(counts)), w.values, w.scales, strict=True)
@@ -189,7 +191,10 @@ def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] |
 
 
 def _outer_products(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """Compute leftᵀ right over the rows of each expert: left (S, A) and right (S, B) to (e, A, B)."""
+    """Compute leftᵀ right over the rows of each expert: left (S, A) and right (S, B) to (e, A, B).
+
+    `ends` and `counts` are those of `ExpertRows`: without counts there is one grouped product.
+    """
     if counts is None:
         return torch._grouped_mm(left.t(), right, offs=ends)  # pyright: ignore[reportAttributeAccessIssue]
     pieces = zip(left.split(list(counts)), right.split(list(counts)), strict=True)

@@ -54,18 +54,18 @@ def quantise_rows(x: Tensor) -> Scaled:
             LEAST=_LEAST,
             COLUMNS=columns,
             IN_ONE=width <= columns,
-            num_warps=min(16, max(1, columns // 1024)),
+            num_warps=min(16, max(1, columns // 1024)),  # a warp for every 1024 columns
         )
     return Scaled(values, scales)
 
 
 def quantise_by_torch(x: Tensor) -> Scaled:
-    """Convert rows (…, R, C) to float8 by torch's operations.
+    """Convert rows (…, R, C) to float8 by torch's operations; a row of zeros stays zeros.
 
     >>> quantise_by_torch(torch.tensor([[1.0, -896.0]])).values.dtype
     torch.float8_e4m3fn
     """
-    largest = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-30)
+    largest = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-30)  # so that factors stay finite
     return Scaled((x.float() * _factors(largest)).to(FLOAT8), _scales(largest).squeeze(-1))
 
 
@@ -75,7 +75,8 @@ def quantise_columns(x: Tensor) -> Scaled:
     >>> quantise_columns(torch.tensor([[1.0, 2.0], [-448.0, 3.0]])).values.shape
     torch.Size([2, 2])
 
-    One kernel finds the largest absolute value of each column, in several parts of the rows; a second one scales.
+    One kernel finds the largest absolute values of columns, in each of several parts of the rows; a column's is the
+    largest over the parts. A second kernel scales.
     """
     if (kernels := _find_kernels(x)) is None:
         return quantise_rows(x.transpose(-2, -1).contiguous())
@@ -85,12 +86,12 @@ def quantise_columns(x: Tensor) -> Scaled:
     values = torch.empty((*x.shape[:-2], width, rows), dtype=FLOAT8, device=x.device)
     if not matrices.numel():
         return Scaled(values, torch.zeros(values.shape[:-1], device=x.device))
-    across, down = -(-width // _TILE), -(-rows // _TILE)
+    across, down = -(-width // _TILE), -(-rows // _TILE)  # tiles
     sizes = rows, width, matrices.stride(1), matrices.stride(0)
     parts = torch.empty((count, min(_PARTS, down), width), device=x.device)
     tile = {"ROWS": _TILE, "COLUMNS": _TILE}
     kernels.largest_of_columns_kernel[(across, parts.shape[1], count)](matrices, parts, *sizes, **tile)
-    largest = parts.amax(1).clamp_min(_LEAST)
+    largest = parts.amax(1).clamp_min(_LEAST)  # so that factors stay finite
     kernels.quantise_columns_kernel[(down, across, count)](matrices, values, _factors(largest), *sizes, **tile)
     return Scaled(values, _scales(largest).view(values.shape[:-1]))
 

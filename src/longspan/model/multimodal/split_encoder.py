@@ -18,10 +18,10 @@ from longspan.model.tensor_parallel.family_plans import QKV, ROWWISE
 from longspan.model.tensor_parallel.split_adapters import split_adapted_linear
 from longspan.model.tensor_parallel.split_trial import SplitTrial
 from longspan.model.tensor_parallel.styles import (
-    copy_inputs,
     split_columns,
     split_rows,
     split_three_columns,
+    sum_input_gradients,
     sum_partial_gradients,
     wrap_forward,
 )
@@ -43,7 +43,7 @@ def split_encoder(
         _split_linears(part, world)
         if not part.several:  # else each linear sums by itself, in `_split_linears`
             _sum_other_gradients(part.module, split_modules, world.key)
-            copy_inputs(part.module, world)
+            sum_input_gradients(part.module, world)
         wrap_forward(part.module, views=_local_counts(part, world.home.tp))
     module.register_forward_pre_hook(_DrawsRefused(module), prepend=True)
     return trials
@@ -66,7 +66,7 @@ def _split_linears(part: SplitModule, world: World) -> None:
         else:
             split_columns(linear, world)
         if part.several and style != ROWWISE:
-            copy_inputs(linear, world)
+            sum_input_gradients(linear, world)
 
 
 def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:

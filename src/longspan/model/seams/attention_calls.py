@@ -58,7 +58,7 @@ def scale_queries(module: Any, query: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def chunk_size(module: nn.Module) -> int | None:
-    """Return how many positions see each other in this attention module's layer; None if all earlier ones are seen."""
+    """Return how many positions each chunk of this attention module's layer has; None for a layer without chunks."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     if not types or not isinstance(layer, int) or not 0 <= layer < len(types) or types[layer] != "chunked_attention":
@@ -127,7 +127,7 @@ def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
     """Return the index of this rank's first query head among all of the layer's, by which dropout's masks go."""
     world = world_of(shard.world_key)
     tp, all_heads = world.home.tp, getattr(getattr(module, "config", None), "num_attention_heads", None)
-    if tp == 1 or heads == all_heads:
+    if tp == 1 or heads == all_heads:  # this attention is not split: every rank has all heads
         return 0
     if all_heads is None or heads * tp != all_heads:
         raise ModelError(

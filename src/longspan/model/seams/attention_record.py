@@ -85,8 +85,8 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
     """Raise ModelError, naming them, for layers in which an attention module does not reach our attention.
 
     `reached` are the ids of modules that called our attention, or are mixers. Layers of a type without attention are
-    passed over. A layer without any such module is named by its first attention module, or, if no class in it is named
-    as attention, by its own name; of another layer each attention module that calls attention of its own is named.
+    passed over. Named are the modules whose class is named as attention and that do not call ours; of a layer in which
+    nothing does, only the first of them, or the layer itself if it has none.
     """
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []

@@ -135,10 +135,10 @@ def has_prefix(config: PreTrainedConfig) -> bool:
     return config.model_type in _WITH_PREFIX
 
 
-def attend_causally(model: nn.Module) -> None:
-    """Make the layers of a model with a prefix causal; the shard's spans add the rows of prefixes.
+def make_layers_causal(model: nn.Module) -> None:
+    """Set `is_causal` in the layers of a model with prefixes; the shard's spans let rows of a prefix see each other.
 
-    transformers sets their `is_causal` False, since the model's own mask, which is not built here, says it all.
+    transformers sets it False, as the model's own mask, which is not built here, says which rows see which.
     """
     config: Any = model.config
     if not has_prefix(config):
@@ -166,6 +166,7 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
 def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
     """Write how to end these random draws: by keys of the configuration, or that there is no key.
 
+    `draws` names the functions that draw. No key ends a draw of one of several (`_SAMPLE`), as of experts by a router.
     `in_evaluation`: they happen in evaluation too.
     """
     is_sampled = any(f"{function} " in draws for function in _SAMPLE)

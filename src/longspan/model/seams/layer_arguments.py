@@ -53,10 +53,11 @@ def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShar
 
 
 def number_layers(model: PreTrainedModel) -> None:
-    """Give a module with `layer_idx` -1 the index of its decoder layer from here on, if it is in only one.
+    """Give every module whose `layer_idx` is -1 the index of its decoder layer, if it is in only one.
 
-    Calls of attention are told apart by that index. A module that several layers share keeps -1. A module in a depth of
-    multi-token prediction gets the index of the layer that the depth copies.
+    transformers makes modules with -1 that several layers may share (Zamba 2); one that they do share keeps it. Calls
+    of attention are told apart by the index. A module in a depth of multi-token prediction gets the index of the layer
+    that the depth copies.
     """
     modules_with_layers: dict[int, tuple[Any, set[int]]] = {}
     depths = [(find_copied_layer(model).index, block) for block in mtp_blocks(model).values()]

@@ -42,6 +42,7 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
             nonzero,
             values,
         ):
+            # Tied parameters have a stand-in under each of their names, which torch refuses if it is to tie them.
             return functional_call(model, tensors, (), inputs, tie_weights=False)
     except Exception as error:
         if values.read:

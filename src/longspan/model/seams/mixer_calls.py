@@ -163,7 +163,8 @@ def _run_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = unit_vectors(q, _EPSILON), unit_vectors(k, _EPSILON)
     decay = decay if decay.ndim == 3 else decay.unsqueeze(-1)
-    return ops.scan(q, k, v, decay, strength, q.shape[-1] ** -0.5).to(query.dtype).unsqueeze(0), None
+    out = ops.scan(q, k, v, decay, strength, scale=q.shape[-1] ** -0.5)
+    return out.to(query.dtype).unsqueeze(0), None
 
 
 def _run_mamba2(
@@ -198,7 +199,7 @@ def _run_mamba2(
     # A kernel that computes on half precision gets the values as the model has them, else in the state's type.
     takes_half = scan_kernel(v, k.shape[-1], delta=False, kernel_names=ops.kernels).half
     values = (v * step.unsqueeze(-1)).to(v.dtype if takes_half else wide_dtype)
-    out = ops.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
+    out = ops.scan(q, k, values, (step * A).unsqueeze(-1), beta=None, scale=1.0)
     out = out if D is None else out + D.unsqueeze(-1) * v
     return out.to(x.dtype).unsqueeze(0)
 

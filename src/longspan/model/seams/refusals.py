@@ -97,7 +97,9 @@ def refuse_shared_layers(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         first, owner_layer = owner.setdefault(id(parameter), (name, layer))
-        if owner_layer != layer and not (layer and owner_layer and id(parameter) in shared_in_blocks):
+        # parameters of a block may be in two layers, but not in a layer and around the layers
+        may_share = "" not in (layer, owner_layer) and id(parameter) in shared_in_blocks
+        if owner_layer != layer and not may_share:
             raise ModelError(
                 f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or split "
                 "over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its own"
@@ -113,7 +115,7 @@ def guard_model(prepared: nn.Module, name: str) -> None:
             setattr(target, method, partial(_refuse_saving, name, method))
         if hasattr(target, "generate"):
             target.generate = partial(_refuse_generating, name)
-        target._ddp_params_and_buffers_to_ignore = _RefusesDDP(name)
+        target._ddp_params_and_buffers_to_ignore = _RefusesDDP(name)  # DistributedDataParallel fails as it reads this
 
 
 def _refuse_saving(name: str, method: str, *args: object, **kwargs: object) -> NoReturn:

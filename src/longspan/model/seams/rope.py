@@ -87,6 +87,7 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
             f"{name} has a rope scaling of its own ({old_type!r}, for documents of up to {limit} tokens), and a second "
             f"one, {kind!r}, cannot be put on it; leave model.rope_scaling empty, or edit its rope_parameters"
         )
+    # without "type", the older name of "rope_type"
     scaled = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
         scaled["original_max_position_embeddings"] = limit

@@ -99,7 +99,7 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     base = {**(ours or {}), **(theirs or {})}
     prefix = text_name(model)
     inside_layers = {inside: style for name, style in base.items() if (inside := name.partition(".*.")[2])}
-    return (
+    return (  # of two styles of a name the later one counts
         {f"{prefix}.{name}": style for name, style in base.items()}
         | {f"{PREFIX}.layers.*.mtp_block.{inside}": style for inside, style in inside_layers.items()}
         # a block of several layers numbers them

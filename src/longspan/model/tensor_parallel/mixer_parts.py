@@ -54,7 +54,7 @@ class GroupRows:
         return self.heads // tp // self.heads_together(tp)
 
     def runs(self, tp: int, rank: int) -> tuple[range, ...]:
-        """Return this rank's rows: for each `heads_together` neighbouring heads the `width` rows of their group."""
+        """Return this rank's rows: its group's `width` rows for every `heads_together` neighbouring heads."""
         first, together = rank * (self.heads // tp), self.heads_together(tp)
         heads = range(first, first + self.heads // tp, together)
         groups = [head // (self.heads // self.groups) for head in heads]
@@ -130,7 +130,9 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
         part = next((p for p in part_names if parameter == p or parameter.startswith(f"{p}.")), None)
         rows = parts.rows.get(part or "")
         # an adapter's first matrix stays whole, whatever its number of rows
-        if part is None or (rows is not None and rows.size not in tensor.shape and not reads_inputs(parameter)):
+        if part is None or (
+            rows is not None and rows.size not in tensor.shape and not is_first_adapter_matrix(parameter)
+        ):
             raise ModelError(
                 f"{name}.{parameter} {tuple(tensor.shape)} of {type(mixer).__name__} is not known, so that it is not "
                 "known how it divides over tensor-parallel ranks; use tp 1"
@@ -157,11 +159,11 @@ def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
     }
     numbers = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
     return MixerParts(
-        {"key heads": mixer.num_k_heads, "value heads": mixer.num_v_heads},
-        rows,
-        {number: getattr(mixer, number) // tp for number in numbers},
-        "out_proj" if hasattr(mixer, "out_proj") else "o_proj",
-        ("norm", "o_norm"),
+        heads={"key heads": mixer.num_k_heads, "value heads": mixer.num_v_heads},
+        rows=rows,
+        attributes={number: getattr(mixer, number) // tp for number in numbers},
+        output="out_proj" if hasattr(mixer, "out_proj") else "o_proj",
+        whole=("norm", "o_norm"),
     )
 
 
@@ -177,12 +179,14 @@ def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
     }
     attributes = {number: getattr(mixer, number) // tp for number in ("num_heads", "qkv_dim", "conv_dim")}
     attributes |= {f"forget_gate.{number}": attributes[number] for number in ("num_heads", "qkv_dim")}
-    return MixerParts({"heads": heads.size}, rows, attributes, "o_proj", ("g_a_proj", "forget_gate.f_a_proj", "o_norm"))
+    whole = ("g_a_proj", "forget_gate.f_a_proj", "o_norm")
+    return MixerParts({"heads": heads.size}, rows, attributes, output="o_proj", whole=whole)
 
 
 def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
     """Return the parts of Mamba 2, which projects to [gate | x | B | C | dt] and convolves [x | B | C]."""
     inner, heads = EvenRows(mixer.intermediate_size), EvenRows(mixer.num_heads)
+    # of B, and as many of C
     states = GroupRows(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
     projected = FusedRows((inner, inner, states, states, heads))
     groups = states.count_groups(tp)
@@ -207,7 +211,8 @@ def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
 def _short_convolution_parts(mixer: Any, tp: int) -> MixerParts:
     """Return the parts of LFM2's short convolution; its input projection makes [B | C | x], each of all channels."""
     channels = mixer.conv.in_channels
-    return MixerParts({"channels": channels}, {"in_proj": equal_parts(3 * channels, 3), "conv": EvenRows(channels)}, {})
+    rows = {"in_proj": equal_parts(3 * channels, 3), "conv": EvenRows(channels)}
+    return MixerParts({"channels": channels}, rows, attributes={})
 
 
 _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
@@ -229,10 +234,10 @@ def find_tensors(mixer: nn.Module, part_name: str) -> Iterator[tuple[str, nn.Mod
             yield name, mixer.get_submodule(owner), attribute
 
 
-def reads_inputs(name: str) -> bool:
+def is_first_adapter_matrix(name: str) -> bool:
     """Return whether a parameter is the first matrix of a LoRA adapter: its rows are the adapter's rank, not outputs.
 
-    >>> reads_inputs("in_proj.lora_A.default.weight"), reads_inputs("in_proj.lora_B.default.weight")
-    (True, False)
+    >>> is_first_adapter_matrix("in_proj.lora_A.default.weight")
+    True
     """
     return ".lora_A." in name

@@ -23,7 +23,7 @@ from longspan.comm.moves.tp_collectives import tp_copy, tp_copy_parameter, tp_pl
 from longspan.errors import ModelError, plural
 from longspan.model.adapters import is_adapted
 from longspan.model.tensor_parallel.family_plans import ROWWISE
-from longspan.model.tensor_parallel.mixer_parts import MixerParts, find_tensors, mixer_parts, reads_inputs
+from longspan.model.tensor_parallel.mixer_parts import MixerParts, find_tensors, is_first_adapter_matrix, mixer_parts
 from longspan.model.tensor_parallel.split_adapters import split_adapted_linear
 from longspan.model.tensor_parallel.styles import ReplacedAttributes, View, make_row_view, split_rows
 
@@ -58,14 +58,14 @@ def refuse_unknown_norm(name: str, norm: Any) -> None:
 def split_norm(norm: Any, world: World) -> None:
     """Have a norm take means of this rank's features by group, over the ranks that share a group.
 
-    Where tp does not divide the groups, a rank's range of features may begin or end inside a group: `sizes` are how
-    many features it has of each. The norm's weight is still whole here; when it runs, its caller must have replaced it
-    by this rank's.
+    Where tp does not divide the groups, a rank's range of features may begin or end inside a group: `sizes` are its
+    numbers of features in the groups that it has a part of. The norm's weight is still whole here; when the norm runs,
+    its caller must have replaced the weight by this rank's part.
     """
     groups = _count_groups(norm)
     key, tp, total = world.key, world.home.tp, norm.weight.numel()
     means: Means = partial(_local_means, groups=groups // tp)
-    if groups % tp:
+    if groups % tp:  # some groups lie on several ranks
         size, features = total // groups, total // tp
         first = world.coordinates.tp * features
         groups_here = range(first // size, (first + features - 1) // size + 1)
@@ -102,7 +102,7 @@ def _share_means(y: Tensor, groups: range, sizes: list[int], count: int, key: in
     """Compute the mean square (…, features here) of each feature's group, over all ranks that share it.
 
     y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`. Each rank's sums
-    of squares are padded with zeros to all groups and summed over tp; every group has features of y times tp / `count`.
+    of squares are padded with zeros to all groups and summed over tp. A group has (size of y) · tp / `count` features.
     Each rank uses the means for its own features, so that their gradients are summed over tp too (`tp_copy`).
     """
     sums = torch.stack(
@@ -161,7 +161,8 @@ def _part_views(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[t
         yield mixer.get_submodule(owner), attribute, partial(_return_constant, value)
     for part_name, rows in parts.rows.items():
         for name, owner, attribute in find_tensors(mixer, part_name):
-            yield owner, attribute, copied if reads_inputs(name) else make_row_view(owner, attribute, rows, world)
+            view = copied if is_first_adapter_matrix(name) else make_row_view(owner, attribute, rows, world)
+            yield owner, attribute, view
     for part_name in parts.whole:
         for _, owner, attribute in find_tensors(mixer, part_name):
             yield owner, attribute, copied
@@ -173,7 +174,10 @@ def _return_constant(value: int, _: object) -> Any:
 
 
 def _apply_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
-    """Have the mixer's forward see attributes of the mixer, and of modules inside it, through these views."""
+    """Have the mixer's forward see attributes of the mixer, and of modules inside it, through these views.
+
+    A view is a function from an attribute to this rank's value of it.
+    """
     inner: Any = mixer.forward
 
     @wraps(inner)

@@ -64,7 +64,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
     return placed
 
 
-def split_blocks(placed: Sequence[StyledModule]) -> set[str]:
+def split_block_names(placed: Sequence[StyledModule]) -> set[str]:
     """Name the modules whose input every rank takes whole, for its heads or features: attention, MLP and mixers.
 
     Of nested ones only the outermost, as an adapted linear inside attention has column-wise linears too.
@@ -133,11 +133,12 @@ def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, i
     """
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in placed:
+        name_for_layers = _LAYER_NUMBER.sub(".*.", name)
         if style == MIXER:
             heads = mixer_parts(name, module, tp=1).heads
-            sizes |= {f"{count} of {_LAYER_NUMBER.sub('.*.', name)}": size for count, size in heads.items()}
+            sizes |= {f"{count} of {name_for_layers}": size for count, size in heads.items()}
         elif parameter is not None and style == HEADS:
-            sizes["numbers of " + _LAYER_NUMBER.sub(".*.", name)] = getattr(module, parameter).numel()
+            sizes["numbers of " + name_for_layers] = getattr(module, parameter).numel()
         elif parameter is not None and style != PARTIAL_GRADIENT:
             shape = tuple(getattr(module, parameter).shape)
             raise ModelError(f"{name} {shape} has style {style!r}, which is for modules; use tp 1")
@@ -149,7 +150,7 @@ def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, i
                 )
             width = {COLWISE: linear.out_features, PACKED: linear.out_features // 2}.get(style, linear.in_features)
             if ".self_attn." not in name or style == SPLIT_INPUT:
-                sizes["width of " + _LAYER_NUMBER.sub(".*.", name)] = width
+                sizes["width of " + name_for_layers] = width
     return sizes
 
 
@@ -178,7 +179,7 @@ def partial_parameters(model: nn.Module, placed: Sequence[StyledModule]) -> list
     """
     named = {id(p) for entry in placed for p in _entry_parameters(entry)}
     summed: dict[int, StyledModule] = {}
-    for block in sorted(split_blocks(placed)):
+    for block in sorted(split_block_names(placed)):
         for entry in _partial_block_parameters(model, block, placed, named):
             summed.setdefault(id(next(_entry_parameters(entry))), entry)
     return list(summed.values())
@@ -257,6 +258,7 @@ def _depend_on_parameters(outputs: Sequence[Tensor], parameters: Sequence[Tensor
     if not outputs:
         return [False for _ in parameters]
     sums = [x.sum() for x in outputs]
+    # callers ask for other outputs of the same graph too
     gradients = torch.autograd.grad(sums, parameters, retain_graph=True, allow_unused=True)
     return [gradient is not None for gradient in gradients]
 

@@ -16,7 +16,7 @@ from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, decoder_layers, decoder_model
 from longspan.model.mtp.depths import model_depths, mtp_blocks
 from longspan.model.parts import ModelParts, count_outputs, trace_parts, usual_parts
-from longspan.model.tensor_parallel.plan import StyledModule, layer_experts, split_blocks
+from longspan.model.tensor_parallel.plan import StyledModule, layer_experts, split_block_names
 from longspan.model.tensor_parallel.styles import ROWS, sum_partial_gradients, wrap_forward
 
 
@@ -31,6 +31,7 @@ def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: W
     for depth in model_depths(model):
         for module in (depth.enorm, depth.hnorm, depth.eh_proj, depth.post_norm):
             _sum_row_gradients(module, key)
+        # `enorm` gets rows of the embedding, which hands on only this rank's
         wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
         wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
     for name, layer in layers_and_depths(model).items():
@@ -68,23 +69,23 @@ def residual_regions(
     All rows are for blocks of experts, and for attention that the plan does not split, so that every rank computes all
     heads. Blocks whose heads or features are split are in neither list: they gather rows themselves.
     """
-    rowwise_modules, full_row_modules, blocks = list[nn.Module](), list[nn.Module](), split_blocks(placed)
+    single_row_modules, full_row_modules, blocks = list[nn.Module](), list[nn.Module](), split_block_names(placed)
     for child, module in layer.named_children():
         child_name = f"{name}.{child}"
         if layer_experts(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
             full_row_modules.append(module)
         elif is_adapted(module) or not any(True for _ in module.children()):  # a norm, or a linear of whole features
-            rowwise_modules.append(module)
+            single_row_modules.append(module)
         elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
             inside = residual_regions(child_name, module, placed)
-            rowwise_modules += inside[0]
+            single_row_modules += inside[0]
             full_row_modules += inside[1]
         elif child_name not in blocks:
             raise ModelError(
                 f"{child_name} ({type(module).__name__}) has no place in a sequence-parallel region: it is neither "
                 "in the tensor-parallel plan nor a norm nor a block of experts; use sequence_parallel=False"
             )
-    return rowwise_modules, full_row_modules
+    return single_row_modules, full_row_modules
 
 
 def final_norm_name(model: PreTrainedModel) -> str:

@@ -28,7 +28,7 @@ from longspan.model.tensor_parallel.family_plans import (
     ROWWISE,
     SPLIT_INPUT,
 )
-from longspan.model.tensor_parallel.plan import StyledModule, split_blocks
+from longspan.model.tensor_parallel.plan import StyledModule, split_block_names
 from longspan.model.tensor_parallel.styles import (
     gather_outputs,
     make_output_sum,
@@ -49,7 +49,7 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
     An adapter is two linears: `first` from the inputs to the adapter's rank, `second` from there to the outputs.
     Row-wise styles split inputs, so the linear and `first`; column-wise ones split outputs, so the linear and `second`.
     The linear of the adapter that stays whole has a partial gradient on each rank, which is summed over tp. With
-    PARTIAL_GRADIENT all stay whole and are summed.
+    PARTIAL_GRADIENT all three linears stay whole, and their gradients are summed.
     """
     layer: Any = module
     key, base, first, second = world.key, layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
@@ -64,7 +64,9 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
         return
     for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
         sum_partial_gradients(linear, key)
-    for linear in () if style == PARTIAL_GRADIENT else (base, *second):
+    if style == PARTIAL_GRADIENT:
+        return
+    for linear in (base, *second):
         split_style = (
             split_packed_columns if style == PACKED else split_three_columns if style == QKV else split_columns
         )
@@ -98,7 +100,7 @@ def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> 
         yield f"modules_to_save ({', '.join(copied[:2])}) are not split"
     styles = {entry.name: entry.style for entry in placed}
     embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())
-    blocks = split_blocks(placed)
+    blocks = split_block_names(placed)
     linears = [name for name, module in modules.items() if is_adapted(module) and module not in embedding_and_head]
     if unplaced := [name for name in linears if not _can_be_split(name, styles, blocks)]:
         yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"

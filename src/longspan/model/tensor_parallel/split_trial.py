@@ -25,7 +25,7 @@ from longspan.comm.moves.tp_collectives import tp_sum
 from longspan.errors import LongspanError, ModelError
 from longspan.model.parts import preserve_modes
 from longspan.model.tensor_parallel.family_plans import COLWISE, ROWWISE
-from longspan.model.tensor_parallel.plan import StyledModule, split_blocks
+from longspan.model.tensor_parallel.plan import StyledModule, split_block_names
 from longspan.model.weights.local_tensors import local_tensor
 
 # How far a right split may be from the unsplit block, relative to the norm of what is compared: rounding, with room.
@@ -129,8 +129,8 @@ def _call_results(
 
     Backward begins with fixed gradients of the outputs. Inputs that need gradients are replaced by copies, wherever
     they stand in the arguments, so that backward does not enter the caller's graph. The first input, the hidden states,
-    gets a gradient even where the caller needs none, so that it is compared too. Outputs count that depend on what gets
-    a gradient.
+    gets a gradient even where the caller needs none, so that it is compared too. Outputs that depend on none of these
+    inputs and parameters are left out.
     """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
@@ -162,16 +162,17 @@ def _matching_part(true: Tensor | None, result: Tensor | None, key: int) -> Tens
 def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
     """Describe each output and gradient of the split block that differs from the true one by more than rounding.
 
-    One that is missing in `results` differs by its whole norm.
+    Differences are relative to the true norm, but at least to `_FLOOR` times the largest gradient's: a gradient below
+    that may be rounding alone. One that is missing in `results` differs by its whole norm.
     """
     norms = {name: x.double().norm().item() for name, x in true.items() if x is not None}
-    largest = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
+    largest_gradient = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
     wrong = list[str]()
     for name, norm in norms.items():
         x, result = true[name], results[name]
         assert x is not None
         off = (local_tensor(result).double() - x.double()).norm().item() if result is not None else norm
-        error = off / max(norm, _FLOOR * largest, 1e-30)
+        error = off / max(norm, _FLOOR * largest_gradient, 1e-30)
         if not error <= _TOLERANCE.get(x.dtype, _LOW_PRECISION):  # true also of an error that is NaN
             wrong.append(f"{name} differs by {error:.1g} of its norm")
     return wrong
@@ -183,7 +184,7 @@ _FEATURES = 64  # of a trial: an even number, large enough for some to pass a th
 def refuse_mixed_features(model: nn.Module, placed: Sequence[StyledModule]) -> None:
     """Raise ModelError for a block whose features depend on each other where they are split."""
     styles = {id(entry.module): entry.style for entry in placed}
-    for name in sorted(split_blocks(placed)):
+    for name in sorted(split_block_names(placed)):
         block = model.get_submodule(name)
         if mixes_features(block, styles):
             raise ModelError(
@@ -216,12 +217,16 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
         return False
 
 
-def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Tensor:
-    """Return the input of the first row-wise linear, if the column-wise ones return `outputs`."""
-    unused = {id(p) for module in (*outputs, *rows) for p in module.parameters()}  # of forwards that are replaced
+def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], row_linears: Sequence[nn.Module]) -> Tensor:
+    """Return the input of the row-wise linear that runs first, if the column-wise linears return `outputs`.
+
+    Other parameters are ones; the block's own input is not read, as the column-wise linears are replaced.
+    """
+    linears = (*outputs, *row_linears)
+    unused = {id(p) for linear in linears for p in linear.parameters()}  # of forwards that are replaced
     tensors = (*block.named_parameters(), *block.named_buffers())
     ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in tensors if id(x) not in unused}
-    with _replace_outputs(outputs, rows):
+    with _replace_outputs(outputs, row_linears):
         try:
             functional_call(block, ones, (torch.zeros(1, 2, 1, dtype=torch.float64),))
         except _Reached as reached:
@@ -238,7 +243,7 @@ class _Reached(Exception):  # noqa: N818 (it ends a trial)
 
 
 @contextmanager
-def _replace_outputs(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Module]) -> Iterator[None]:
+def _replace_outputs(outputs: Mapping[nn.Module, Tensor], row_linears: Sequence[nn.Module]) -> Iterator[None]:
     """Let column-wise linears return these outputs, and the row-wise linear that is called first end the trial."""
 
     def end_trial(value: Tensor, *_: Any) -> NoReturn:
@@ -246,7 +251,7 @@ def _replace_outputs(outputs: Mapping[nn.Module, Tensor], rows: Sequence[nn.Modu
         raise _Reached(value)
 
     forwards: dict[nn.Module, Any] = {module: (lambda *_, out=out: out) for module, out in outputs.items()}
-    forwards |= dict.fromkeys(rows, end_trial)
+    forwards |= dict.fromkeys(row_linears, end_trial)
     old_forwards = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward

@@ -108,8 +108,8 @@ def _call_with_views(
     replaced: dict[str, Tensor | None] = {}  # torch 2.11 cannot trace the call `dict[str, Tensor | None]()`
     for name, view in views.items():
         parameter = getattr(module, name)
-        if (seen := view(parameter)) is not parameter:
-            replaced[name] = seen
+        if (local_value := view(parameter)) is not parameter:
+            replaced[name] = local_value
     if not replaced:
         return inner(*args, **kwargs)
     if getattr(inner, "__func__", None) is nn.Linear.forward and len(args) == 1 and not kwargs:
@@ -169,7 +169,7 @@ def gather_outputs(module: nn.Module, key: int) -> None:
     )
 
 
-def copy_inputs(module: nn.Module, world: World) -> None:
+def sum_input_gradients(module: nn.Module, world: World) -> None:
     """Sum over tp the gradients of a module's inputs, which are partial, as each rank does a part of the work."""
     inner, key = module.forward, world.key
 
@@ -209,7 +209,7 @@ def slice_inputs(linear: nn.Linear, world: World) -> None:
 def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
     """Make the function that sums the outputs of all ranks, and then adds the linear's bias.
 
-    With `sequence_parallel` each rank adds the bias to its rows only, so that its gradient is summed over tp.
+    With `sequence_parallel` each rank adds the bias to its rows only, so the bias's gradient is summed over tp.
     """
     total: Transform = (
         partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)

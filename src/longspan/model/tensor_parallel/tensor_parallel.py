@@ -31,7 +31,7 @@ from longspan.model.tensor_parallel.plan import (
     layer_experts,
     list_styles,
     partial_parameters,
-    split_blocks,
+    split_block_names,
 )
 from longspan.model.tensor_parallel.residual_rows import (
     final_norm_name,
@@ -65,7 +65,7 @@ def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((module, name))
-    return [of_one for of_one in places.values() if len(of_one) > 1]
+    return [places_of_one for places_of_one in places.values() if len(places_of_one) > 1]
 
 
 def share_parameters_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
@@ -79,15 +79,15 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
     """Raise ModelError, before anything is changed, for a model that cannot be split over the world's tp."""
     tp = world.home.tp
     if tp > 1:
-        _check_plan(model, tp, sequence_parallel=sequence_parallel)
+        _list_split_modules(model, tp, sequence_parallel=sequence_parallel)
         if sequence_parallel:
             refuse_rows_outside_region(model)
     elif sequence_parallel:
         raise ModelError("sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out")
 
 
-def _check_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
-    """List the modules and parameters to split.
+def _list_split_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
+    """List the modules and parameters to split, after checks of all of them.
 
     Raises ModelError for styles, sizes, adapters and layers that tp, or sequence parallelism, does not fit.
     """
@@ -101,7 +101,7 @@ def _check_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> 
     refuse_mixed_features(model, placed)
     if sequence_parallel:
         for name, layer in layers_and_depths(model).items():
-            residual_regions(name, layer, placed)
+            residual_regions(name, layer, placed)  # here only to raise, as the next line
         final_norm_name(model)
     return placed
 
@@ -114,7 +114,7 @@ def split_over_ranks(
     `sum_expert_gradients` is for parameters that nobody else shards over the ranks of `world.meshes.expert`.
     Raises ModelError for a model whose plan or sizes do not allow it.
     """
-    placed = _check_plan(model, world.home.tp, sequence_parallel=sequence_parallel)
+    placed = _list_split_modules(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
     shared = shared_places(model)
     _split_head_and_embedding(model, placed, world, sequence_parallel=sequence_parallel)
@@ -174,7 +174,7 @@ def _wrap_blocks(model: nn.Module, placed: list[StyledModule], world: World, *, 
     """
     copied: Transform = partial(tp_copy, world_key=world.key)
     gathered: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
-    for name in sorted(split_blocks(placed)):
+    for name in sorted(split_block_names(placed)):
         wrap_forward(model.get_submodule(name), enter=copied if name.startswith(whole) else gathered)
 
 
@@ -189,20 +189,22 @@ def _split_head_and_embedding(
     """
     vocabulary_modules: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     if any(is_adapted(module) for module in vocabulary_modules):
-        if sequence_parallel and not isinstance(vocabulary_modules[0], Absent):
+        if sequence_parallel and not isinstance(vocabulary_modules[0], Absent):  # absent: on another pipeline stage
             wrap_forward(vocabulary_modules[0], leave=partial(tp_split, world_key=world.key, dim=ROWS))
         return
     head, embedding = _vocabulary_modules(model)
     styles = {id(module): style for _, module, style, _ in placed}
     tied = head is not None and embedding is not None and head.weight is embedding.weight
-    fits = [module is not None and module.weight.shape[0] % world.home.tp == 0 for module in (head, embedding)]
-    if head is not None and fits[0] and styles.get(id(head)) in tp_style.GATHERED:
+    tp = world.home.tp
+    head_fits = head is not None and head.weight.shape[0] % tp == 0
+    embedding_fits = embedding is not None and embedding.weight.shape[0] % tp == 0
+    if head is not None and head_fits and styles.get(id(head)) in tp_style.GATHERED:
         split_and_gather_columns(head, world)
         if tied and embedding is not None:
             embedding.weight = head.weight
-    if embedding is not None and fits[1] and styles.get(id(embedding)) == tp_style.EMBEDDING and not tied:
+    if embedding is not None and embedding_fits and styles.get(id(embedding)) == tp_style.EMBEDDING and not tied:
         slice_parameter(embedding, "weight", 0, world)
-    if embedding is not None and isinstance(embedding.weight, DTensor):
+    if embedding is not None and isinstance(embedding.weight, DTensor):  # split here, or with the head
         split_vocabulary(embedding, world, sequence_parallel=sequence_parallel)
     elif embedding is not None and sequence_parallel:
         wrap_forward(embedding, leave=partial(tp_split, world_key=world.key, dim=ROWS))

@@ -135,7 +135,8 @@ def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iter
 def _differs_from_step(name: str, value: Any, expected: Any) -> bool:
     """Return whether a forward gives its base model another argument than a step would, which calls it directly.
 
-    Positions that are left out are no difference, as the base model makes them; None, False and 0 count as equal.
+    Tensors must be the same object. Positions that are left out are no difference, as the base model makes them; None,
+    False and 0 count as equal. Arguments in `_HARMLESS` change nothing in a step, and those of images are not used.
     """
     if value is expected or name in _HARMLESS or name.startswith(_IMAGE_ARGUMENTS):
         return False

@@ -122,9 +122,10 @@ class _Block:
 
 
 def _kernel_constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
-    """Return the kernel's compile-time constants for these sizes and this formula, with four warps for each tile."""
+    """Return the kernel's compile-time constants for these sizes and this formula, with four to sixteen warps."""
     sizes = {"ROWS": block.rows, "COLUMNS": block.columns, "GROUPS": formula.groups, "OFFSET": formula.offset}
     kinds = {"GATE_FIRST": formula.gate == "first", "GATE_LAST": formula.gate == "last"}
+    # four warps for every _TILE features
     warps = 4 * max(1, block.rows * block.columns // _TILE)
     return {**sizes, **kinds, "SILU": formula.activation == "silu", "num_warps": min(16, warps)}
 

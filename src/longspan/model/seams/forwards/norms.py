@@ -49,7 +49,7 @@ def split_long_norms(model: nn.Module) -> None:
 
 
 def _norm_forward(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
-    """Run a norm of rows in pieces; a norm that takes more than rows is left to its class."""
+    """Run a norm's forward on some rows at a time; a call with more arguments than rows is handed on as it is."""
     if others or named:
         return norm(x, *others, **named)
     return run_in_pieces(norm, x)
@@ -90,7 +90,7 @@ def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
 
 
 def use_class_norms(modules: Iterable[nn.Module]) -> None:
-    """Let norms among these modules run by their class's own code again, which a compiler fuses."""
+    """Remove the forwards that `fuse_norms` and `split_long_norms` set: a compiler fuses the class's own code."""
     for module in modules:
         if getattr(vars(module).get("forward"), "func", None) in (_run_torch_kernel, _run_own_kernel, _norm_forward):
             del module.forward
@@ -152,7 +152,7 @@ def _norm_kind(norm: nn.Module) -> Hashable:
 
 
 def _find_formula(norm: nn.Module) -> NormFormula | None:
-    """Return what a norm computes; None for anything else."""
+    """Return the formula that a norm computes, among those that the kernels compute; None if it is another."""
     if not type(norm).__name__.endswith("Gated"):
         return next(
             (f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)),

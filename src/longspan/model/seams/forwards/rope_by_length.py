@@ -34,7 +34,7 @@ _CALL = "_shard_of_call"
 def choose_frequencies_by_document(model: nn.Module) -> None:
     """Have every rotary module whose frequencies depend on a length see every document by itself."""
     for parent in model.modules():
-        rotary_modules = [child for child in parent.children() if length_kinds(child)]
+        rotary_modules = [child for child in parent.children() if types_by_length(child)]
         for rotary in rotary_modules:
             rotary.forward = MethodType(_rotary_forward, rotary)
         if rotary_modules:
@@ -42,7 +42,7 @@ def choose_frequencies_by_document(model: nn.Module) -> None:
             parent.register_forward_hook(_forget_shard, always_call=True)
 
 
-def length_kinds(rotary: nn.Module) -> set[str]:
+def types_by_length(rotary: nn.Module) -> set[str]:
     """Return the rope types of a rotary module that choose frequencies by a length; none for other modules.
 
     A module has one type, or one for each type of layer.
@@ -58,9 +58,9 @@ def depends_on_length(kind: str) -> bool:
 
 
 def _note_shard(parent: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Note the shard of a call on the rotary modules directly inside its module: a forward pre-hook."""
+    """Note the shard that a module is called with on the rotary modules directly inside it: a forward pre-hook."""
     for child in parent.children():
-        if length_kinds(child):
+        if types_by_length(child):
             child.__dict__[_CALL] = kwargs.get("shard")
 
 
@@ -79,7 +79,7 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
     shard = rotary.__dict__.get(_CALL) or find_layer_shard()  # a layer may keep keyword arguments to itself
     kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
     if isinstance(shard, Probe) or not depends_on_length(kind):
-        fresh_rotary: Any = _copy_unscaled_rotary(rotary)
+        fresh_rotary: Any = _copy_fresh_rotary(rotary)
         # transformers changes frequencies by the longest position unless the type is "default".
         fresh_rotary.rope_type = "default" if layer_type is None else {layer_type: "default"}
         return fresh_rotary(x, position_ids, **_layer_type_argument(layer_type))
@@ -139,14 +139,15 @@ def _document_frequencies(
     The module takes the largest position plus one for the length. These rows may lack the last position of the
     document, so the position `length` − 1 is appended, and its result is dropped.
     """
-    own_positions = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
-    with_last = torch.cat([own_positions, own_positions.new_full((1, 1), length - 1)], dim=1)
+    # All rows are taken without an index, which would have to be sent to the device.
+    positions_here = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
+    with_last = torch.cat([positions_here, positions_here.new_full((1, 1), length - 1)], dim=1)
     return tree_map(
-        lambda out: out[:, :-1], _copy_unscaled_rotary(rotary)(x, with_last, **_layer_type_argument(layer_type))
+        lambda out: out[:, :-1], _copy_fresh_rotary(rotary)(x, with_last, **_layer_type_argument(layer_type))
     )
 
 
-def _copy_unscaled_rotary(rotary: nn.Module) -> nn.Module:
+def _copy_fresh_rotary(rotary: nn.Module) -> nn.Module:
     """Copy a rotary module with the frequencies that it was made with; the module itself stays as it is.
 
     Buffers are named "inv_freq", with the type of layer before it if each type has its own. The copy has its class's

@@ -70,8 +70,8 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
 
     Raises ModelError if logits depend on more than the last hidden states and the output embedding, or the forward does
     more before its base model than hand on its arguments. `probe` tries that on the meta device, where a pass that
-    fails is an error only if it is `required`. Otherwise the first call with `row_loss=` tries it, except for a stage
-    of a model that was `tried` as a whole. Returns whether it was tried.
+    fails is an error only if it is `required`. What was not tried then is tried by the first call with `row_loss=`,
+    except for a pipeline stage of a model that was `tried` as a whole. Returns whether a trial has succeeded.
     """
     _check_head(model)
     forward, untried = type(model).forward, not tried
@@ -88,6 +88,7 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
         nonlocal untried
         if row_loss is None:
             return forward(model, *args, **kwargs)
+        # Depths of multi-token prediction are called with what the layer that they copy was called with.
         with nullcontext() if future_ids is None else layer_inputs(model, find_copied_layer(model)) as inputs:
             hidden = base_model(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
         if untried:
@@ -124,7 +125,8 @@ def _output_embedding(model: PreTrainedModel) -> Any:
 def _try_row_loss(model: PreTrainedModel, *, required: bool) -> None:
     """Try on the meta device that two rows come out as two rows of logits, which depend on the hidden states.
 
-    Raises ModelError if they do not; a forward pass that fails is an error only if it is `required`.
+    Raises ModelError if they do not, or if a depth of multi-token prediction does not call longspan's attention; a
+    forward pass that fails is an error only if it is `required`.
     """
 
     def note_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
