@@ -203,8 +203,8 @@ def test_wires_of_noisy_messages_rise() -> None:
     samples = Wire.fit(noisy).samples
     assert [size for size, _ in samples] == pytest.approx([256, 262144])
     assert [seconds for _, seconds in samples] == pytest.approx([math.sqrt(3e-10), math.sqrt(12e-10)])
-    falling = Wire.fit([(64.0, 3e-5), (4096.0, 1e-5)])
-    assert falling.bytes_per_second == pytest.approx(512 / math.sqrt(3e-10))
+    falling, mean = Wire.fit([(64.0, 3e-5), (4096.0, 1e-5)]), math.sqrt(3e-10)
+    assert falling.seconds([1, 64, 4096, 8192]).tolist() == pytest.approx([mean, mean, mean, 2 * mean])
 
 
 def test_least_squares_is_optimal() -> None:

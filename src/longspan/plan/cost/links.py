@@ -74,8 +74,9 @@ class Wire:
         >>> Wire.fit([(1e3, 2e-5), (1e4, 1e-5), (1e6, 1e-3)]).samples[0][1] < 2e-5
         True
 
-        Neighbours that fall are replaced by their mean, in logarithms. If seconds do not rise at all, every byte takes
-        as long as one of the longest message. Raises PlanError without a sample of more than 0 bytes and seconds.
+        Neighbours that fall are replaced by their mean, in logarithms. If seconds do not rise at all, latency hides the
+        bytes: all messages up to the longest take the mean, and longer ones as much more as they have more bytes.
+        Raises PlanError without a sample of more than 0 bytes and seconds.
         """
         if not samples or min(min(sample) for sample in samples) <= 0:
             raise PlanError(f"measured samples of a wire are {list(samples)}; give pairs of (bytes, seconds) above 0")
@@ -87,7 +88,8 @@ class Wire:
         means = [_pool_mean(pool) for pool in pools]
         if len(means) > 1:
             return cls(tuple(means))
-        return cls.of(0.0, means[0][0] / means[0][1])
+        longest, seconds = max(samples)[0], means[0][1]
+        return cls(((longest, seconds), (2 * longest, 2 * seconds)))
 
     @classmethod
     def of(cls, seconds: float, bytes_per_second: float) -> "Wire":
