@@ -60,6 +60,7 @@ def test_a_rank_that_fails_is_one_line_and_no_traceback(tmp_path: Path, capfd: p
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.whole  # tests/launch/test_two_nodes.py starts ranks by torchrun too, on two nodes and on one
 def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     words = ["-m", "longspan.cli.main", "train", str(written(tmp_path, train__steps=2))]
