@@ -89,6 +89,10 @@ class HeadSwap:
     """
 
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
+        """Take the members, and `split`, by which each computes some heads.
+
+        `_counts` are the rows of each neighbour, and `_me` is this rank's place among them.
+        """
         self.split, self.slices, self._degree = split, slices, split.degree
         self._shared = split.slices_per_kv_head(slices)  # slices in a row that use the same key/value head
         self.heads_of_slice = split.member_heads // slices

@@ -100,7 +100,7 @@ class World:
     ) -> None:
         self.home: Layout = home
         self.timeout: float = float(timeout)
-        self.key = -1
+        self.key = -1  # until it is opened
         self._arguments = (backend, device, max_groups)
         self._inner_worlds = ExitStack()  # worlds that are left with this one, and `on_leaving`
 

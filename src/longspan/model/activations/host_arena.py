@@ -139,6 +139,10 @@ class HostRange:
     def __init__(
         self, freed: "deque[tuple[_Part, int, int]]", part: "_Part", start: int, size: int, bytes: int
     ) -> None:
+        """Take `size` bytes of a part from `start` on, of which `memory` is the first `bytes`: sizes are rounded up.
+
+        `freed` is the arena's queue of ranges that nobody uses any more.
+        """
         self._freed, self._part, self._start, self._size = freed, part, start, size
         self.memory: Tensor = part.memory[start : start + bytes]  # (bytes,) of uint8
 
