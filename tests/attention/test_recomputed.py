@@ -10,9 +10,11 @@ from torch.utils._pytree import tree_leaves
 from longspan import Layout, World, attend, bind
 from longspan.attention import all_to_all
 from longspan.attention.saved_outputs import Recording
+from longspan.plan.memory import bytes as memory_bytes
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import Case, Question, Way, cases_of, micro_batch, worst_errors
 from tests.attention.test_attend import check, needs
+from tests.attention.test_memory import Allocated
 
 HEADS, KV_HEADS, SIZE, HIDDEN, ROWS = 32, 8, 128, 4096, 48  # of Qwen3-8B; rows of a member
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -54,6 +56,50 @@ def test_parity(slots: int) -> None:
 def test_parity_in_slices(slots: int) -> None:
     needs(slots)
     check(slots, [case for case in cases(slots) if "a2a" in (case[1].kind or "")], sliced)
+
+
+def one_by_one(rank: int, slots: int, cases: list[Case]) -> list[float]:
+    """The same where the sums of all slices are taken for too large: a slice is sent when the one before arrived."""
+    memory_bytes.QUERY_GRADIENT_BYTES = 1  # in this process only
+    return sliced(rank, slots, cases)
+
+
+@pytest.mark.parametrize("slots", [2, pytest.param(4, marks=pytest.mark.whole)])
+def test_parity_of_one_slice_after_another(slots: int) -> None:
+    needs(slots)
+    check(slots, [case for case in cases(slots) if "a2a" in (case[1].kind or "")], one_by_one)
+
+
+def backward_peaks(rank: int, slots: int) -> dict[tuple[bool, bool], float]:
+    """The peak of backward, by whether the local rows alone were kept, and whether slices are sent one by one.
+
+    Its unit are the bytes of all slices: of the local rows' queries, keys, values and dout.
+    """
+    peaks, unit = dict[tuple[bool, bool], float](), 512 * (2 * HEADS + 2 * KV_HEADS) * SIZE * 2
+    all_to_all.SLICE_BYTES, all_to_all.SLICES = 0, 4  # in this process only
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        shard = bind(micro_batch((tuple(range(slots)), (512 * slots,))), world)
+        shapes = ((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, SIZE))
+        q, k, v = (torch.ones(512, *s, dtype=torch.bfloat16, device=shard.device).requires_grad_() for s in shapes)
+        for lean in (False, True):
+            for most in (1 << 30, 1):
+                memory_bytes.QUERY_GRADIENT_BYTES = most  # in this process only
+                recording = Recording(keep_exchanged=not lean)
+                with recording.forward():
+                    attend(q, k, v, shard, cp_comm_type="a2a")
+                with recording.recompute():
+                    out = attend(q, k, v, shard, cp_comm_type="a2a")
+                with Allocated() as memory:
+                    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+                peaks[lean, most == 1] = memory.peak / unit
+    return peaks
+
+
+def test_slices_that_are_sent_one_by_one_take_less_memory() -> None:
+    """Sent at once, all slices lie there twice, packed and as they arrive, while the first one is computed."""
+    needs(2)
+    for peaks in run_ranks(backward_peaks, 2, 2):
+        assert peaks[True, True] < peaks[True, False] - 0.7 and peaks[False, True] <= peaks[False, False], peaks
 
 
 def kept_bytes(recording: Recording) -> int:

@@ -117,7 +117,8 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     """Return the gradients of the local rows.
 
     With rings, slices of heads take turns, so that one is computed while another's block travels, if the memory for
-    sums of all slices allows. Copies of a key/value head are summed at the end.
+    sums of all slices allows. If it does not, only the next slice travels while one is computed; otherwise all slices
+    are sent at once. Copies of a key/value head are summed at the end.
     """
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
@@ -125,9 +126,9 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     swap = HeadSwap(members, split, len(saved))
     # A complete dk or dv may travel in the input's dtype; the parts that copies of a head give are still to be summed.
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
-    work = _Backward(dout, saved, swap, call, kv_dtype)
     query_numbers = max(members.part.counts) * members.inner * split.member_heads * saved[0].q.shape[2]
     one_by_one = count_head_groups(4 * query_numbers, swap.slices) > 1  # turns hold the sums of all slices, in float32
+    work = _Backward(dout, saved, swap, call, kv_dtype, in_flight=1 if one_by_one else swap.slices)
     if members.degree > 1 and swap.slices > 1 and not one_by_one:
         _take_turns([work.ring_turns(run) for run in swap.kv_runs])
     else:
@@ -145,11 +146,19 @@ class _Backward:
     """The slices of one backward: gradients that are `leaving`, as (slice, which of dq, dk and dv, handle)."""
 
     def __init__(
-        self, dout: Tensor, saved: Sequence[Saved], swap: HeadSwap, call: AttendCall, kv_dtype: torch.dtype
+        self,
+        dout: Tensor,
+        saved: Sequence[Saved],
+        swap: HeadSwap,
+        call: AttendCall,
+        kv_dtype: torch.dtype,
+        *,
+        in_flight: int,
     ) -> None:
-        """Start sending every slice of heads: dout and, where the local q, k, v and out were saved, these as well.
+        """Start sending `in_flight` slices of heads: dout and, where the local q, k, v and out were saved, these too.
 
-        With a kernel that takes deltas (dout · out of each row) these travel in place of the output, which is larger.
+        A further slice is sent when one has arrived. With a kernel that takes deltas (dout · out of each row) these
+        travel in place of the output, which is larger.
         """
         self.leaving: list[tuple[int, slice, Handle]] = []
         self._dout, self._saved, self._swap, self._call, self._kv_dtype = dout, saved, swap, call, kv_dtype
@@ -162,7 +171,9 @@ class _Backward:
                 numbers_as_heads(deltas(dout, out), dout.dtype, swap.heads_of_slice) if self._takes_deltas else out
             )
             self._sent = [(*tensors, dout, output_or_deltas) for tensors in swap.tensors_to_send(q, k, v)]
-        self._arriving = [swap.send_heads(tensors, i, _BACKWARD) for i, tensors in enumerate(self._sent)]
+        self._in_flight, self._arriving = in_flight, list[Handle]()
+        for slice_index in range(min(in_flight, swap.slices)):
+            self._send_slice(slice_index)
         self._pair: tuple[Tensor, ...] = ()  # keys and values that arrived with the first of the slices that share them
         self._sinks: dict[int, Tensor | None] = {}  # by slice, the gradient of its heads' sinks
         self._of_keys: list[Addend] = []  # dk and dv of each slice so far that shares the current keys and values
@@ -216,13 +227,19 @@ class _Backward:
         sinks = [x for _, x in sorted(self._sinks.items()) if x is not None]
         return self._swap.place_heads(torch.cat(sinks)) if sinks else None
 
+    def _send_slice(self, slice_index: int) -> None:
+        self._arriving.append(self._swap.send_heads(self._sent[slice_index], slice_index, _BACKWARD))
+
     def _receive_queries(self, slice_index: int) -> Queries:
         """Receive dout for the query heads of a slice, and join it with what forward saved of them.
 
         If forward saved the local rows with all heads, the neighbours' q, k, v and out (or deltas) arrive beside dout.
+        The slice after those in flight is sent, to travel while this one is computed.
         """
         swap = self._swap
         arrived = swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])
+        if slice_index + self._in_flight < swap.slices:
+            self._send_slice(slice_index + self._in_flight)
         if self._is_local:
             q, *pair, dout, out = arrived
             k, v = self._pair = tuple(pair) or self._pair
