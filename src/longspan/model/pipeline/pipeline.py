@@ -204,7 +204,7 @@ class PipelineModel(nn.Module):
                     stage.drop_step()
         if not backward:
             reshard(self)
-        if inputs and not self.probed:
+        if inputs and not self.probed:  # a model that `prepare` did not try: its first pass shows the attention calls
             self._check_pass(inputs[0].shard, world)
 
     def _check_pass(self, shard: SequenceShard, world: World) -> None:
