@@ -111,7 +111,7 @@ def test_a_step_reads_its_device_once_and_prepares_the_next_before(tmp_path: Pat
     assert not [place for place in ours if place[0] == "before"], ours
     # As `longspan train`: loss, norm and targets. Besides, tokens' values and, a batch, what the loss left of them.
     assert ours["after", "sum_over_ranks"] <= 3
-    for place, at_most in (("is_finite", accumulate), ("host_array", 2 * accumulate), ("_read_loss", accumulate)):
+    for place, at_most in (("is_finite", accumulate), ("host_array", 2 * accumulate), ("_loss_on_host", accumulate)):
         assert ours.pop(("after", place)) <= at_most
     assert {name for _, name in ours} <= {"sum_over_ranks", "_read_pieces", "<listcomp>", "sum_of_arrays"}, ours
     assert set(others) <= {"compute_loss", "_run_epoch"} and sum(others.values()) <= 7 * accumulate, others

@@ -55,7 +55,7 @@ from longspan.model.weights.write import (
     OF_MODEL,
     WeightTotals,
     WeightWriter,
-    partial_folder,
+    make_partial_folder,
     replace_files,
     weight_unit,
 )
@@ -149,7 +149,7 @@ def check_export_folder(folder: Path, *, overwrite: bool) -> None:
 @contextmanager
 def staging_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder to write into, whose files then replace a model's in `folder`; an error leaves nothing."""
-    partial = partial_folder(folder)
+    partial = make_partial_folder(folder)
     try:
         yield partial
         replace_files(partial, folder, _REPLACED)

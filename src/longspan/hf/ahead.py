@@ -180,7 +180,10 @@ class CollectedTokens:
         return at["coefficient"] * log_probs
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
-        """Return the values of all tokens, on every rank; entered by all. On GPUs the device sums them."""
+        """Return the values of all tokens, on every rank; entered by all. On GPUs the device sums them.
+
+        A token's values are on one slot, and 0 on the others, so that sums over ranks are the values themselves.
+        """
         starts = np.cumsum((0, *self._lengths))
         table = torch.zeros((1 + len(self._names), starts[-1]), dtype=torch.float64, device=world.device)
         if self._parts and world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same

@@ -84,7 +84,7 @@ class LongspanArguments:
     def home(self, ranks: int) -> Layout:
         """Return the layout of `ranks` ranks. Raises ConfigError for keys that do not fit it, or each other."""
         home, config = Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate), self.config()
-        check_numbers(replace(config, train=replace(config.train, lr=1.0)), training=True)  # the Trainer has the rate
+        check_numbers(replace(config, train=replace(config.train, lr=1.0)), training=True)  # the Trainer has its own
         check_parallel(config, home)
         check_mode(config)
         check_plans(config, home, training=True)

@@ -14,16 +14,16 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class GivenArguments:
     """What a trainer of the class `kind` is made with; `init` is the constructor to call, without `self`.
 
-    `values` are the arguments by name: a parameter of `init`, or, of *args and **kwargs that `init` passes on, of the
-    first base whose constructor has a parameter `args`. `takes` are the names of both constructors' parameters. Raises
-    TypeError for arguments that `init` does not take.
+    `values` are the arguments by name. Those that `init` takes as *args or **kwargs have the names that the stock
+    constructor gives them: that of the first base which has a parameter `args`, the TrainingArguments. `takes` are the
+    names of both constructors' parameters. Raises TypeError for arguments that `init` does not take.
     """
 
     def __init__(self, kind: type[Any], init: Any, args: Any, keywords: Any) -> None:
-        """Bind the arguments to the names of `init`, and what it takes as *args and **kwargs to those of that base."""
+        """Bind the arguments to the names of `init`, and its *args and **kwargs to those of the stock constructor."""
         self._bound = inspect.signature(init).bind_partial(*args, **keywords)
-        self._names, self._positional, self._keywords = _parameters(self._bound.signature)
-        self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameters(_signature(base))[0])
+        self._names, self._positional, self._keywords = _parameter_names(self._bound.signature)
+        self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameter_names(_signature(base))[0])
         stock = _signature(self._stock)
         self.takes: set[str] = {*self._names, *stock.parameters}
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
@@ -41,10 +41,10 @@ class GivenArguments:
         return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default_arguments()
 
     def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments of the call, with these TrainingArguments in place of the given.
+        """Return the positional and keyword arguments of the call, with the caller's TrainingArguments replaced.
 
-        They go where the caller gave them: by name, or among *args; else to **kwargs. Raises ConfigError where the
-        constructor takes none of these.
+        The new ones go to the parameter `args`, else to the caller's place among *args, else to **kwargs. Raises
+        ConfigError for a constructor without any of these.
         """
         positional, bound = self._argument_value(self._positional, ()), self._bound.arguments
         if "args" in self._names:
@@ -85,7 +85,7 @@ def _signature(kind: type[Any]) -> inspect.Signature:
     return inspect.signature(kind.__init__)
 
 
-def _parameters(signature: inspect.Signature) -> tuple[list[str], str, str]:
+def _parameter_names(signature: inspect.Signature) -> tuple[list[str], str, str]:
     """Return the named parameters, and the names of *args and **kwargs, "" for one that is not there."""
     parameters = signature.parameters.values()
     variadic_names = {parameter.kind: parameter.name for parameter in parameters if parameter.kind in _VARIADIC}

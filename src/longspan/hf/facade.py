@@ -162,7 +162,8 @@ def versions_of(entries: Mapping[str, Any]) -> tuple[int, ...]:
 class Facade:
     """A prepared model as the Trainer calls it; attributes are the model's.
 
-    `token_values(facade, documents)` gives the values of documents' tokens, of the model as it stands.
+    `model()` gives the Trainer's model, which may be replaced between trainings. `token_values(facade, documents)`
+    gives the values of documents' tokens, of the model as it stands.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class Facade:
 
         Among these, log-probabilities are a leaf of the Trainer's graph. With `logits_of` set, and no `fused_lm_head`,
         the answer has logits instead; otherwise it is empty without labels. A batch whose step ran ahead is answered by
-        that step's values, without a pass. Raises what `documents_of` does for a batch that is none of documents.
+        that step's values, without a pass. Raises DataError for a batch that `documents_of` cannot read.
         """
         if batch.pop("output_router_logits", False):
             raise ConfigError(
@@ -225,7 +226,7 @@ class Facade:
             return self._answer_logits(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)
         if labels is None:  # nothing is predicted, and hidden states are not answered
             return TokenOutput()
-        scored = [d for d, document in enumerate(rows.documents) if document.targets]
+        scored = [d for d, document in enumerate(rows.documents) if document.targets]  # indices into the documents
         values = None if ahead is None else ahead.values
         if values is None:
             values = Offset(self._token_values(self, [rows.documents[d] for d in scored]), 0) if scored else None
@@ -233,7 +234,7 @@ class Facade:
         device = torch.as_tensor(input_ids).device
 
         def table_of(name: str, kind: torch.dtype) -> Tensor:
-            """Return values of tokens by name (B, L - 1), 0 where nothing is predicted, as in column 0 everywhere."""
+            """Return values of tokens by name (B, L - 1), without column 0; 0 where nothing is predicted."""
             document_values = {d: values.value(name, i) for i, d in enumerate(scored)} if values else {}
             return rows.to_batch(document_values, dtype=kind, device=device)[:, 1:]
 
@@ -269,15 +270,16 @@ class Facade:
         for document, place, values in zip(rows.documents, rows.places, logits, strict=True):
             table[place.row, place.start : place.stop] = values[:, :width]
             wide = values[:-1].double() if values.dtype == torch.float64 else values[:-1].float()
-            at = torch.as_tensor(document.labels()[1:], device=values.device)
-            scores = wide.log_softmax(-1).gather(1, at.clamp(min=0)[:, None])[:, 0]
-            log_probs[place.row, place.start + 1 : place.stop] = torch.where(at != NO_TARGET, scores, 0.0).double()
+            label = torch.as_tensor(document.labels()[1:], device=values.device)  # of each row's next token
+            scores = wide.log_softmax(-1).gather(1, label.clamp(min=0)[:, None])[:, 0]
+            log_probs[place.row, place.start + 1 : place.stop] = torch.where(label != NO_TARGET, scores, 0.0).double()
         if labels is None:
             return TokenOutput(logits=table)
         dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
         leaf = log_probs[:, 1:].to(dtype)
         out = TokenOutput(self._answer_loss(rows, leaf, labels, items), logits=table)
-        vars(out).update(log_probs=leaf, label_mask=_mask(labels))  # may be read, and are no predictions
+        # Attributes, and no entries of the dict: a Trainer takes all entries but the loss for predictions.
+        vars(out).update(log_probs=leaf, label_mask=_mask(labels))
         return out
 
     def _empty_table(self, rows: BatchDocuments, width: int) -> Tensor:

@@ -145,7 +145,7 @@ class GenerationPart(StockTrainer):
     @contextmanager
     def _replace_generation(self) -> Iterator[None]:
         """Let TRL's constructor inside make our vLLM in place of its own, with ranks seeded alike."""
-        if not hasattr(self, ANSWERS[0]):
+        if not hasattr(self, ANSWERS[0]):  # a trainer that makes no answers
             yield
             return
         from longspan.hf.vllm import replace_vllm

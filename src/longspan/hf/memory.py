@@ -60,7 +60,10 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
 
 
 def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
-    """Return the options of `prepare` for a trainer's model, or, not in `training`, for a reference."""
+    """Return the options of `prepare` for a trainer's model, or, not in `training`, for a reference.
+
+    A plan of memory was made by the same keys, such as `reshard_after_forward`, and decides for the model trained.
+    """
     args, config = trainer._stock_arguments, trainer.longspan.config()
     options = PrepareOptions(
         reshard_after_forward=config.parallel.reshard_after_forward,

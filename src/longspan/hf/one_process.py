@@ -59,14 +59,14 @@ OURS = "_longspan_processes"  # of arguments: the ranks whose rows one process r
 class OneProcess:
     """The world that open trainers share, and accelerate's state as it was before them."""
 
-    now: "OneProcess | None" = None
+    now: "OneProcess | None" = None  # that of the trainers that are open
 
     def __init__(self, home: Layout, world: World) -> None:
         self.home: Layout = home
         self.world: World = world
-        self.trainers = 0
+        self.trainers = 0  # that are open
         self._state = dict(PartialState._shared_state)
-        self._patched: list[tuple[Any, str, Any]] = []
+        self._patched: list[tuple[Any, str, Any]] = []  # class, name of an attribute, and its value before
 
     @classmethod
     def add_trainer(cls, make_home: Callable[[int], Layout]) -> "OneProcess":
@@ -116,7 +116,7 @@ class OneProcess:
             AcceleratorState._shared_state["distributed_type"] = self._state["distributed_type"]
         self.world.close()
 
-    def arguments(self, args: TrainingArguments) -> TrainingArguments:
+    def arguments_for_all_ranks(self, args: TrainingArguments) -> TrainingArguments:
         """Return a copy of arguments whose batches are those of all ranks."""
         copied = copy.copy(args)
         setattr(copied, OURS, self.ranks)

@@ -119,7 +119,7 @@ class StepsPart(StockTrainer):
                     prepared, plan, documents, self.world, also=head.values, temperature=head.temperature
                 )
         finally:
-            prepared.train(training)
+            prepared.train(training)  # the pass has put the model into evaluation mode
 
     def _agree_on_rows(self, documents: list[Document], digest: str = "") -> None:
         """Raise CommError on all ranks unless their documents are the same, by `digest` ("": it is computed here)."""
@@ -132,9 +132,9 @@ class StepsPart(StockTrainer):
     # ---- a step
 
     def _prepare_for_training(self, *args: Any) -> Any:
-        """Prepare for training as the Trainer does, and drop what a step that was stopped in the middle left.
+        """Prepare for training as the Trainer does, and drop what an earlier training left that was stopped in a step.
 
-        Gradients begin at zero then, and so do the documents of the step.
+        The Trainer begins with gradients of zero, so batches and documents of that step must not count either.
         """
         self._coming, self._guessed, self._cut, self._next_step = (), (), False, None
         self._facade.called, self._facade.ahead = [], []
@@ -156,7 +156,7 @@ class StepsPart(StockTrainer):
         return batches, move_to_device(items, device) if isinstance(items, Tensor) else items
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
-        """Take the Trainer's loss. It calls the model without the labels that its `compute_loss_func` gets."""
+        """Take the Trainer's loss; the facade gets the labels of a `compute_loss_func` here: its calls come without."""
         self._facade.labels_apart = inputs.get("labels") if callable(self.compute_loss_func) else None
         try:
             return super().compute_loss(model, inputs, *args, **keywords)
@@ -176,12 +176,12 @@ class StepsPart(StockTrainer):
         if self.accelerator.sync_gradients:
             self._moved = ()
             self._finish_step()
-        return self._read_loss(loss)
+        return self._loss_on_host(loss)
 
-    def _read_loss(self, loss: Tensor) -> Tensor:
-        """Return a loss on the host, where the Trainer then sums it, so that logging waits for no update."""
+    def _loss_on_host(self, loss: Tensor) -> Tensor:
+        """Return a loss on the host, and move the Trainer's sum of losses there: logging then waits for no update."""
         loss_sum = getattr(self, "_tr_loss", None)
-        if loss_sum is None or self.args.parallel_mode != ParallelMode.NOT_PARALLEL:  # it may be gathered
+        if loss_sum is None or self.args.parallel_mode != ParallelMode.NOT_PARALLEL:  # it may be gathered on devices
             return loss
         if loss_sum.device.type != "cpu":
             self._tr_loss: Tensor = loss_sum.cpu()
@@ -202,7 +202,7 @@ class StepsPart(StockTrainer):
         if step is None:
             return
         values = self._run_step(step.documents, names=self._facade.head.values, coming=step)
-        self._guessed = [*self._guessed, *step.documents]  # a step that a stream's end cut runs ahead in two parts
+        self._guessed = [*self._guessed, *step.documents]  # a step that goes on after a stream's end runs in two parts
         self._facade.ahead = [
             AheadBatch(entries, rows, Offset(values, first), versions_of(entries))
             for entries, rows, first in zip(
@@ -211,7 +211,7 @@ class StepsPart(StockTrainer):
         ]
 
     def _read_coming_step(self, batches: Sequence[Any], items: float | None) -> ComingStep | None:
-        """Return the step of the cross entropy over batches; None if no batch has a target, or one lacks labels."""
+        """Read batches into the step of their mean cross entropy; None without a target, or if a batch lacks labels."""
         if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
             return None
         rows, documents, firsts = read_step(batches, items)
@@ -237,7 +237,7 @@ class StepsPart(StockTrainer):
             return
         with suppress(Exception):
             batches = self._host_batches.make(self._step_batches)
-            # At an epoch's end no new batch is held back.
+            # At an epoch's end no new batch is held back: `make` then begins with this step's last one.
             is_new = all(batch is not old for batch in batches for old, _ in self._moved)
             if batches and is_new and self._guesses:
                 items = self._get_num_items_in_batch(batches, torch.device("cpu"))
@@ -260,7 +260,7 @@ class StepsPart(StockTrainer):
         if guessed and not unasked and same_coefficients(documents, guessed, calls[0].leaf.dtype):
             return
         if guessed:
-            self._facade.inner_model.zero_grad()
+            self._facade.inner_model.zero_grad()  # drops the gradients of the guess
         if guessed and not cut:  # a step that a callback cut says nothing about the loss
             self._guesses = False
             _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
@@ -290,9 +290,9 @@ class StepsPart(StockTrainer):
                 documents,
                 self.world,
                 step=self.state.global_step,
-                router=RouterCoefficients(balance=0.0),
+                router=RouterCoefficients(balance=0.0),  # routers' balance losses are refused at construction
                 loss=collected,
-                divisor=1,
+                divisor=1,  # the coefficients are divided already
                 temperature=facade.head.temperature,
                 meanwhile=self._work_meanwhile,
             )

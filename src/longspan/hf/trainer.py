@@ -47,8 +47,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._is_open = True
         try:
             self._stock_arguments = arguments
-            arguments_here = _turn_off_checkpointing(self._one_process.arguments(arguments))
-            if isinstance(model, str):  # TRL loads it by its name
+            arguments_here = _turn_off_checkpointing(self._one_process.arguments_for_all_ranks(arguments))
+            if isinstance(model, str):  # TRL loads it by its name, and must not spread it over all GPUs
                 clear_device_map(arguments_here)
             positional, keyword_arguments = construction.call_with(arguments_here)
             self._facade = Facade(lambda: self.model, self._token_values)
@@ -182,6 +182,7 @@ def _answer_calls(prepared: Any, facade: Facade) -> None:
         """Run the prepared model on a shard, as longspan's steps call it; else answer by the facade."""
         return kind.__call__(model, *args, **batch) if "shard" in batch else facade(*args, **batch)
 
+    # Python looks `__call__` up in the class, so the model gets a class of its own.
     prepared.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 

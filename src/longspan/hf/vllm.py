@@ -21,6 +21,7 @@ class LongspanVLLM(VLLMGeneration):
     """vLLM as a trainer of TRL calls it, over the weights of a prepared model. `_trainer` is the longspan trainer."""
 
     def __init__(self, _trainer: Any, *args: Any, **keywords: Any) -> None:
+        """Make TRL's vLLM, with an accelerator that counts the ranks: the trainer's own shows one process."""
         arguments = inspect.signature(super().__init__).bind(*args, **keywords).arguments
         self._trainer, self._world = _trainer, _trainer.world
         arguments["accelerator"] = RankAccelerator(arguments["accelerator"], self._world)
@@ -38,15 +39,18 @@ class LongspanVLLM(VLLMGeneration):
             super().sync_weights()
 
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> Any:
-        """Return answers to all prompts, as VLLMGeneration.generate gives them."""
+        """Return answers to all prompts, as VLLMGeneration.generate gives them.
+
+        Engines in the ranks' processes get no `images`: models that read them are refused at construction.
+        """
         first, make = self._trainer._first, super().generate
         if self.mode == "server":
             return first.run(lambda: make(prompts, images, num_generations, profiler), "answers")
-        asleep = self._llm_weights_sleeping
-        with profiler or nullcontext(), first.call_on_others("vllm", "make_shares", prompts, num_generations, asleep):
-            return self.make_shares(prompts, num_generations, asleep)
+        arguments = prompts, num_generations, self._llm_weights_sleeping
+        with profiler or nullcontext(), first.call_on_others("vllm", "generate_in_shares", *arguments):
+            return self.generate_in_shares(*arguments)
 
-    def make_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
+    def generate_in_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
         """Return all answers, of which each rank's engine makes an equal share; entered by all ranks.
 
         The last prompt is repeated until shares are equal, and answers beyond the prompts are dropped. Engines whose

@@ -42,6 +42,7 @@ def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
     """
     layers = model.config.get_text_config().num_hidden_layers
     rename = partial(translate_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
+    # Publishers have names of their own for the weights, and one of them another order of a projection's columns.
     source = FolderWeights(folder, weight_files(folder), model, rename=rename, view=order_columns)
     names = [f"{PREFIX}.{name}" for name in mtp.state_dict()]
     available = source.names()
@@ -71,7 +72,7 @@ class _DrawnWeights:
         return "the drawn depths"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield by name each parameter's drawn part (all without a block), and buffers as the depths had them."""
+        """Yield by name each parameter's drawn part, and buffers as the depths had them; a scalar has no block."""
         yield from ((name, buffer) for name, buffer in self._buffers.items() if name in parts)
         for path, depth in self._depths.items():
             drawn = draw_copy(path, depth, device, seed=self._seed, initialise=self._initialise)
@@ -223,7 +224,7 @@ def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.M
 
 
 def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -> None:
-    """Reset the depths' buffers to those of a newly made model: of Gemma 4's layers trained scales were copied.
+    """Reset the depths' buffers to those of a newly made model: a copy of a layer of Gemma 4 has a trained scale.
 
     Depths that are read from a folder get their buffers from it.
     """

@@ -50,7 +50,7 @@ def read_compiled_parts(word: bool | str, model: nn.Module, device: torch.device
     """Return what `compiled` stands for: True is "modules", False "none", "auto" a choice for this model and device.
 
     "auto" is "layers" on GPUs for models of COMPILED_WIDTH features or more without tensor parallelism, else "none".
-    word.
+    Raises ModelError for an unknown word.
 
     >>> read_compiled_parts("auto", model, torch.device("cpu"))
     'none'
@@ -159,7 +159,7 @@ def _compile_layer(layer: nn.Module) -> None:
     """Compile the layer's own forward, except attention and whatever else runs outside of graphs."""
     _set_up_compiler()
     use_class_norms(_modules_in_graphs(layer))
-    # A graph is tied to the object that it calls, so that each layer would need graphs of its own.
+    # Modules whose forward is an object run outside: a graph is tied to that object, so each layer would need its own.
     with_objects = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
     for module in (*find_mixers(layer).values(), *with_objects):
         _compile_tiles(module)
@@ -186,10 +186,10 @@ def _set_up_compiler() -> None:
 
 
 def start_compile_workers(ranks_of_host: int) -> None:
-    """Start the processes that compile kernels early, so that they import torch while weights are filled.
+    """Start early the processes that compile kernels, so that they import torch while weights are filled.
 
-    The ranks of a host, `ranks_of_host`, divide its cores, one for each process. Later calls start no others, from any
-    thread.
+    The `ranks_of_host` ranks of this host share its cores, one for each process. May be called from several threads;
+    only the first call starts processes.
     """
     from torch._inductor import async_compile
     from torch._inductor import config as inductor
@@ -232,13 +232,17 @@ class _LayerRun:
         self.layer, self.run, self.has_experts = layer, run, has_experts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graphs; for a single row, which would take a graph of its own, run the class's code."""
+        """Run the graphs; for a single row, which would take a graph of its own, run the class's code.
+
+        Rows that do not fit the graphs are made to require a gradient (`_Begun`), so that they run the same graphs.
+        """
         if self.has_experts:
             note_layer_arguments(kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[1] == 1:
             return _own_forward(self.layer)(self.layer, *args, **kwargs)
-        # Always a view, for which graphs are made: rows from FSDP2 are one, rows that 5.17 recomputes from are not.
+        # Graphs differ for views and other tensors. Rows from FSDP2 are views, those that transformers 5.17 recomputes
+        # from are not; made views here, all run the same graphs.
         hidden = hidden.view_as(hidden) if self._fits_graphs(hidden) else _Begun.apply(hidden, _new_leaf(hidden))
         if args:
             return self.run(self.layer, hidden, *args[1:], **kwargs)
@@ -247,8 +251,8 @@ class _LayerRun:
     def _fits_graphs(self, hidden: Tensor) -> bool:
         """Return whether rows can enter graphs as they are; if not, they must be made to require a gradient.
 
-        Graphs are made for rows that do. Where the layer computes no gradient (its weights are frozen, or gradients are
-        off), it has other graphs in any case.
+        Graphs for training are made for rows that require a gradient. A layer that computes none for its weights (they
+        are frozen, or gradients are off) has graphs of its own, and takes rows as they come.
         """
         if hidden.requires_grad or not torch.is_grad_enabled():
             return True

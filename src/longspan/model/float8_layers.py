@@ -77,7 +77,7 @@ def device_lack(device: torch.device) -> str:
     return f"{need}, and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
 
 
-def refuse_float8(model: PreTrainedModel, float8: str, placement: Placement, world: World) -> ModelError | None:
+def float8_error(model: PreTrainedModel, float8: str, placement: Placement, world: World) -> ModelError | None:
     """Make the error of a model that cannot have float8 under this world's home, or on this rank's device; else None.
 
     The error is not raised here, since ranks' devices may differ: the caller raises the first one on all ranks.
@@ -138,7 +138,7 @@ def _local_widths(linear: nn.Linear, style: str, tp: int) -> tuple[int, int]:
 def use_float8(model: PreTrainedModel) -> str:
     """Let the linears and experts of a model compute in float8, and return in words which do.
 
-    `refuse_float8` has found nothing against it.
+    Before, `float8_error` must have given None.
     """
     linears, experts = float8_linears(model), expert_modules(model)
     in_float8 = sum(linear.weight.numel() for linear in linears.values())
@@ -168,7 +168,7 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
             f"{(linear.out_features, linear.in_features)} of a linear is {tuple(weight.shape)}; use another tp, or "
             "leave float8 out"
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # by an operator, as torch.compile traces none of the code below
         return trace_linear(input, weight, linear.bias)
     float8_weight = find_float8_weight(linear, "weight")
     assert float8_weight is not None

@@ -71,9 +71,9 @@ def load_model(
         folder = Path(path)
         other_config = read_configuration(Path(config)) if isinstance(config, str | Path) else config
         sharded = weight_files(folder)[0].suffix == ".safetensors" if sharded is None else sharded
-        with_images = images_class(other_config or read_configuration(folder), images)
+        image_class = images_class(other_config or read_configuration(folder), images)
         read = _prepare_to_read if sharded else _read_model
-        model = read(folder, other_config, kind, with_images)
+        model = read(folder, other_config, kind, image_class)
         return _check_embedding_rows(model, path, vocab_size)
     if config is None:
         config = _find_preset(preset, vocab_size)
@@ -110,9 +110,9 @@ def _find_preset(preset: str | None, vocab_size: int | None) -> PreTrainedConfig
     return preset_config(preset, vocab_size=vocab_size)
 
 
-def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
-    """Draw a model on the CPU; `with_images` is its class from images and text to text, None for a causal model."""
-    automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
+def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, image_class: Any) -> PreTrainedModel:
+    """Draw a model on the CPU; `image_class` is its class from images and text to text, None for a causal model."""
+    automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with _name_configuration_in_errors(config):
@@ -123,10 +123,10 @@ def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_im
     return model
 
 
-def _prepare_to_draw(config: PreTrainedConfig, dtype: torch.dtype, seed: int, with_images: Any) -> PreTrainedModel:
-    """Make a model without memory for its parameters, which `prepare` will draw; `with_images` as for `_draw_model`."""
+def _prepare_to_draw(config: PreTrainedConfig, dtype: torch.dtype, seed: int, image_class: Any) -> PreTrainedModel:
+    """Make a model without memory for its parameters, which `prepare` will draw; `image_class` as for `_draw_model`."""
     with _name_configuration_in_errors(config):
-        model = empty_model(config, dtype, with_images)
+        model = empty_model(config, dtype, image_class)
     fill_when_prepared(model, RandomWeights(model, seed))
     return model
 
@@ -143,13 +143,13 @@ def _name_configuration_in_errors(config: PreTrainedConfig) -> Iterator[None]:
         raise ModelError(f"no model can be made of the {name}: {refusal_reason(error, OWN_MODEL)}") from error
 
 
-def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any) -> PreTrainedModel:
-    """Read a folder's model; `with_images` as for `_draw_model`.
+def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, image_class: Any) -> PreTrainedModel:
+    """Read a folder's model; `image_class` as for `_draw_model`.
 
     Raises ModelError if it cannot be loaded, or if weights are missing.
     """
     weight_files(folder)  # raises a ModelError of its own for what is missing
-    automatic = AutoModelForCausalLM if with_images is None else AutoModelForImageTextToText
+    automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
     config = config or read_configuration(folder)
     try:
         with no_progress_bars():
@@ -168,7 +168,7 @@ def _read_model(folder: Path, config: PreTrainedConfig | None, dtype: torch.dtyp
 
 
 def _prepare_to_read(
-    folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, with_images: Any
+    folder: Path, config: PreTrainedConfig | None, dtype: torch.dtype, image_class: Any
 ) -> PreTrainedModel:
     """Make a folder's model without memory for its parameters, which `prepare` will read from its files.
 
@@ -182,7 +182,7 @@ def _prepare_to_read(
         )
     config = config or read_configuration(folder)
     try:
-        model = empty_model(config, dtype, with_images)
+        model = empty_model(config, dtype, image_class)
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own

@@ -61,7 +61,7 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
             f"has {', '.join(n for n, _ in base.named_children())}; use pp 1"
         )
     index = order.index(lists[0])
-    parts = count_outputs(model, ModelParts(tuple(order[:index]), lists[0], tuple(order[index + 1 :])))
+    parts = parts_with_outputs(model, ModelParts(tuple(order[:index]), lists[0], tuple(order[index + 1 :])))
     if towers := other_towers(model):
         raise ModelError(
             f"{name} has encoders of other modalities ({', '.join(type(tower).__name__ for tower in towers[:4])}), "
@@ -75,10 +75,11 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
     return parts
 
 
-def count_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
-    """Find by trial how many values the base model's forward takes from a layer, and return the parts with this number.
+def parts_with_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
+    """Return the parts with `outputs`, how many values the base model's forward takes from a layer: found by trial.
 
-    If the forward runs with none of 0 (a tensor), 1 and 2, the parts are returned as they are.
+    0 stands for a tensor, other numbers for a tuple. If the forward runs with none of 0, 1 and 2, the parts stay as
+    they are.
     """
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
@@ -232,7 +233,7 @@ def shallow_copy(
     entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
     if not first and isinstance(base.get_submodule(entry), Absent):  # no part or layer of this stage's own
         _replace_first_part(base, entry, parts.outputs)
-    for name, _ in list(model.named_children()):  # the head, and depths of multi-token prediction
+    for name, _ in list(model.named_children()):  # the head, and depths of multi-token prediction (PREFIX)
         if name != text_name(model).partition(".")[0] and not (last or (tied and first and name != PREFIX)):
             stage._modules[name] = Absent()
     return stage

@@ -44,7 +44,8 @@ def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
 def _shared_modules(module: nn.Module, users: Mapping[int, set[str]]) -> list[nn.Module]:
     """Return the outermost modules inside this one all of whose parameters are used by the same layers, two or more.
 
-    Lists and dictionaries of modules are never called themselves, so their children are returned.
+    `users` are the names of the layers that have a parameter, by its id. Lists and dictionaries of modules are never
+    called themselves, so their children are returned.
     """
     modules: list[nn.Module] = []
     for child in module.children():

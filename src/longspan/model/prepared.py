@@ -27,7 +27,7 @@ from longspan.model.compiled_layers import (
 from longspan.model.exactness.check_model import Evidence, check_model
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
-from longspan.model.float8_layers import refuse_float8, use_float8
+from longspan.model.float8_layers import float8_error, use_float8
 from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
@@ -151,7 +151,7 @@ def prepare_language_model(
         _connect_operations(model, options.mixer_kernels)
 
     if options.float8 and isinstance(model, PreTrainedModel):  # ranks' devices may differ
-        raise_first_error(world, refuse_float8(model, options.float8, placement, world))
+        raise_first_error(world, float8_error(model, options.float8, placement, world))
     kernel, stages = options.attention_kernel, pipeline.stages
     evidence = check_model(model, placement, connect_layers, stages=stages, kernel=kernel, probe=options.probe)
     assert isinstance(model, PreTrainedModel)  # others were refused
@@ -212,7 +212,7 @@ def _connect_operations(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) 
 def _make_execution(
     model: PreTrainedModel, placement: Placement, calls: tuple[AttendCall, ...], options: PrepareOptions
 ) -> Execution:
-    """Make the types and kernels that the model computes with."""
+    """Make the record of the types and kernels that the model computes with; `calls` are its attention calls."""
     dtype, reduce_dtype = placement.dtype_of(model), placement.reduce_dtype_of(model)
     mixers = len(find_mixers(model))
     return Execution(model.dtype, dtype, reduce_dtype, calls, options.attention_kernel, mixers, options.mixer_kernels)

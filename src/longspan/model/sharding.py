@@ -173,7 +173,7 @@ def keep_parameters_whole(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in modules:
+        for module in modules:  # as `shard_over_slots` had set each
             _keep_gathered(module, False, reshard_after_forward=_RESHARDS.get(module, False))
 
 

@@ -32,7 +32,7 @@ class TiledForward:
         self._module = module
 
     def __call__(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Compute the module's output of rows (…, R, D)."""
+        """Compute the module's output of rows (…, R, D); the other arguments, which have no rows, go to every tile."""
         count = count_tiles(x.shape[ROWS], self.tile_rows)
         if count == 1:
             return self.run(x, *others, **named)
@@ -109,7 +109,7 @@ def tile_layers(model: PreTrainedModel, tile_rows: int) -> None:
         for mlp in find_mlps(layer).values():
             mlp.forward = TiledForward(mlp, tile_rows)
         for experts in expert_modules(layer).values():
-            setattr(experts, TILE_ROWS, tile_rows)
+            setattr(experts, TILE_ROWS, tile_rows)  # their forward, which is longspan's, reads it
 
 
 def _layers(model: PreTrainedModel) -> dict[str, nn.Module]:

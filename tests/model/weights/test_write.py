@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from longspan import Layout, World, load_model, prepare, save_model
 from longspan.errors import ModelError
 from longspan.model.lora.new import NewAdapter, add_lora
-from longspan.model.weights.write import OF_MODEL, partial_folder, replace_files
+from longspan.model.weights.write import OF_MODEL, make_partial_folder, replace_files
 
 OTHERS = {"README.md": "mine", "chat_template.jinja": "mine", "model-notes.txt": "mine", "step-1/config.json": "{}"}
 OLD = {"config.json": "{}", "model.safetensors.index.json": "{}", "generation_config.json": "{}"}
@@ -95,7 +95,7 @@ def test_nothing_is_lost_or_mixed_where_a_save_is_interrupted(
     folder = write_files(tmp_path / "model", OTHERS | OLD)
     write_files(tmp_path / "model.old", {"notes": "mine"})
     new = dict.fromkeys([*OLD, "model.safetensors"], "new")
-    partial, moves, rename = write_files(partial_folder(folder), new), iter(range(99)), Path.rename
+    partial, moves, rename = write_files(make_partial_folder(folder), new), iter(range(99)), Path.rename
 
     def interrupted(self: Path, target: Path) -> Path:
         if next(moves) == stop:

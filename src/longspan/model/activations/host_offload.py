@@ -75,7 +75,7 @@ class ParkedLayer:
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
         """Begin with no tensors; `before` is the layer before in the pass, None for the first."""
         self._offload, self._layer_before = offload, before
-        self._on_host: list[tuple[HostRange, Tensor]] = []
+        self._on_host: list[tuple[HostRange, Tensor]] = []  # memory of the arena, and the parked tensor in it
         self._on_device: dict[int, Tensor] = {}  # by index; from the allocator of the stream that computes
         self._versions: dict[int, int] = {}  # torch's counts of in-place changes, when a tensor was parked
         self._copied: torch.cuda.Event | None = None  # after the last copy, there or back
@@ -107,7 +107,7 @@ class ParkedLayer:
 
         The copies of the layer before, which backward needs next, are begun too.
         """
-        self._offload.keep_on_device(self)
+        self._offload.keep_on_device(self)  # earlier fetched layers leave the device
         if index not in self._on_device:
             self.bring_tensors_back()
         layer_before = None if self._layer_before is None else self._layer_before()
@@ -116,7 +116,7 @@ class ParkedLayer:
             layer_before.bring_tensors_back()
         if self._copied is not None:
             torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)
-        x = self._on_device.pop(index)
+        x = self._on_device.pop(index)  # from now on the caller's; a second fetch copies it anew
         self._check_version(index, x)
         return x
 
@@ -125,9 +125,9 @@ class ParkedLayer:
         copies, device = self._offload.arena.copies, self._offload.arena.device
         absent = [index for index in range(len(self._on_host)) if index not in self._on_device]
         for index in absent:
-            self._versions.pop(index, None)
+            self._versions.pop(index, None)  # of the tensor that was parked, not of this new one
             self._on_device[index] = torch.empty_like(self._on_host[index][1], device=device)
-        if copies is not None:  # what used the memory of the new tensors before may still run
+        if copies is not None:  # kernels that used the memory of the new tensors before may still run
             copies.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(copies) if copies is not None else nullcontext():
             for index in absent:

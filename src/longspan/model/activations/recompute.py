@@ -212,9 +212,9 @@ def run_checkpointed(
     contexts = noop_context_fn
     if not measure.startswith("full"):
         contexts = Recording(park, keep_exchanged=measure == "exchanged").contexts
-    if (
-        args
-    ):  # else torch, for rows on a CPU, fails where a compiler initializes the machine's GPU inside the checkpoint
+    # Torch takes a GPU, where there is one, for the device of a checkpoint, and fails for rows on a CPU if a compiler
+    # initialises that GPU inside.
+    if args:
         DefaultDeviceType.set_device_type(args[0].device.type)
     # Inside, the checkpoint's own hooks are innermost: those that park see the layer's inputs and nothing else.
     with park_saved_tensors(park) if park is not None else nullcontext():

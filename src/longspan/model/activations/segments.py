@@ -83,6 +83,7 @@ class _Link:
     ) -> None:
         """Prepare one layer's call, behind the call `before` in its segment (None: it is the first).
 
+        `others` are the layer's arguments besides its input; `run` takes the input and then these.
         The call notes its output, to recognise the next one, and its random states and autocast, to run again alike.
         """
         self.before = before

@@ -89,7 +89,10 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Save the rows, and the random state if the function draws; `nodes` hands this context to `_Tiles`."""
+        """Save the rows, and the random state if the function draws; `nodes` hands this context to `_Tiles`.
+
+        `anchor` is an empty tensor that needs a gradient where no row does, so that autograd makes a node of this.
+        """
         ctx.save_for_backward(*rows)
         ctx.random_states = random_states(rows[0].device) if draws else None
         ctx.set_materialize_grads(False)
@@ -118,7 +121,8 @@ class _Tiles(torch.autograd.Function):
     ) -> Tensor:
         """Run the tiles without a graph; `tensors` are `row_tensors` tensors of rows, then the parameters.
 
-        `nodes` has the context of `_Keep`, which saved the rows; `contexts` are autocast, for backward, and `around`.
+        `run` and `around` are those of `run_in_tiles`. `nodes` holds one object, the context of `_Keep`, which has the
+        rows. `contexts` are the autocast of now, which backward enters again, and `around`.
         """
         ctx.run, ctx.node, ctx.count = run, nodes[0], count
         ctx.autocast, ctx.around = contexts
@@ -164,7 +168,7 @@ def _add_tile_gradients(
         inputs = [*(x for x in leaves if x.requires_grad), *trained]
         gradients = torch.autograd.grad(ctx.run(*leaves), inputs, dout, allow_unused=True)
     row_gradients = [part for part in into if part is not None]
-    for row_gradient, gradient in zip(row_gradients, gradients, strict=False):
+    for row_gradient, gradient in zip(row_gradients, gradients, strict=False):  # those of parameters come after
         if gradient is not None:
             row_gradient.copy_(gradient)
     for i, gradient in enumerate(gradients[len(row_gradients) :]):

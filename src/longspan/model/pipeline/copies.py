@@ -135,6 +135,7 @@ class StageCopies:
         self._shared, self._position = tuple(shared), position
         self._holders = [sorted({positions[stage] for stage in entry.stages}) for entry in shared]  # pipeline ranks
         self._counted = [positions[entry.stages[0]] for entry in shared]
+        # the names of all parameters of each stage here, tied ones under each of their names
         names = {i: {n for n, _ in model.named_parameters(remove_duplicate=False)} for i, model in models.items()}
         self._places: list[list[_Place]] = []  # of each parameter, one for each stage here that has it
         self.first_names: dict[str, nn.Module] = {}  # what is here of modules that belong to other stages, by name

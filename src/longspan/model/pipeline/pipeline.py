@@ -204,7 +204,7 @@ class PipelineModel(nn.Module):
                     stage.drop_step()
         if not backward:
             reshard(self)
-        if inputs and not self.probed:
+        if inputs and not self.probed:  # a model that `prepare` did not try: its first pass shows the attention calls
             self._check_pass(inputs[0].shard, world)
 
     def _check_pass(self, shard: SequenceShard, world: World) -> None:
@@ -223,6 +223,7 @@ class PipelineModel(nn.Module):
         """Return the schedule of steps with this number of micro-batches, and its stages; made at its first use."""
         key = (micro_batches, backward)
         if key not in self._schedules:
+            # The row multiple is tp if tensor-parallel ranks hold parts of the rows of hidden states, else 1.
             hidden, parts = self.config.get_text_config().hidden_size, call_rules(self).row_multiple
             stages = [
                 ScheduledStage(stage, world, hidden_size=hidden, dtype=self.dtype, row_parts=parts)
@@ -297,7 +298,7 @@ def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
 
 
 def _original_error(error: BaseException) -> BaseException | None:
-    """Return the error inside torch's errors around it, which name the stage; None if nothing is wrapped."""
+    """Return the error that torch has wrapped in others, which name its stage; None if `error` wraps nothing."""
     origin = error.__cause__
     while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
         origin = origin.__cause__

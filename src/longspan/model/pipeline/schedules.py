@@ -159,7 +159,7 @@ class ScheduledStage(PipelineStage):
             widen_gradients(self.submod)
             return (), None
         (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
-        gradients = bwd_kwargs["output_grads"]
+        gradients = bwd_kwargs["output_grads"]  # None on the last stage, whose output is the loss
         weights = (*self.submod.parameters(), *self._leaves)  # gradients of images' rows are found as those of weights
         input_gradient, pending = compute_input_gradient(output, gradients and gradients[0], x, weights)
         return (input_gradient,), pending

@@ -45,6 +45,7 @@ def compute_input_gradient(
     edge = get_gradient_edge(output)
     pending = PendingWeights(edge, _group_weights(edge.node, get_gradient_edge(x).node, weights), {})
     nodes = frozenset[Node]().union(*pending.groups)
+    # A prehook gets the gradients that have reached its node: they are recorded for the second part.
     handles = [node.register_prehook(partial(setitem, pending.gradients, node)) for node in nodes]
     try:
         (input_gradient,) = torch.autograd.grad(output, x, gradient, retain_graph=True)

@@ -147,6 +147,7 @@ class Stage(nn.Module):
         hidden = decoder_model(self.model)(**inputs).last_hidden_state
         if not self.with_embedding:
             return hidden
+        # On the first stage the hook of its layers has put the embedding's rows into `TakenEmbedding`.
         rows = embedding.rows if isinstance(embedding, TakenEmbedding) else embedding
         assert rows is not None
         return torch.cat([hidden, rows], dim=1)

@@ -35,7 +35,7 @@ from longspan.model.weights.write import (
     OF_ADAPTER,
     OF_MODEL,
     WeightWriter,
-    partial_folder,
+    make_partial_folder,
     replace_files,
     weight_unit,
 )
@@ -174,7 +174,7 @@ def _save_adapter(
 
     def write_files() -> None:
         """Write the adapter's files beside the target, and move them there."""
-        partial = partial_folder(target)
+        partial = make_partial_folder(target)
         write_adapter(partial, adapter, tensors, tokenizer, modules)
         replace_files(partial, target, OF_ADAPTER)
 
@@ -260,7 +260,7 @@ def _make_folder_and_empty_model(
     model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None
 ) -> tuple[Path, PreTrainedModel]:
     """Make (the folder to write files in before they move to `target`, the stock model without memory)."""
-    partial = partial_folder(target)
+    partial = make_partial_folder(target)
     empty = empty_stock_model(model, dtype)
     empty.generation_config = model.generation_config
     return partial, empty

@@ -153,7 +153,8 @@ class _WholeWeights:
     def _adapter_parts(self, name: str) -> dict[str, str]:
         """Return the names of the adapter's tensors that change this weight or bias, by role ("A", "B", "bias" …).
 
-        It is empty for a weight outside adapted modules.
+        It is empty for a weight outside adapted modules. `_BASE` stands in names between an adapted module and the
+        weights of the module that it adapts.
         """
         if self._adapter is None or _BASE not in name:
             return {}

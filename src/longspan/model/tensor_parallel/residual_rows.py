@@ -15,7 +15,7 @@ from longspan.errors import ModelError
 from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, decoder_layers, decoder_model
 from longspan.model.mtp.depths import model_depths, mtp_blocks
-from longspan.model.parts import ModelParts, count_outputs, trace_parts, usual_parts
+from longspan.model.parts import ModelParts, parts_with_outputs, trace_parts, usual_parts
 from longspan.model.tensor_parallel.plan import StyledModule, layer_experts, split_block_names
 from longspan.model.tensor_parallel.styles import ROWS, sum_partial_gradients, wrap_forward
 
@@ -106,7 +106,7 @@ def refuse_rows_outside_region(model: PreTrainedModel) -> None:
     """
     base, name, norm = decoder_model(model), type(model).__name__, final_norm_name(model)
     embedding, layers = usual_parts(model)[:2]
-    parts = count_outputs(model, ModelParts((embedding,), layers, (norm,)))
+    parts = parts_with_outputs(model, ModelParts((embedding,), layers, (norm,)))
     if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:
         raise ModelError(
             f"{name} has parameters outside its embedding, layers and norm ({', '.join(others[:4])}), which have no "

@@ -118,7 +118,10 @@ class FolderWeights:
         return slices
 
     def _find_recipes(self, slices: _Slices) -> dict[str, _Recipe]:
-        """Find the recipe of each parameter that the files have, by its first name, in the order of layers."""
+        """Find the recipe of each parameter that the files have, by name, in the order of layers.
+
+        A recipe that makes several parameters is listed under the first of them.
+        """
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}

@@ -36,7 +36,11 @@ class LocalPart:
 
 
 def local_block(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
-    """Return this rank's block of a tensor of this shape, a slice with start and stop for each dim."""
+    """Return this rank's block of a tensor of this shape, a slice with start and stop for each dim.
+
+    The mesh's last axis cuts the tensor first, and its first axis what the others leave. An axis whose placement has no
+    `dim` cuts nothing.
+    """
     block = [slice(0, size) for size in shape]
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(placements[axis], "dim", None)

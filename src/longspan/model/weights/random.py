@@ -77,7 +77,7 @@ def draw_copy(
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(_short_seed(path, seed))
         drawn.apply(initialise)  # children before parents, as transformers does
-    if _list_unset(drawn):
+    if _list_unset(drawn):  # parameters that the model's function leaves to their module's constructor
         for inner in drawn.modules():
             _fill_class_defaults(inner)
         if unset := _list_unset(drawn):

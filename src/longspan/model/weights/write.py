@@ -29,8 +29,8 @@ _OF_TOKENIZER = "|".join(map(re.escape, TOKENIZER_FILES))
 _CONFIGURATIONS = ("config.json", "adapter_config.json")  # without one of these a folder holds no model
 
 
-def partial_folder(folder: Path) -> Path:
-    """Make an empty folder, on the same disk, in which the files for `folder` are made, so that a rename moves them.
+def make_partial_folder(folder: Path) -> Path:
+    """Make an empty folder for the files that are then moved to `folder`: on the same disk, so that a rename does it.
 
     It lies beside `folder`, or inside if that is a mount point. Raises ModelError where `folder` is a file.
     """
@@ -117,7 +117,7 @@ class WeightWriter:
         Tensors collect until a file would be larger than the limit.
         """
         tensors = {
-            name: self._check_tensor(name, tensor) for name, tensor in unit.items() if name not in self._left_out
+            name: self._tensor_for_file(name, tensor) for name, tensor in unit.items() if name not in self._left_out
         }
         self._left_out |= tensors.keys()
         self._to_come -= tensors.keys()
@@ -143,7 +143,7 @@ class WeightWriter:
             (self._folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
         return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
-    def _check_tensor(self, name: str, tensor: Tensor) -> Tensor:
+    def _tensor_for_file(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor on the CPU, in the dtype of the file.
 
         Raises ModelError for a name or a shape that the configuration does not have.
