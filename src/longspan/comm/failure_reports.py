@@ -145,8 +145,8 @@ class FailureReports:
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
         """Return how missing ranks died, as far as it is known here.
 
-        A launcher has posted it, or torchrun started them next to this rank. At most 64 are looked up in the store,
-        with a request each.
+        It is known of ranks on this host that torchrun started, by their process ids, and of ranks whose launcher has
+        posted it to the store. There, at most 64 ranks are looked up, because each takes a request.
         """
         processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
         deaths = {

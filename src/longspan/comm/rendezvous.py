@@ -93,6 +93,8 @@ _being_destroyed: list[threading.Thread] = []  # destroying the groups of worlds
 def shared_store(place: Place, timeout: float) -> Store:
     """Return the store that all processes of this launch share: the launcher's, or one that rank 0 serves.
 
+    A process that is alone has no address, and gets a store in its own memory.
+
     Raises CommError where it cannot be reached in `timeout` seconds.
     """
     if not place.address:

@@ -26,7 +26,7 @@ class StopSignal:
         """Begin without a signal; `save_on` are the names of signals that ask for a save, such as "SIGUSR1"."""
         self.received = self.save_asked = ""
         self._save_on = {signal.Signals[name] for name in save_on}
-        self._received_at = self._save_at = -SAME_PRESS
+        self._received_at = self._save_at = -SAME_PRESS  # so long ago that the next signal is another press
         self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":

@@ -137,13 +137,17 @@ class Watch:
     def watch_works(self, operation: Operation, works: Sequence[Work]) -> None:
         """Note that the device's stream is now ordered behind these works of a collective, which may still run.
 
-        A collective that is captured in a CUDA graph does not run now, and has no state to query.
+        Without a GPU nothing is noted, nor a collective that is captured in a CUDA graph: it does not run now, and has
+        no state to query.
         """
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self.last = operation, lambda: _has_passed(lambda: all(work.is_completed() for work in works))
 
     def watch_stream(self, operation: Operation) -> None:
-        """Note a collective whose works are not at hand: it has passed when the device's stream is past this point."""
+        """Note a collective without keeping its works: it has passed when the device's stream is past this point.
+
+        Without a GPU, and in a collective that a CUDA graph captures, nothing is noted.
+        """
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self._passed.record()
             passed = self._passed
@@ -177,7 +181,7 @@ class Watch:
         else:
             text = f"{text} (rank {report.reporter} prints what each rank does)"
         failure = (CommError if report.own_error else RankLostError)(text)
-        failure.seen_from_outside = True  # type: ignore[attr-defined]
+        failure.seen_from_outside = True  # an echo of what another rank did  # type: ignore[attr-defined]
         return failure
 
     def activity(self) -> Activity:
@@ -228,7 +232,7 @@ class Watch:
     def _detail_lines(self) -> list[str]:
         """Return what else helps whoever reads a report: notes, files, and what NCCL says."""
         lines = list(self.notes)
-        if self.folder is not None:
+        if self.folder is not None:  # a GPU's collectives are in the files of NCCL's recorder
             prefix = PREFIXES["_dump_fr_trace" if self._passed is None else "_dump_nccl_trace"]
             lines.append(f"what torch recorded on each rank: torchfrtrace --prefix {prefix} {self.folder}")
         return [*lines, *(f"NCCL: {line}" for line in (ras_lines() if self._passed is not None else ()))]

@@ -145,11 +145,13 @@ class World:
         self.device: torch.device = choose_device(backend, device, place.local_rank)
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         self.max_groups: int = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
-        self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
+        self.machine: Machine = (
+            Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
+        )  # until run.machine
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
         """Make what the ranks talk through, under keys of this prefix in the store; the step is that of open worlds."""
-        reports = None
+        reports = None  # in a world of one process, and where a store cannot append, which reports need
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             reports = FailureReports(self.rank, self.home.ranks, new_connection(store), f"{prefix}/watch")
         self.watch: Watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
@@ -159,7 +161,7 @@ class World:
         self.key: int = next(_keys)
         _worlds[self.key] = self
         self._answering = AnsweringThread(self.watch)
-        self._answering.start()
+        self._answering.start()  # before the first collective, which may fail too
         try:
             if self._made_default:
                 init_default_group(place, PrefixStore(prefix, store), self.backend, self.timeout)
@@ -220,7 +222,7 @@ class World:
             return self
         backend, device, max_groups = self._arguments
         inner = self._inner_worlds.enter_context(World(home, backend, self.timeout, device, max_groups=max_groups))
-        inner.machine = self.machine
+        inner.machine = self.machine  # whose times choose types of context parallelism
         return inner
 
     def on_leaving(self, action: Callable[[], None]) -> None:

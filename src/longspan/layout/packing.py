@@ -132,7 +132,7 @@ def find_runs(member: int, rows: Iterable[int]) -> Integers:
     return make_read_only(np.stack([ids[opens], ids[closes] + 1], axis=1))
 
 
-def check_runs(member: int, runs: Integers) -> Integers:
+def join_runs(member: int, runs: Integers) -> Integers:
     """Return the runs (start, stop) of a member, with runs that follow each other directly joined to one.
 
     Raises LayoutError for anything but non-empty runs from row 0 on.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, excerpt
-from longspan.layout.packing import check_lengths, check_runs, find_runs
+from longspan.layout.packing import check_lengths, find_runs, join_runs
 from longspan.layout.segments import Integers, Segments, expand_runs, make_read_only, segments_from_runs
 
 # 2^64 / golden ratio: its multiples modulo 2^64 lie evenly, whatever the stride.
@@ -80,7 +80,7 @@ class Partition(ABC):
 
         Raises LayoutError for what are no runs of row ids, and where there is no member.
         """
-        runs = tuple(check_runs(member, runs) for member, runs in enumerate(runs_by_member))
+        runs = tuple(join_runs(member, runs) for member, runs in enumerate(runs_by_member))
         if not runs:
             raise LayoutError("runs of 0 members are given; give one array (runs, 2), which may be empty, per member")
         return _ListedPartition(runs, len(runs))
@@ -109,7 +109,10 @@ class Partition(ABC):
         return make_read_only(expand_runs(runs[:, 0], runs[:, 1]))
 
     def take(self, x: NDArray[Any], member: int) -> NDArray[Any]:
-        """Take the member's rows of `x` (rows, …), which has one entry per row id."""
+        """Take the member's rows of `x` (rows, …), which has one entry per row id.
+
+        Raises LayoutError where the member holds a row that `x` does not have.
+        """
         runs = self.runs(member)
         if len(runs) and int(runs.max()) > len(x):
             raise LayoutError(
@@ -246,7 +249,7 @@ class _Zigzag(_LengthPartition):
     def _make_segments(self, member: int) -> Segments:
         """Make the segments of a member: an early and a late run of each document."""
         early_start, late_stop = self._find_chunk_borders(member)
-        early_stop, late_start = self._find_chunk_borders(member + 1)
+        early_stop, late_start = self._find_chunk_borders(member + 1)  # the next member's lie between these
         document = np.repeat(np.arange(len(self.lengths), dtype=np.int64), 2)
         start = np.stack([early_start, late_start], axis=1).reshape(-1)
         stop = np.stack([early_stop, late_stop], axis=1).reshape(-1)

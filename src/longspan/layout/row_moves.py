@@ -97,14 +97,14 @@ def _arriving_blocks(target: Blocks, distinct_blocks: Sequence[Integers], me: in
     order[needed] = np.arange(len(needed))
     arriving = [blocks[order[blocks] >= 0] for blocks in distinct_blocks]
     for group in groups:
-        holder_counts, rank_of_holder = _count_holders([arriving[member] for member in group], target)
+        holder_counts, holder_numbers = _count_holders([arriving[member] for member in group], target)
         is_here = np.zeros(len(target.size), dtype=np.bool_)
         if me in group:
             is_here[arriving[me]] = True
-        for member, holder_rank in zip(group, rank_of_holder, strict=True):
+        for member, number in zip(group, holder_numbers, strict=True):
             blocks = arriving[member]
             if member != me:
-                blocks = blocks[(_choose_holder(blocks, holder_counts, me) == holder_rank) & ~is_here[blocks]]
+                blocks = blocks[(_choose_holder(blocks, holder_counts, me) == number) & ~is_here[blocks]]
             arriving[member] = blocks[np.argsort(order[blocks])]
     return arriving
 
@@ -116,19 +116,20 @@ def _leaving_blocks(
 
     The counterpart of `_arriving_blocks`: a member of `group`, that of `me`, brings a block that it has to itself.
     """
-    holder_counts, rank_of_holder = _count_holders([distinct_blocks[member] for member in group], target)
-    own_rank = np.full(len(target.size), -1, dtype=np.int64)
-    own_rank[distinct_blocks[me]] = rank_of_holder[group.index(me)]
+    holder_counts, holder_numbers = _count_holders([distinct_blocks[member] for member in group], target)
+    # Which of a block's holders in the group `me` is, counted from 0; −1 where `me` does not have the block.
+    own_number = np.full(len(target.size), -1, dtype=np.int64)
+    own_number[distinct_blocks[me]] = holder_numbers[group.index(me)]
     # Marks the blocks that the receiver has; marks of earlier receivers differ, so the array is not cleared.
     holder = np.full(len(target.size), -1, dtype=np.int64)
     leaving = list[Integers]()
     for member, blocks in enumerate(target.members):
-        blocks = blocks[own_rank[blocks] >= 0]
+        blocks = blocks[own_number[blocks] >= 0]
         if member in group:
             holder[distinct_blocks[member]] = member
             blocks = blocks[holder[blocks] != member]
         blocks = blocks[_first_occurrences(blocks, target)]
-        leaving.append(blocks[_choose_holder(blocks, holder_counts, member) == own_rank[blocks]])
+        leaving.append(blocks[_choose_holder(blocks, holder_counts, member) == own_number[blocks]])
     return leaving
 
 
@@ -148,6 +149,7 @@ def _choose_holder(blocks: Integers, holder_counts: Integers, receiver: int) -> 
     ask different holders. A block without holders gets any number: no member sends it.
     """
     count = holder_counts[blocks]
+    # The upper 32 bits of the hash, scaled from 2^32 to the count.
     spread = (blocks.astype(np.uint64) * GOLDEN >> np.uint64(32)).astype(np.int64) * count >> 32
     return (spread + receiver) % np.maximum(count, 1)
 
@@ -220,7 +222,8 @@ def _list_further_addends(addends: Integers, summed: Integers, size: Integers) -
 def _list_repeats(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
     """List the second, third, … occurrences of each row here, a Placement for each round, to be added to its first.
 
-    `number` counts the occurrences of a block from 0, in the order of blocks.
+    `begin` is where the first occurrence of each block begins among this member's rows. `number` counts the occurrences
+    of a block from 0, for the entries of `order`, which sorts equal blocks together.
     """
     blocks, places = source.members[me], source.block_begins(me)
     order = np.argsort(blocks, kind="stable")

@@ -63,18 +63,17 @@ class Spans:
         starts, stops = (self.document * stride + at for at in (self.start, self.stop))
         first_run = np.searchsorted(stops, start, side="right")
         end_run = np.maximum(np.searchsorted(starts, stop, side="left"), first_run)
-        segment, number = np.repeat(np.arange(len(segments)), end_run - first_run), expand_runs(first_run, end_run)
-        begin = np.maximum(segments.start[segment], self.start[number])
-        end = np.minimum(segments.stop[segment], self.stop[number])
-        return Segments(number, begin, end, segments.offset[segment] + begin - segments.start[segment])
+        segment, run = np.repeat(np.arange(len(segments)), end_run - first_run), expand_runs(first_run, end_run)
+        begin = np.maximum(segments.start[segment], self.start[run])
+        end = np.minimum(segments.stop[segment], self.stop[run])
+        return Segments(run, begin, end, segments.offset[segment] + begin - segments.start[segment])
 
     def run_ends(self, segments: Segments) -> Integers:
         """Return for each segment where the run of its last row ends, or the segment's stop if it is in none: (n,)."""
-        inside, ends = self.find_rows(segments), segments.stop.copy()
-        # The segment in which each part of a run lies.
-        at_end = np.searchsorted(segments.offset, inside.offset, side="right") - 1
-        last = inside.stop == segments.stop[at_end]
-        ends[at_end[last]] = self.stop[inside.document[last]]
+        inside, ends = self.find_rows(segments), segments.stop.copy()  # `inside.document`: indices of runs
+        segment = np.searchsorted(segments.offset, inside.offset, side="right") - 1  # in which each part of a run lies
+        has_last_row = inside.stop == segments.stop[segment]
+        ends[segment[has_last_row]] = self.stop[inside.document[has_last_row]]
         return ends
 
     def __len__(self) -> int:

@@ -37,6 +37,7 @@ def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Bu
 
 def _bucket_series(name: str, buckets: Buckets, firsts: Sequence[int], color: int) -> Series:
     """Return the curve of a set's losses by bucket; x is the index of a bucket's beginning among `firsts`."""
+    # of a bucket 0 is its beginning, 2 its loss: None if it has no targets
     losses = {bucket[0]: bucket[2] for bucket in buckets if bucket[2] is not None}
     x = np.array([firsts.index(first) for first in losses], float)
     return Series(name, x, np.array(list(losses.values()), float), color, "marks")

@@ -130,13 +130,13 @@ def passkey_grids(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, Passkey
 
 def passkey_section(grids: Sequence[tuple[str, PasskeyGrid]]) -> str:
     """Return the section of a run's page with the grids of its sets."""
-    return tag("section", tag("h2", "Passkey retrieval"), *_set_figures(grids))
+    return tag("section", tag("h2", "Passkey retrieval"), *_figures_of_sets(grids))
 
 
-def _set_figures(grids: Sequence[tuple[str, PasskeyGrid]]) -> Iterator[str]:
-    """Yield for each set the picture of its newest grid, and a chart over steps if several grids are like it.
+def _figures_of_sets(grids: Sequence[tuple[str, PasskeyGrid]]) -> Iterator[str]:
+    """Yield for each set the picture of its newest grid, and a chart over steps if older grids compare with it.
 
-    Like it are grids of the same lengths and degree.
+    Grids compare if they have the same lengths and degree.
     """
     for name in dict.fromkeys(name for name, _ in grids):
         grids_of_set = [grid for grid_name, grid in grids if grid_name == name]

@@ -142,7 +142,7 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
-    """Return the rows of samples.jsonl that have all of SAMPLE_KEYS; none if there is no such file."""
+    """Return the rows of samples.jsonl that have all of SAMPLE_KEYS and a list of images; none if there is no file."""
     rows, damaged = read_json_rows(file) if file.is_file() else ([], 0)
     if damaged:
         notes.append(f"{plural(damaged, 'line')} of {file.name} could not be read and left out")

@@ -73,7 +73,8 @@ def resume_events(run: RunFolder) -> tuple[tuple[float, str], ...]:
 def small_charts(run: RunFolder) -> Iterator[Chart]:
     """Yield a chart for each figure that the run measured of its steps.
 
-    Gradient norms of which one is over 30 times the median get a logarithmic axis, or the others would be flat.
+    Gradient norms of which one is over 30 times the median get a logarithmic axis, or the others would be flat. Numbers
+    after the names of columns are colours of the page.
     """
     curves = partial(_column_curves, run)
     norm = finite(run.train["grad_norm"])
@@ -202,7 +203,7 @@ def _outcome_words(run: RunFolder) -> Iterator[str]:
 
 
 def _ending_text(run: RunFolder) -> str:
-    """Return how the run ended: not yet without a summary, or by a signal; "" for any other summary."""
+    """Return words on a run that did not come to its last step: it has no summary, or was stopped; else ""."""
     if not run.summary:
         return ", has not finished or was interrupted"
     stopped = run.summary.get("stopped")
@@ -269,6 +270,7 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     """Yield name, value and detail of the figures at the top of the page."""
     loss, vocab = finite(run.train["loss"]), run.vocab_size()
     if len(loss):
+        # ln V is the loss where all V tokens of the vocabulary are equally likely
         mean = float(loss[-LAST:].mean())
         share = f"{100 * mean / math.log(vocab):.0f}% of ln V = {math.log(vocab):.3f}" if vocab else ""
         detail = "; ".join(filter(None, [f"mean of the last {min(LAST, len(loss))}", share]))

@@ -55,7 +55,9 @@ class Handle:
                         work.wait(timedelta(seconds=operation.watch.timeout))
                     else:
                         work.wait()
-                if self._work_bytes < EVENT_BYTES:
+                if (
+                    self._work_bytes < EVENT_BYTES
+                ):  # works keep these bytes; an event keeps none, but costs the host time
                     operation.watch.watch_works(operation, self._works)
                 else:
                     operation.watch.watch_stream(operation)
@@ -120,7 +122,7 @@ class Channel:
         """Start one batch of sends to and receives from members, each a (member index, contiguous tensor).
 
         Tensors without elements are dropped on both sides. Between two members, tensors match in their order here.
-        `result` is what the handle's `wait()` returns.
+        `result` is what the handle's `wait()` returns; `work_bytes` is that of `Handle`.
         """
         parent, operation = self.group, self.watch.during(what, self.ranks)
         ops: list[dist.P2POp] = []
@@ -140,7 +142,7 @@ class Channel:
     def _make_handle(
         self, operation: Operation, works: Sequence[Work], keep: object, finish: Callable[[], Any], work_bytes: int
     ) -> Handle:
-        """Make the handle of works that were started on this channel's device."""
+        """Make the handle of works that were started on this channel's device; arguments are those of `Handle`."""
         return Handle(operation, works, keep, finish, work_bytes, on_host=self.device.type == "cpu")
 
     def all_to_all_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], what: str) -> Handle:

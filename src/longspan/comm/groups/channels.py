@@ -92,7 +92,7 @@ class Channels:
 
     @cached_property
     def pipeline(self) -> Channel:
-        """Return this slot's pipeline stages, first to last, on a group of their own; first used by all ranks together.
+        """Return the channel of this slot's pipeline stages, first to last; first used by all ranks together.
 
         Raises CommError for a home whose ranks descend along its stages: torch orders the members of a group by rank.
         """
@@ -110,9 +110,9 @@ class Channels:
 
     @cached_property
     def tp(self) -> Channel:
-        """Return this slot's tensor-parallel ranks, on the group of `meshes.tp`; first used by all ranks together.
+        """Return the channel of this slot's tensor-parallel ranks; first used by all ranks together.
 
-        Raises CommError for a home without tensor parallelism.
+        Its group is that of `meshes.tp`. Raises CommError for a home without tensor parallelism.
         """
         self._groups.set_parent("tp", self._meshes.tp.get_group())
         place = self._place

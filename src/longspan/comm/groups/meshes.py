@@ -158,7 +158,7 @@ class Meshes:
 
 def _forget_shardings() -> None:
     """Clear what this thread keeps of operations on DTensors."""
-    from torch.distributed.tensor import DTensor  # half a second, where no model was prepared
+    from torch.distributed.tensor import DTensor  # here: the import takes half a second
 
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()

@@ -55,7 +55,7 @@ class PairRounds:
         return self._reduce_in_rounds(x, self._exchange_tensors, combine)
 
     def reduce_object(self, value: T | None, combine: Callable[[T, T], T], what: str) -> T | None:
-        """Reduce objects that pickle as `reduce` does tensors; None is no value, and takes 8 bytes a round."""
+        """Reduce objects, which are pickled, as `reduce` does tensors; None is no value, and takes 8 bytes a round."""
 
         def combine_values(first: T | None, second: T | None) -> T | None:
             if first is None or second is None:

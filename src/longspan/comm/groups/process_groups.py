@@ -145,7 +145,7 @@ class ProcessGroups:
         self._parents[name] = group
 
     def make_parent(self, name: ParentName, lines: Sequence[Sequence[int]], kind: str) -> None:
-        """Make a group of each of these tuples of ranks; this rank's becomes the parent of that name."""
+        """Make a group of this kind of each of these tuples of ranks; this rank's becomes the parent of that name."""
         for ranks in lines:
             group = self.make_group(ranks, kind)
             if group is not None:

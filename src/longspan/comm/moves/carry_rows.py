@@ -145,8 +145,9 @@ def _as_slice(rows: Integers) -> slice | None:
 def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Tensor:
     """Return this member's rows of the target, from x, its rows of the source; entered by all that send or receive.
 
-    The rows go in one message for each pair of members. In several, packed and unpacked while others travel, the same
-    rows take longer on H200s over NVLink: each message has fewer bytes (bench/records/bridge-parts-4xH200.md).
+    With `folds`, copies of a row in x are first summed into one. The rows go in one message for each pair of members.
+    Several smaller messages, packed and unpacked while others travel, take longer on H200s over NVLink
+    (bench/records/bridge-parts-4xH200.md).
     """
     dtype, x = x.dtype, _fold_repeats(x, moves)
     packed, arriving = x[moves.leaves], sum(moves.receives)
@@ -185,8 +186,8 @@ def _zero_absent_rows(result: Tensor, moves: DeviceMoves) -> None:
 def _set_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
     """Set result[places] = rows, with distinct places.
 
-    In elements of 16 bytes where a row has a whole number of them: torch's kernel copies element by element (on an
-    H200 1.4 TB/s in bfloat16, 4.1 TB/s in elements of 16 bytes).
+    Where a row has a whole number of 16-byte elements, it is copied as complex128, whose elements have 16 bytes:
+    torch's kernel copies element by element (on an H200 1.4 TB/s in bfloat16, 4.1 TB/s in elements of 16 bytes).
     """
     width = rows.shape[1:].numel()
     flat, source = result.view(len(result), width), rows.view(len(rows), width)
@@ -211,9 +212,11 @@ def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
 
 
 def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
-    """Fill the result from the pool of rows that arrived and those that stay; rows of several sources are summed.
+    """Fill the result from the pool, which has the rows that arrived and those that stay.
 
-    With `arrived` the pool has only arriving rows; with `direct` the pool is the result already.
+    With `arrived` the pool has only arriving rows; with `direct` the pool is the result already; with `zeros` the pool
+    is empty. Rows `several` of the result are sums: of the pool's rows `first`, and of those that each pair of `more`
+    adds.
     """
     if moves.arrived is not None:
         _set_rows(result, moves.arrived, pool)

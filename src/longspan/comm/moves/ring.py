@@ -134,7 +134,10 @@ class GradientRing:
         return split_columns(self._add_to_sum(self._channel.index, addends), self._row_shapes)
 
     def _add_to_sum(self, owner: int, addends: Sequence[Addend]) -> Tensor:
-        """Return the sum of the owner's block so far: what arrived, plus this member's addends."""
+        """Return the sum of the owner's block so far: what arrived, plus this member's addends.
+
+        Before the first message nothing arrives: the buffer is fresh, and the addends fill it.
+        """
         total, fresh = self._buffer(owner), self._handle is None
         if self._handle is not None:
             self._handle.wait()
@@ -156,12 +159,13 @@ def split_columns(matrix: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tens
 
     It takes the host a quarter of the time of `split` and `unflatten`, and a ring asks for it at each step.
     """
-    rows, (row, column), start, views = matrix.shape[0], matrix.stride(), matrix.storage_offset(), list[Tensor]()
+    rows, start, views = matrix.shape[0], matrix.storage_offset(), list[Tensor]()
+    row_stride, column_stride = matrix.stride()
     for shape in shapes:
-        strides, width = list[int](), column
+        strides, stride = list[int](), column_stride
         for size in reversed(shape):
-            strides.append(width)
-            width *= size
-        views.append(matrix.as_strided((rows, *shape), (row, *reversed(strides)), start))
-        start += width
+            strides.append(stride)
+            stride *= size
+        views.append(matrix.as_strided((rows, *shape), (row_stride, *reversed(strides)), start))
+        start += stride  # by now that of the whole shape: its columns
     return tuple(views)

@@ -112,12 +112,12 @@ class LiveRecords:
     def __init__(self, path: Path) -> None:
         """Begin with nothing read: steps, evaluations and saves are collected here as lines are added to the files."""
         self.path = path
-        self._lock, self._read_at = Lock(), -AT_MOST_EVERY
+        self._lock, self._read_at = Lock(), -AT_MOST_EVERY  # when it was read last: long enough ago to be read now
         self._metrics, self._plans = Tail(path / "metrics.jsonl"), Tail(path / "plans.jsonl")
         self._step, self._columns = array("q"), {name: array("d") for name in COLUMNS}
         self._evaluations, self._saves = dict[Any, EvalRow](), list[Save]()
-        self._cost_line, self._plan_line = b"", b""
-        self._plan: tuple[int, Plan] | None = None
+        self._cost_line, self._plan_line = b"", b""  # the last lines of plans.jsonl with a cost, and of all
+        self._plan: tuple[int, Plan] | None = None  # the newest plan, with its step
         self._notes, self._damaged = dict[str, str](), 0
         self._live: LiveRun | None = None
 
@@ -134,7 +134,7 @@ class LiveRecords:
     def _read_metrics(self) -> None:
         """Read new lines of metrics.jsonl, steps and evaluations; if the file began anew, first forget all records."""
         for line in self._metrics.lines():
-            if self._metrics.is_first:
+            if self._metrics.is_first:  # the first line of a new file: a resumed run replaces metrics.jsonl
                 self._forget_records()
             if not line.strip():
                 continue

@@ -37,8 +37,8 @@ _HEADERS = {
 }
 
 
-def _policy(nonce: str) -> str:
-    """Return the policy of the page: the browser may run the script that carries `nonce`, and ask this server only."""
+def _content_security_policy(nonce: str) -> str:
+    """Return what the page allows a browser: to run the script that carries `nonce`, and to ask this server only."""
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'nonce-{nonce}'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -62,7 +62,7 @@ class Follower:
         """
         self.records: LiveRecords = LiveRecords(run_dir)
         self.key: str = secrets.token_urlsafe(KEY_BYTES)
-        self.asked_at: float = -ASKS_WITHIN  # when a page asked last
+        self.asked_at: float = -ASKS_WITHIN  # when a page asked last; at first so long ago that none is open
         self.is_over: bool = False
         self._farewell = farewell
         try:
@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = gzip.compress(body, 1) if compressed else body
         self.send_response(status)
         headers = _HEADERS | {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
-        headers |= {"Content-Security-Policy": _policy(nonce) if nonce else "default-src 'none'"}
+        headers |= {"Content-Security-Policy": _content_security_policy(nonce) if nonce else "default-src 'none'"}
         headers |= {"Content-Encoding": "gzip"} if compressed else {}
         for name, value in headers.items():
             self.send_header(name, value)
@@ -184,14 +184,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: the address is a secret, and requests come every two seconds."""
 
 
-def _changes(live: LiveRun, tags: dict[str, str], *, over: bool) -> dict[str, Any]:
+def _changes(live: LiveRun, shown_hashes: dict[str, str], *, over: bool) -> dict[str, Any]:
     """Return the title, whether the run is over, and by name the hash and markup of each part that changed.
 
-    `tags` has, by name, the hash of each part that the page shows.
+    `shown_hashes` has, by name, the hash of each part that the page shows.
     """
     changed = dict[str, tuple[str, str]]()
     for name, markup in live_parts(live).items():
-        tag = blake2b(markup.encode("utf-8", "replace"), digest_size=8).hexdigest()
-        if tags.get(name) != tag:
-            changed[name] = tag, markup
+        part_hash = blake2b(markup.encode("utf-8", "replace"), digest_size=8).hexdigest()
+        if shown_hashes.get(name) != part_hash:
+            changed[name] = part_hash, markup
     return {"title": live_title(live), "over": over, "changed": changed}

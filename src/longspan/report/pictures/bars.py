@@ -142,8 +142,8 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
 def _find_neighbours(bars: Sequence[Bar]) -> list[list[int]]:
     """Return the bars that touch each bar: next to it in time on shared slots, or above or below it at the same time.
 
-    Every bar is compared with every other: (bars, bars). Bars `share` slots if one begins before the other's last slot
-    ends, both ways, and are `touching` if their slots are adjacent at least. Bars on shared slots count as neighbours
+    Every bar is compared with every other: (bars, bars). Slots are `shared` if each bar begins before the other's last
+    slot ends, and `touching` if they are adjacent at least. Bars on shared slots count as neighbours
     also across a gap of NEAR times the picture's length.
     """
     slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (3, 4, 5, 6))  # fields of Bar
@@ -196,7 +196,7 @@ def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
         start = index * 1.06 * cap
         widths = np.array([group.rows_per_slot for group in micro_batch.groups], float)
         bars += _stack_groups(index, micro_batch, np.full(plan.slots, start), widths, None)
-        panels.append(Panel(start, start, start + cap))
+        panels.append(Panel(start, start, start + cap))  # in rows no launch time comes before the work
     return panels, bars
 
 
@@ -259,9 +259,9 @@ def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, merge: int, x_scale: 
 
 
 def _runs_of_slots(first: np.ndarray, merge: int, x_scale: float) -> Iterator[np.ndarray]:
-    """Yield runs of neighbouring slots whose `first` times agree to about 4 pixels, at most `merge` slots in each.
+    """Yield runs of neighbouring slots whose small bars begin within about 4 pixels, at most `merge` slots in each.
 
-    Slots without small bars have an infinite time, and are left out.
+    `first` (slots,) is where each slot's first small bar begins. Slots without one have infinity, and are left out.
     """
     busy = np.flatnonzero(np.isfinite(first))
     if not len(busy):

@@ -136,7 +136,7 @@ class _Canvas:
 
     def axes(self) -> str:
         """Return both axes, and the names of micro-batches above the drawing."""
-        return self._slot_axis() + self._value_axis() + self._panel_names()
+        return self._slot_axis() + self._value_axis() + self._panel_ends_and_names()
 
     def _slot_axis(self) -> str:
         """Return the numbers of slots, as many as have room, and a line between nodes.
@@ -187,19 +187,20 @@ class _Canvas:
         values = (0.0, cap) if width >= 90 else (cap,) if width >= 44 else ()
         return [(panel.start, value) for panel in panels for value in values]
 
-    def _panel_names(self) -> str:
+    def _panel_ends_and_names(self) -> str:
         """Return a line at the end of each panel, and the micro-batch's name if there is room.
 
         In free mode the only panel is that of all micro-batches, and has no name.
         """
-        parts, last = [], -100.0
+        parts, last_name_x = [], -100.0
         for index, panel in enumerate(self.picture.panels):
             middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
             parts.append(tag("path", class_="barrier", d=f"M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}"))
             name = self._panel_name(index, panel)
-            if middle - last >= 6.2 * len(name) + 8 and self.plan.mode == "lockstep":
+            # 6.2 pixels a character, and 8 between names
+            if middle - last_name_x >= 6.2 * len(name) + 8 and self.plan.mode == "lockstep":
                 parts.append(label(name, middle, _TOP - 9, "middle"))
-                last = middle
+                last_name_x = middle
         return "".join(parts)
 
     def _panel_name(self, index: int, panel: Panel) -> str:
