@@ -136,7 +136,7 @@ class World:
         return self
 
     def _take_place(self, place: Place) -> None:
-        """Set this rank's place, device and usual machine. An error is this rank's only: nothing was sent yet."""
+        """Set this rank's place, device and default machine. An error is this rank's only: nothing was sent yet."""
         backend, device, max_groups = self._arguments
         self.rank: int = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)
@@ -145,9 +145,7 @@ class World:
         self.device: torch.device = choose_device(backend, device, place.local_rank)
         self.backend = BOTH if self.device.type == "cuda" else "gloo"
         self.max_groups: int = max_groups if max_groups is not None else 4 if self.device.type == "cuda" else 0
-        self.machine: Machine = (
-            Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
-        )  # until run.machine
+        self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
         """Make what the ranks talk through, under keys of this prefix in the store; the step is that of open worlds."""

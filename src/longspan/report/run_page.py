@@ -73,8 +73,7 @@ def resume_events(run: RunFolder) -> tuple[tuple[float, str], ...]:
 def small_charts(run: RunFolder) -> Iterator[Chart]:
     """Yield a chart for each figure that the run measured of its steps.
 
-    Gradient norms of which one is over 30 times the median get a logarithmic axis, or the others would be flat. Numbers
-    after the names of columns are colours of the page.
+    Gradient norms get a logarithmic axis if one is over 30 times the median. Numbers after columns are colours.
     """
     curves = partial(_column_curves, run)
     norm = finite(run.train["grad_norm"])
@@ -268,9 +267,8 @@ def _small_figures(run: RunFolder) -> Iterator[str]:
 
 def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     """Yield name, value and detail of the figures at the top of the page."""
-    loss, vocab = finite(run.train["loss"]), run.vocab_size()
+    loss, vocab = finite(run.train["loss"]), run.vocab_size()  # ln V is the loss of a uniform guess among V tokens
     if len(loss):
-        # ln V is the loss where all V tokens of the vocabulary are equally likely
         mean = float(loss[-LAST:].mean())
         share = f"{100 * mean / math.log(vocab):.0f}% of ln V = {math.log(vocab):.3f}" if vocab else ""
         detail = "; ".join(filter(None, [f"mean of the last {min(LAST, len(loss))}", share]))
