@@ -165,7 +165,7 @@ def survivors(rank: int, slots: int, every: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.whole)])
 def test_every_dropped_term_is_noticed(every: int) -> None:
     needs(4)
     for left in run_ranks(survivors, 4, 4, every):

@@ -58,9 +58,8 @@ def test_errors_do_not_grow_from_degree_1_to_8() -> None:
             assert error <= 1.25 * one, (dtype, kind, degree, name, error, one)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "growth"), [(torch.bfloat16, 1.1), pytest.param(torch.float32, 2.0, marks=pytest.mark.whole)], ids=str
-)
+@pytest.mark.whole  # degrees to 8 are above
+@pytest.mark.parametrize(("dtype", "growth"), [(torch.bfloat16, 1.1), (torch.float32, 2.0)], ids=str)
 def test_errors_do_not_grow_to_degree_64(dtype: torch.dtype, growth: float) -> None:
     """Of the merge, played by one process. In half precision one rounding stands above all; sums of float32 that are
     64 pieces long are as good as the order of their addends."""

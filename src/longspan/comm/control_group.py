@@ -61,7 +61,7 @@ class ControlGroup:
 
         One message carries digest and flags, so every rank gives the same number of flags.
         """
-        is_same, any_flags = self._compare_digests(digest, flags, "comparison of plans")
+        is_same, any_flags = self._compare_digests(digest, flags, f"comparison of {what}")
         if is_same:
             return any_flags
         ranks_of: dict[str, list[int]] = {}
