@@ -83,11 +83,13 @@ class ControlGroup:
     def _compare_digests(self, digest: str, flags: Sequence[bool], what: str) -> tuple[bool, tuple[bool, ...]]:
         """Compare a digest over all ranks: return whether all hold it, and which of the flags are set on any.
 
-        One message of maxima does it: of the digest's four words, of their complements, and of the flags.
+        One message of maxima does it: of the digest's four words, of their complements, and of the flags. Comparisons
+        of all kinds match one another, so that ranks which compare different things find that out, and do not wait.
         """
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
-        largest = self._reduce(message, torch.maximum, what)
+        with self._watch.during(what, self.home.ranks):
+            largest = self._rounds.reduce(message, torch.maximum, "comparison")
         return torch.equal(largest[:4], ~largest[4:8]), tuple(map(bool, largest[8:].tolist()))
 
     def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:
