@@ -67,6 +67,8 @@ def differences(rank: int) -> list[str]:
         world.step = 12
         with pytest.raises(CommError) as plans:
             world.control.agree(("5f0c" if rank < 3 else "91ab") * 16)
+        with pytest.raises(CommError, match="hold 2 different"):  # comparisons of different things meet, too
+            world.control.agree(("5f0c" if rank < 3 else "91ab") * 16, what="plans" if rank < 3 else "weights")
         with pytest.raises(DataError) as errors:
             raise_first_error(world, DataError(f"no room for {rank}") if rank in (1, 3) else None)
         raise_first_error(world, None)

@@ -19,7 +19,6 @@ from longspan.corpus.store.builder import Recipe, build_documents
 from longspan.corpus.store.cache import NONE, Cache, cache_error, cache_folder
 from longspan.corpus.store.streamed import open_corpus
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, reload_with_config, train_tokenizer
-from longspan.corpus.tokenizer_files import ends_of_generation
 from longspan.data.documents import Corpus
 from longspan.data.images import ImageTable
 from longspan.data.manifest import FILE, Manifest, Record, read_record
@@ -178,7 +177,7 @@ class _CorpusOfRun:
             around=_surrounding_tokens(tokenizer),
             tokenizer="/".join([".."] * len(self._folder.relative_to(self._run_dir).parts)),  # up to the run's folder
             row_settings=asdict(self._settings.row_settings()),
-            generation_ends=_generation_ends(tokenizer),
+            generation_ends=_generation_ends_to_record(tokenizer),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / FILE, record.to_json())
@@ -260,15 +259,15 @@ def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
         )
 
 
-def _generation_ends(tokenizer: TextTokenizer) -> tuple[int, ...] | None:
-    """Return the ids in the generation settings of the tokenizer's folder; None without a folder.
+def _generation_ends_to_record(tokenizer: TextTokenizer) -> tuple[int, ...] | None:
+    """Return the ids at which the tokenizer's model stops generating; None for a tokenizer that was trained here.
 
     Settings that cannot be read are None too: they are an error of rows with conversations, and of these alone.
     """
-    if tokenizer.folder is None or tokenizer.generation_ends is not None:
+    if tokenizer.folder is None:
         return tokenizer.generation_ends
     try:
-        return tuple(sorted(ends_of_generation(tokenizer.folder)))
+        return tuple(sorted(tokenizer.read_generation_ends()))
     except DataError:
         return None
 

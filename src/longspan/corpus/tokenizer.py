@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pieces, encode_with_spans
-from longspan.corpus.tokenizer_files import copy_tokenizer_files, vocabulary_files
+from longspan.corpus.tokenizer_files import copy_tokenizer_files, ends_of_generation, vocabulary_files
 from longspan.errors import DataError
 from longspan.files import read_json
 from longspan.layout import Integers
@@ -66,6 +66,15 @@ class TextTokenizer:
         )
         start = next(i for i in range(len(ids_with_special)) if ids_with_special[i : i + len(text_ids)] == text_ids)
         return ids_with_special[:start], ids_with_special[start + len(text_ids) :]
+
+    def read_generation_ends(self) -> set[int]:
+        """Return the ids at which generation stops, beside `end`; those of the folder are read from its file.
+
+        Raises DataError for a file whose values are no ids.
+        """
+        if self.generation_ends is not None or self.folder is None:
+            return set(self.generation_ends or ())
+        return ends_of_generation(self.folder)
 
     @property
     def opening(self) -> tuple[str, ...]:

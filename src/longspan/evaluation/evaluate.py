@@ -72,10 +72,9 @@ def evaluate(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
     # the result names the widest degree, unless a choice names one degree for all documents (0: the plan's)
-    widest = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
     result = replace(
         _make_result(inputs, totals, options),
-        cp=choice.degree or widest if isinstance(choice, PlanChoice) and choice.has_one_degree else widest,
+        cp=_degree_of_result(choice, plan),
         seconds=time.perf_counter() - started,
         # Without the parameters that stayed gathered, which are no activations.
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes - portions.gathered),
@@ -96,6 +95,13 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
     documents = StepDocuments(model, documents, _document_lengths(documents))
     plan = _cached_plan(_forward_choice(choice, language_model, documents), documents.lengths, world.home)
     return check_step(model, plan, documents, world, backward=False)
+
+
+def _degree_of_result(choice: PlanChoice | Plan, plan: Plan) -> int:
+    """Return the degree of a choice with one degree; otherwise, and for degree 0, the largest of the plan's groups."""
+    if isinstance(choice, PlanChoice) and choice.has_one_degree and choice.degree:
+        return choice.degree
+    return max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
@@ -21,7 +20,6 @@ from longspan.corpus.images.without_torchvision import has_processor
 from longspan.corpus.rows.kinds import rows_hold
 from longspan.corpus.rows.sample import RowError
 from longspan.corpus.tokenizer import TextTokenizer
-from longspan.corpus.tokenizer_files import ends_of_generation
 from longspan.errors import DataError
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 
@@ -90,7 +88,7 @@ class ChatTemplate:
             )
         template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])  # [{}]: any tools
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
-        return cls(template, with_tools, special, _generation_ends(tokenizer, folder), day)
+        return cls(template, with_tools, special, _names_of_ends(tokenizer), day)
 
     def has_marks(self, tools: Sequence[Any] | None) -> bool:
         """Whether the template marks what is generated."""
@@ -216,13 +214,11 @@ def _date_variables(template: str, day: str) -> dict[str, Any]:
     return {"date_string": day, "longspan_dates": {date_format: today.strftime(date_format) for date_format in formats}}
 
 
-def _generation_ends(tokenizer: TextTokenizer, folder: Path) -> tuple[str, ...]:
-    """List the tokens at which generation stops: the tokenizer's end of text, and its `generation_ends`.
+def _names_of_ends(tokenizer: TextTokenizer) -> tuple[str, ...]:
+    """List the tokens at which generation stops, the tokenizer's end of text among them.
 
-    Where these are None, those in the folder's generation_config.json count. Ids that the tokenizer does not have are
-    left out.
+    Ids that the tokenizer does not have are left out.
     """
-    ends = ends_of_generation(folder) if tokenizer.generation_ends is None else set(tokenizer.generation_ends)
-    ids = ends | ({tokenizer.end} if tokenizer.end is not None else set[int]())
+    ids = tokenizer.read_generation_ends() | ({tokenizer.end} if tokenizer.end is not None else set[int]())
     names = (tokenizer.engine.id_to_token(i) for i in sorted(ids))
     return tuple(name for name in names if name is not None)

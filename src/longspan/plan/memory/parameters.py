@@ -98,12 +98,10 @@ class ModelNumbers:
         mixer = read_mixer_shape(read) if any(kind.mixes for kind in kinds) else None
         layers = [_layer_numbers(read, kind, mixer, home, settings) for kind in kinds]
         hidden = read.count("hidden_size")
-        weights = 2 * hidden * hidden
-        projection = Numbers(weights, weights if settings.trains_all else 0.0, 0.0, weights)
+        projection = _matrix_numbers(2 * hidden * hidden, settings)
         first_layer, *further_layers = [_layer_numbers(read, kind, mixer, home, settings) for kind in kinds_of_depth]
         layers += [first_layer + projection, *further_layers] * settings.depths
-        weights = hidden * read.count("vocab_size") / home.tp
-        table = Numbers(weights, weights if settings.trains_all else 0.0, 0.0, weights)
+        table = _matrix_numbers(hidden * read.count("vocab_size") / home.tp, settings)
         tower, tower_shape = _tower_numbers(config, settings)
         return cls(
             read,
@@ -143,6 +141,11 @@ def reason_uncounted(config: object) -> str:
         return "latent attention"
     ModelShape.of(config)  # for its error
     return ""
+
+
+def _matrix_numbers(weights: float, settings: MemorySettings) -> Numbers:
+    """Return the numbers of a matrix with this many weights on a rank before sharding, and no adapter."""
+    return Numbers(weights, weights if settings.trains_all else 0.0, 0.0, weights)
 
 
 def _layer_numbers(
