@@ -133,6 +133,16 @@ def list_alive_at_peak(trace: Sequence[Mapping[str, Any]]) -> list[tuple[str, in
     return lines.most_common(40)
 
 
+def planned_text(planned: Mapping[str, Any] | None) -> str:
+    """Describe a plan of memory for the line of a step; there is none where layers keep everything."""
+    if planned is None:
+        return "no plan"
+    return (
+        f"planned {planned['device']['total'] / 2**30:.2f} GiB with the context; {planned['mlp_tile_rows']} rows a "
+        f"tile, {planned['segment_layers']} layers a segment"
+    )
+
+
 def read_value(word: str) -> Any:
     """Read the value of a key: a number, true or false, or a word."""
     try:
@@ -156,6 +166,10 @@ def main() -> None:
     if set_gpu := torch.cuda.is_available():
         set_gpu_environment()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if len(others) % 2:
+        parser.error(f"{' '.join(others)} are to be keys and values in turn, such as --train.segment_layers 4")
+    if flags.rows < ranks * max(1, flags.small):
+        parser.error(f"--rows {flags.rows} on {ranks} ranks; give at least {ranks * max(1, flags.small)}")
     keys: dict[str, Any] = {"model.preset": flags.preset, "model.dtype": flags.dtype, "train.lr": 1e-5}
     keys |= {"train.memory_bytes": flags.bytes, "data.max_document_tokens": 0, "context.max_tokens_per_slot": 0}
     keys |= {"train.stochastic_rounding": flags.dtype == "bfloat16", "context.context_parallel_size": ranks}
@@ -178,11 +192,9 @@ def main() -> None:
             gc.collect()
             record["steps"].append(row)
             if world.rank == 0:
-                planned = row["planned"]["device"]["total"] / 2**30 if row["planned"] else 0.0
                 print(
-                    f"{rows:,} rows: {row['seconds']:.2f} s, peak {row['peak'] / 2**30:.2f} GiB, planned {planned:.2f} "
-                    f"GiB with the context; {(row['planned'] or {}).get('mlp_tile_rows')} rows a tile, "
-                    f"{(row['planned'] or {}).get('segment_layers')} layers a segment",
+                    f"{rows:,} rows: {row['seconds']:.2f} s, peak {row['peak'] / 2**30:.2f} GiB, "
+                    f"{planned_text(row['planned'])}",
                     f"bytes of a row that layers leave for backward: {row['bytes_a_row']}",
                     *(f"{size / 2**30:8.3f} GiB  {lines}" for lines, size in row.get("alive_at_peak", ())),
                     sep="\n",
