@@ -241,8 +241,8 @@ class PackOrder:
         """Cut the documents of a step at its borders, and return their pieces in order.
 
         Places are counted in tokens of the stream. First all parts of the stream that the step touches give their
-        documents, and where these begin. A piece begins where a document or a pack does, whichever is later (`cuts`);
-        it ends at the next cut. Its start and stop are counted in its document.
+        documents, and where these begin. A piece begins where a document or a pack begins (`cuts`), and ends at the
+        next cut. Its start and stop are counted in its document.
         """
         borders = self._borders.step_borders(step)
         begin, end = int(borders[0]), int(borders[-1])

@@ -76,7 +76,7 @@ class Task:
     record: str = ""  # a file, to which the first rank adds a line for each outcome
     show: bool = False
     architecture: type | None = None  # of a configuration without a class in transformers
-    images: tuple[TrialDocument, ...] = ()  # documents of the cases with an encoder
+    image_documents: tuple[TrialDocument, ...] = ()  # of the cases with an encoder
 
 
 def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
@@ -128,10 +128,11 @@ class CaseRun:
         self.world: World = world
         self.dtype: Any = getattr(torch, first.dtype)
         self.refusal, self.model = "", nn.Module()
-        expected = task.expected[first.dtype, False, first.encoder > 0]
+        has_images = first.encoder > 0
+        expected = task.expected[first.dtype, False, has_images]
         self.whole: bool = expected.whole
         self.config: PreTrainedConfig = choose_every_expert(task.config) if expected.every_expert else task.config
-        self.documents: Any = item_documents(task.config, task.images) if first.encoder else task.documents
+        self.documents: Any = item_documents(task.config, task.image_documents) if has_images else task.documents
         self._began = time.perf_counter()
         try:
             with precision_mode(self.dtype, whole=self.whole):

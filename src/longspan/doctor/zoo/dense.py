@@ -48,7 +48,7 @@ _SIZES = {
 
 
 def tiny_configuration(name: str = "Qwen3Config", **changes: Any) -> PreTrainedConfig:
-    """Return a configuration of a class of transformers, by the class's name, at _SIZES but for the `changes`."""
+    """Return a configuration of a class of transformers, by the class's name, at _SIZES with these `changes`."""
     return getattr(transformers, name)(**(_SIZES | changes))
 
 
@@ -120,7 +120,8 @@ def model_error(model: Any, answer: Answer, world: World) -> float:
     Every rank calls it. Infinite where there is nothing to compare.
     """
     errors = gradient_errors(collect_gradients(model), answer)
-    names = {name for of_rank in world.control.gather_objects([*errors], "names of gradients") for name in of_rank}
+    names_of_ranks = world.control.gather_objects([*errors], "names of gradients")
+    names = {name for rank_names in names_of_ranks for name in rank_names}
     return max([*errors.values(), *missing_errors(names, answer).values()], default=float("inf"))
 
 
