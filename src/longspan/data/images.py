@@ -76,7 +76,7 @@ class ImageWriter:
         self._paths, self._ends = (folder / _PATHS).open("wb"), GrowingArray(folder / _ENDS, "<i8")
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
-        """Write the images of further documents, numbered from 0 in `images`; the folder has `documents` earlier ones."""
+        """Write the images of further documents, which have numbers from 0; the folder has `documents` earlier ones."""
         rows = [_table_row(placed, documents) for placed in images]
         for number, column in enumerate(self._columns.values()):
             column.append(np.array([row[number] for row in rows]))

@@ -119,7 +119,8 @@ def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ..
 def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
     """List the cases of `list_cases` with images among the text, without those of routers' losses.
 
-    The whole set on an even number of ranks also has an encoder with tp 2: without cp, and with cp, tp and pp of the model.
+    The whole set on an even number of ranks also has an encoder with tp 2: by itself, and with cp, tp and pp of the
+    model.
     """
     cases = [replace(case, encoder=1) for case in list_cases(name, ranks, dtypes) if not case.router_losses]
     if name == "whole" and ranks % 2 == 0:

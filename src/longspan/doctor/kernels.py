@@ -35,7 +35,8 @@ class KernelLine:
 def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[KernelLine, ...]:
     """Describe each kind of attention of a model at its true sizes, and its kernels.
 
-    The model is made on the meta device, without memory for weights. Raises what the model's own code raises if it cannot be made or run on the meta device, ModelError if it is refused.
+    The model is made on the meta device, without memory for weights. Raises what the model's own code
+    raises if it cannot be made or run there, ModelError if it is refused.
     """
     calls = record_model(_make_meta_model(config)).calls
     kinds: dict[tuple[int, int, int | None, float | None], list[RecordedCall]] = {}
