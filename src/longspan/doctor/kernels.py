@@ -43,10 +43,11 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     for call in calls:
         kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
     lines: list[KernelLine] = []
-    for (size, value_size, window, softcap), layers in kinds.items():
+    for (size, value_size, window, softcap), calls_of_kind in kinds.items():
         # One head of each: the choice of a kernel depends neither on how many there are, nor on chunks of keys.
         call = AttendCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
-        lines.append(KernelLine(_call_text(layers[0]), len(layers), _local_kernel_text(call), _gpu_kernels_text(call)))
+        kind_text, layers = _call_text(calls_of_kind[0]), len(calls_of_kind)
+        lines.append(KernelLine(kind_text, layers, _local_kernel_text(call), _gpu_kernels_text(call)))
     return tuple(lines)
 
 

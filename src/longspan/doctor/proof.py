@@ -251,21 +251,21 @@ def _group_cases(
 ) -> dict[Layout, list[tuple[int, Case]]]:
     """Group the cases that have no outcome yet by their home, with their numbers.
 
-    Cases that share a prepared model follow each other, where the first of them stood. A case whose home the ranks
-    cannot have gets its outcome here, in `outcomes`.
+    Cases that share a prepared model follow each other, in the place of the first of them. A case whose home the ranks
+    cannot have is added to `outcomes` as refused.
     """
-    homes: dict[Layout, list[tuple[int, Case]]] = {}
+    cases_of_homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
         if number in outcomes:
             continue
         try:
-            homes.setdefault(case.home(ranks), []).append((number, case))
+            cases_of_homes.setdefault(case.home(ranks), []).append((number, case))
         except LongspanError as error:
             outcomes[number] = Outcome(case, "refused", message=str(error))
-    for numbered in homes.values():
-        first = {preparation_key(case): number for number, case in reversed(numbered)}
-        numbered.sort(key=lambda pair: (first[preparation_key(pair[1])], pair[0]))
-    return homes
+    for numbered in cases_of_homes.values():
+        first_numbers = {preparation_key(case): number for number, case in reversed(numbered)}
+        numbered.sort(key=lambda pair: (first_numbers[preparation_key(pair[1])], pair[0]))
+    return cases_of_homes
 
 
 def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:

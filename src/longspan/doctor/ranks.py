@@ -94,8 +94,8 @@ def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
             for number, case in cases:
                 outcomes[number] = run.run_case(case)
                 _record_outcome(task, world, number, outcomes[number])
-        groups = tuple(asdict(record) for record in world.process_groups.made)
-        return WorldFacts(len(task.home.ranks), str(world.device), world.backend, groups), outcomes
+        process_groups = tuple(asdict(record) for record in world.process_groups.made)
+        return WorldFacts(len(task.home.ranks), str(world.device), world.backend, process_groups), outcomes
 
 
 def preparation_key(case: Case) -> tuple[str, str, bool, int]:

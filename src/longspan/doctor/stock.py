@@ -46,14 +46,14 @@ def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
     count = read_experts(config.get_text_config()).of_layer
     copied_config = copy.deepcopy(config)
     text = copied_config.get_text_config()
-    picked = [name for name in PICKED if isinstance(getattr(text, name, None), int)]
-    if count < 2 or not picked:
+    names = [name for name in PICKED if isinstance(getattr(text, name, None), int)]  # fields: experts per row
+    if count < 2 or not names:
         return config
-    for name in picked:
+    for name in names:
         setattr(text, name, count)
     groups = [getattr(text, name) for name in EXPERT_GROUPS if isinstance(getattr(text, name, None), int)]
     if groups and isinstance(getattr(text, "topk_group", None), int):
-        text.topk_group = groups[0]
+        text.topk_group = groups[0]  # routers that choose groups of experts first choose all of them
     return copied_config
 
 
