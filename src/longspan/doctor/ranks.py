@@ -130,7 +130,7 @@ class CaseRun:
         self.refusal, self.model = "", nn.Module()
         has_images = first.encoder > 0
         expected = task.expected[first.dtype, False, has_images]
-        self.whole: bool = expected.whole
+        self.whole: bool = expected.whole  # float64 without casts to float32, as the stock model ran
         self.config: PreTrainedConfig = choose_every_expert(task.config) if expected.every_expert else task.config
         self.documents: Any = item_documents(task.config, task.image_documents) if has_images else task.documents
         self._began = time.perf_counter()
