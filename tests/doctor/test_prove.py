@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from longspan.comm import World
 from longspan.doctor import proof as proving
 from longspan.doctor.cases import LENGTHS, Case, list_cases
-from longspan.doctor.images import image_documents, item_documents, no_video_reason
+from longspan.doctor.images import item_documents, make_image_documents, no_video_reason
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.proof import Ranks, Stock, prove, run_proof
 from longspan.doctor.ranks import CaseRun, Expected, Task
@@ -175,7 +175,7 @@ def test_a_stock_model_that_cannot_run_is_not_built() -> None:
 @pytest.mark.parametrize(("name", "videos"), [("qwen2_5_vl", 2), ("llava", 0)])
 def test_documents_with_images_have_videos_where_the_model_takes_them(name: str, videos: int) -> None:
     config = shrink_configuration(find_configuration(name), images=True)
-    documents = image_documents(config)
+    documents = make_image_documents(config)
     assert sum(len(document.videos) for document in documents) == videos
     assert bool(no_video_reason(config)) == (not videos)
     assert len(item_documents(config, documents).items) == sum(len(document.rows) for document in documents)

@@ -61,7 +61,7 @@ MUTATIONS: dict[str, Change] = {
     ),
     "packed samples see each other": (
         "data.batch_documents",
-        "begins = [start] if positions is None else _begins_of_row(row, positions[row], start, stop)",
+        "begins = [start] if positions is None else _find_first_columns(row, positions[row], start, stop)",
         "begins = [start]",
     ),
     "evaluation loss times the degree": (

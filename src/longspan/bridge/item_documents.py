@@ -127,7 +127,10 @@ def _count_targets(document: Any, number: int, items: ItemTable) -> int:
 
 
 def find_item_table(documents: Any, lengths: Sequence[int]) -> ItemTable | None:
-    """Return the table of the items of documents with these lengths; None for documents without `items`."""
+    """Return the table of the items of documents with these lengths; None for documents without `items`.
+
+    Where the documents have no table, or one of other lengths, a new one is made, which checks the items.
+    """
     items = getattr(documents, "items", None)
     if items is None or callable(items):  # callable: the method of a mapping
         return None

@@ -25,7 +25,7 @@ def embedding_arguments(shard: Any, ahead: int) -> dict[str, int]:
     """Return keywords for an input embedding that is called for tokens `ahead` places after a shard's rows.
 
     There are none unless rows are spliced for this shard: then hooks of the embedding take the keyword
-    (`model/multimodal/encoder.py`). A probe on the meta device is no shard and has no rows.
+    (`model/multimodal/encoder.py`). In place of a shard there may be a probe on the meta device, which has no rows.
     """
     return {AHEAD: ahead} if isinstance(shard, SequenceShard) and shard.derived.spliced else {}
 
@@ -33,7 +33,7 @@ def embedding_arguments(shard: Any, ahead: int) -> dict[str, int]:
 def add_rows(hidden: Tensor, shard: SequenceShard, layer: int) -> Tensor:
     """Add the rows of `shard.derived.added` for a decoder layer to the hidden states (1, T, D) that the layer returned.
 
-    `added` has local row indices (n,) and rows (n, D) for each layer.
+    `added` has local row indices (n,) and rows (n, D) for each layer, such as DeepStack's features of images.
     """
     for places, rows in shard.derived.added.get(layer, ()):
         hidden = hidden.index_add(1, places, rows.to(hidden.dtype)[None])

@@ -48,8 +48,8 @@ def from_pickled(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _is_whole_file(array: npt.NDArray[Any], file: "np.memmap[Any, Any]") -> bool:
     """Return whether an array is all of a mapped file; a slice of one is not."""
     is_base_mapped = file.base is None or not isinstance(file.base, np.ndarray)  # else it is a slice of a memmap
-    layout = (array.dtype, array.shape, array.strides) == (file.dtype, file.shape, file.strides)
-    return is_base_mapped and layout and array.ctypes.data == file.ctypes.data
+    has_same_layout = (array.dtype, array.shape, array.strides) == (file.dtype, file.shape, file.strides)
+    return is_base_mapped and has_same_layout and array.ctypes.data == file.ctypes.data
 
 
 class GrowingArray:
@@ -66,7 +66,7 @@ class GrowingArray:
         self.count += len(values)
 
     def close(self) -> None:
-        """Write the number of values into the header."""
+        """Write the number of values into the header, and close the file."""
         self._file.seek(0)
         self._write_header()
         self._file.close()
@@ -101,7 +101,7 @@ class GrowingCodes:
         self._tokens += tokens
 
     def close(self) -> None:
-        """Extend the file to a code for every token."""
+        """Extend the file to a code for every token, with zeros, and close it."""
         if self._file is not None:
             self._file.truncate(self._tokens * self._dtype.itemsize)
             self._file.close()

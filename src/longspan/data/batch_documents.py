@@ -115,10 +115,10 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
     mask = entries.get("attention_mask")
     places = list[Place]()
     for row in range(len(ids)):
-        start, stop = (0, ids.shape[1]) if mask is None else _tokens_of_row(row, mask[row])
+        start, stop = (0, ids.shape[1]) if mask is None else _find_token_columns(row, mask[row])
         if labels is not None:
             _check_padding(row, labels[row], start, stop)
-        begins = [start] if positions is None else _begins_of_row(row, positions[row], start, stop)
+        begins = [start] if positions is None else _find_first_columns(row, positions[row], start, stop)
         places += [Place(row, a, b) for a, b in zip(begins, [*begins[1:], stop], strict=True) if a < b]
     documents = tuple(
         Document(ids[row, start:stop], labels=None if labels is None else labels[row, start:stop])
@@ -154,7 +154,7 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
     return {name: array.astype(np.int64) for name, array in entries.items()}
 
 
-def _tokens_of_row(row: int, mask: Integers) -> tuple[int, int]:
+def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
     """Return the columns from start to stop that have tokens, (0, 0) for none.
 
     Raises DataError for padding between tokens, and for values that are neither 0 nor 1.
@@ -188,7 +188,7 @@ def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
         )
 
 
-def _begins_of_row(row: int, positions: Integers, start: int, stop: int) -> list[int]:
+def _find_first_columns(row: int, positions: Integers, start: int, stop: int) -> list[int]:
     """Return the columns at which the documents of a row begin: those of position 0; for a row of padding, [start].
 
     Raises DataError for positions that do not count up from 0 in each document.

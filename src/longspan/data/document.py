@@ -113,7 +113,7 @@ class Document:
         return document
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
-        """Return numbers (n,) of the tokens at these positions, by name."""
+        """Return numbers (n,) of the tokens at these positions, by name; a number of the document is repeated."""
         return {
             name: value[positions] if value.ndim else np.full(len(positions), value)
             for name, value in self._values.items()

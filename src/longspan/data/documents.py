@@ -77,6 +77,7 @@ class Corpus:
                 raise
             raise DataError(f"{documents_folder} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
+        # These make the documents and the packs of a step; `show_images` (corpus/image_documents.py) replaces both.
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = (
             CorpusDocuments  # with images: ImageDocuments
         )
@@ -200,7 +201,10 @@ class StoredTokens:
 
 
 def encode_labels(ids: Integers, labels: Integers | None) -> Integers | None:
-    """Return the codes of tokens with these labels (n,); None without labels: each token is its own label."""
+    """Return the codes of tokens with these labels (n,); None without labels: each token is its own label.
+
+    A code is 0 if the label is the token's own id, 1 if there is none, and the label + 2 if it is another id.
+    """
     if labels is None:
         return None
     codes = np.where(labels == NO_TARGET, NOTHING, labels + OTHER_TOKEN)

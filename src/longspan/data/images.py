@@ -76,7 +76,7 @@ class ImageWriter:
         self._paths, self._ends = (folder / _PATHS).open("wb"), GrowingArray(folder / _ENDS, "<i8")
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
-        """Write the images of further documents, numbered from 0 in `images`, behind `documents` earlier ones."""
+        """Write the images of further documents, which have numbers from 0; the folder has `documents` earlier ones."""
         rows = [_table_row(placed, documents) for placed in images]
         for number, column in enumerate(self._columns.values()):
             column.append(np.array([row[number] for row in rows]))
@@ -136,7 +136,10 @@ class ImageTable:
         return self._columns[name]
 
     def changes(self) -> Iterator[str]:
-        """Compare the files of images with their stamps: a phrase for each that is gone or has changed."""
+        """Compare the files of images with their stamps, and yield a phrase for each that is gone or has changed.
+
+        Images in rows have no path: the row's file has its own stamp.
+        """
         stamps = zip(self._columns["bytes"].tolist(), self._columns["modified_ns"].tolist(), strict=True)
         for number, stamp in enumerate(stamps):
             path = self.path(number)

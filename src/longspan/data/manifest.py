@@ -136,7 +136,7 @@ class SourceLines(Sequence[SourceFile]):
 
     @staticmethod
     def write(folder: Path, sources: Iterable[SourceFile]) -> None:
-        """Write the source files of a corpus into its folder."""
+        """Write a line about each source file into the folder of a corpus, and where each line ends."""
         ends, end = GrowingArray(folder / "sources.npy", "<i8"), 0
         with (folder / "sources.jsonl").open("wb") as file:
             for source in sources:
@@ -167,7 +167,7 @@ class Record:
     generation_ends: tuple[int, ...] | None = None
 
     def sources(self, folder: Path) -> Sequence[SourceFile] | None:
-        """Return the files that the documents were made from; None if the documents are gone."""
+        """Return the files that the documents were made from; None if the documents are gone or damaged."""
         try:
             return SourceLines(folder / self.documents)
         except (OSError, ValueError):

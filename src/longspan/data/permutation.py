@@ -38,7 +38,8 @@ class Epochs:
         """Choose the sides of a rectangle of at least `count` cells, about square, and draw the keys of all rounds."""
         self._count = count
         root = math.isqrt(max(0, count - 1)) + 1
-        self._height = root + root % 2  # even, so that moving rows can be an odd permutation too
+        # Even: shifts of a column of odd height are even permutations, of which odd ones cannot be composed.
+        self._height = root + root % 2
         self._width = -(-count // self._height)
         self._keys: Words = np.random.PCG64(list(seed)).random_raw(_ROUNDS)
 
@@ -73,15 +74,15 @@ class Epochs:
         return row * width + column
 
 
-def _shift_by_hash(values: Words, by: Words, key: Words, size: int) -> Words:
-    """Return (value + hash of `by` and a key) modulo size, for values below size; the hash is scaled to below size."""
-    moved = _hash_words(by + key)
-    moved >>= _HALF  # scaled by its upper 32 bits: times size, over 2**32
-    moved *= np.uint64(size)
-    moved >>= _HALF
-    moved += values
-    moved -= (moved >= np.uint64(size)) * np.uint64(size)
-    return moved
+def _shift_by_hash(values: Words, others: Words, key: Words, size: int) -> Words:
+    """Return (value + hash of other + key) modulo size, for values below size; the hash is scaled to below size."""
+    shifted = _hash_words(others + key)
+    shifted >>= _HALF  # scaled by its upper 32 bits: times size, over 2**32
+    shifted *= np.uint64(size)
+    shifted >>= _HALF
+    shifted += values
+    shifted -= (shifted >= np.uint64(size)) * np.uint64(size)  # modulo: both terms are below size
+    return shifted
 
 
 def _hash_words(words: Words) -> Words:

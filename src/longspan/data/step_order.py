@@ -76,8 +76,8 @@ class StepOrder:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: without what is computed again, and without lengths, which the stream has."""
-        computed = ("_block_starts", "_starts", "lengths")
-        state = {name: value for name, value in self.__dict__.items() if name not in computed}
+        not_pickled = ("_block_starts", "_starts", "lengths")
+        state = {name: value for name, value in self.__dict__.items() if name not in not_pickled}
         return state | {"targets": None if self.targets is None else as_pickled(self.targets)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -219,6 +219,7 @@ class PackOrder:
         """Return the documents of a step, as its plan numbers them: packs under `across`, else pieces."""
         documents, starts, stops, packs = (values.tolist() for values in self._pieces_of_step(step))
         pieces = [Piece(corpus[d], start, stop) for d, start, stop in zip(documents, starts, stops, strict=True)]
+        # The indices of the pieces at which a pack begins, and the end of the last one: without `across` at each piece.
         borders = np.searchsorted(packs, np.arange(packs[-1] + 2)) if self._across else np.arange(len(pieces) + 1)
         packed = tuple(make_pack(tuple(pieces[a:b])) for a, b in pairwise(borders.tolist()))
         return corpus.packs(packed) if hasattr(corpus, "packs") else packed  # a list of documents has no images
@@ -241,8 +242,8 @@ class PackOrder:
         """Cut the documents of a step at its borders, and return their pieces in order.
 
         Places are counted in tokens of the stream. First all parts of the stream that the step touches give their
-        documents, and where these begin. A piece begins where a document or a pack does, whichever is later (`cuts`);
-        it ends at the next cut. Its start and stop are counted in its document.
+        documents, and where these begin. A piece begins where a document or a pack begins (`cuts`), and ends at the
+        next cut. Its start and stop are counted in its document.
         """
         borders = self._borders.step_borders(step)
         begin, end = int(borders[0]), int(borders[-1])

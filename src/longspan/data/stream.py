@@ -72,15 +72,15 @@ def shuffled_sources(
     sources = list[ShuffledSource]()
     for number, weight in enumerate(weights):
         first, stop = int(bounds[number]), int(bounds[number + 1])
-        left_out = held_out[(held_out >= first) & (held_out < stop)]
-        if stop - first <= len(left_out):
+        source_held_out = held_out[(held_out >= first) & (held_out < stop)]
+        if stop - first <= len(source_held_out):
             raise DataError(
                 f"data.sources[{number}] has {plural(stop - first, 'document')}, of which data.eval_documents holds "
-                f"out {len(left_out)}: nothing is left to train on; leave the source out, or hold out fewer"
+                f"out {len(source_held_out)}: nothing is left to train on; leave the source out, or hold out fewer"
             )
-        tokens = int(lengths[first:stop].sum(dtype=np.int64)) - int(lengths[left_out].sum(dtype=np.int64))
-        count = stop - first - len(left_out)
-        sources.append(ShuffledSource(first, stop, left_out, tokens, weight, Epochs(count, seed, EPOCH, number)))
+        tokens = int(lengths[first:stop].sum(dtype=np.int64)) - int(lengths[source_held_out].sum(dtype=np.int64))
+        count = stop - first - len(source_held_out)
+        sources.append(ShuffledSource(first, stop, source_held_out, tokens, weight, Epochs(count, seed, EPOCH, number)))
     return tuple(sources)
 
 
@@ -123,7 +123,7 @@ class DocumentStream:
         self.lengths = lengths
         # Sources give tokens in proportion to their weights, so documents in proportion to weight over mean length.
         rates = [source.weight * source.documents / source.tokens for source in sources]
-        self._counts = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]  # candidates for a part
+        self._candidates = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]  # documents for a part
         self._marks, self._places, self._tokens = [_Mark((0,) * len(sources), (0,) * len(sources))], [0], [0]
         self._part = lru_cache(maxsize=2)(self._merge_part)
 
@@ -175,7 +175,7 @@ class DocumentStream:
         documents, which is in the last part.
         """
         needed_counts = [_round_up(epochs * source.documents) for source in self.sources]
-        if len(needed_counts) == 1 or not any(needed_counts):  # places of one source are counts of its documents
+        if len(needed_counts) == 1 or not any(needed_counts):  # a place of one source is its count of documents
             return sum(needed_counts)
         number = 0
         while any(map(int.__lt__, self._marks[number].documents, needed_counts)):
@@ -213,10 +213,10 @@ class DocumentStream:
             self._places[number],
             self._tokens[number],
             ids,
-            self._ends(ids),
+            self._document_ends(ids),
             np.repeat(np.arange(len(runs)), counts)[order],
         )
-        if number == len(self._marks) - 1:
+        if number == len(self._marks) - 1:  # else it was computed before, and dropped from the cache
             documents = (earlier + count for earlier, count in zip(mark.documents, counts, strict=True))
             tokens = (int(run.tokens[count]) for run, count in zip(runs, counts, strict=True))
             self._add_mark(_Mark(tuple(documents), tuple(tokens)))
@@ -230,11 +230,11 @@ class DocumentStream:
 
     def _next_run(self, source: int, mark: _Mark) -> "_Run":
         """Return the next documents of a source after a mark, the candidates for a part."""
-        ids = self.sources[source].ids(mark.documents[source], self._counts[source])
-        return _Run(ids, mark.tokens[source] + self._ends(ids))
+        ids = self.sources[source].ids(mark.documents[source], self._candidates[source])
+        return _Run(ids, mark.tokens[source] + self._document_ends(ids))
 
-    def _ends(self, ids: Integers) -> Integers:
-        """Return the tokens of the first i of these documents (n + 1,)."""
+    def _document_ends(self, ids: Integers) -> Integers:
+        """Return where each of these documents ends if they are laid end to end, after a 0 (n + 1,)."""
         ends = np.zeros(len(ids) + 1, dtype=np.int64)
         np.cumsum(self.lengths[ids], out=ends[1:])
         return ends

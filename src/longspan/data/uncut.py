@@ -73,10 +73,8 @@ class UncutBorders:
         """Begin with no borders computed; `_begins` is where each block of 64 steps begins, as far as known."""
         self._stream, self._spans, self._size, self._packs = stream, spans, size, packs
         self._begins = array("q", [0])
-        self._block, self._part_spans = (
-            lru_cache(maxsize=2)(self._borders_of_block),
-            lru_cache(maxsize=2)(self._find_spans),
-        )
+        self._block_borders = lru_cache(maxsize=2)(self._compute_borders)
+        self._part_spans = lru_cache(maxsize=2)(self._find_spans)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UncutBorders, (self._stream, self._spans, self._size, self._packs)
@@ -84,25 +82,25 @@ class UncutBorders:
     def step_borders(self, step: int) -> Integers:
         """Return where the packs of a step begin, and where the last one ends (packs + 1,).
 
-        Each call of `_block` in the loop computes the next 64 steps, and where the steps after them begin.
+        Each call of `_block_borders` in the loop computes the next 64 steps, and where the steps after them begin.
         """
         block, index = divmod(step, _STRIDE)
         while len(self._begins) <= block:
-            self._block(len(self._begins) - 1)
-        return self._block(block)[index * self._packs : (index + 1) * self._packs + 1]
+            self._block_borders(len(self._begins) - 1)
+        return self._block_borders(block)[index * self._packs : (index + 1) * self._packs + 1]
 
     def steps_to(self, token: int) -> int:
         """Return how many steps take the first `token` tokens of the stream.
 
-        Each call of `_block` in the loop computes the next 64 steps, and adds to `_begins` where the steps after them
-        begin.
+        Each call of `_block_borders` in the loop computes the next 64 steps, and adds to `_begins` where the steps
+        after them begin.
         """
         while self._begins[-1] < token:
-            self._block(len(self._begins) - 1)
+            self._block_borders(len(self._begins) - 1)
         block = max(0, bisect_left(self._begins, token) - 1)
-        return block * _STRIDE + int(np.searchsorted(self._block(block)[:: self._packs], token))
+        return block * _STRIDE + int(np.searchsorted(self._block_borders(block)[:: self._packs], token))
 
-    def _borders_of_block(self, block: int) -> Integers:
+    def _compute_borders(self, block: int) -> Integers:
         """Return the borders of the packs of 64 steps, and the border at which the next steps begin.
 
         A border that would lie inside a span is moved to the span's start.

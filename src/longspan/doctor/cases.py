@@ -46,7 +46,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the case as tables and messages write it, without what is as in most cases."""
+        """Return the case as tables and messages write it, without the features that it does not have."""
         degrees = [f"{key} {getattr(self, key)}" for key in ("tp", "pp", "ep") if getattr(self, key) > 1]
         cp = {"one": f"cp {self.cp}", "several": f"several micro-batches, cp 1 to {self.cp}", "dynamic": "dynamic plan"}
         kind = self.cp_comm_type + (f" {self.sizes}" if self.sizes else "")
@@ -64,9 +64,10 @@ class Case:
 
     @property
     def is_basic(self) -> bool:
-        """Whether a refusal in this case is of the model as such.
+        """Return whether a refusal of this case counts as a refusal of the model itself.
 
-        So it is where nothing of the case but cp can be the reason: no other degree, a2a's heads, or losses of routers.
+        It does for context parallelism that any model should run. Other degrees than cp, an encoder, losses of routers
+        and a2a, which deals out heads, can each be a reason to refuse only this case.
         """
         plain = max(self.tp, self.pp, self.ep, self.encoder) <= 1 and not self.router_losses
         return plain and self.cp_comm_type in ("p2p", "all_gather")
@@ -104,7 +105,7 @@ def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("floa
 
 
 def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """List cases in which a slot has consecutive rows, as state-space layers want: all_gather, several degrees, a2a.
+    """List cases in which a slot has consecutive rows, as state-space layers need: all_gather, several degrees, a2a.
 
     a2a is tried only where its degree divides the ranks, as in `_list_all_cases`.
     """
@@ -118,7 +119,8 @@ def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ..
 def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
     """List the cases of `list_cases` with images among the text, without those of routers' losses.
 
-    The whole set on an even number of ranks also has an encoder with tp 2, alone and with cp, tp and pp of the model.
+    The whole set on an even number of ranks also has an encoder with tp 2: by itself, and with cp, tp and pp of the
+    model.
     """
     cases = [replace(case, encoder=1) for case in list_cases(name, ranks, dtypes) if not case.router_losses]
     if name == "whole" and ranks % 2 == 0:
@@ -218,7 +220,8 @@ def plan_case(
         heads=heads,
     )
     if case.plan == "dynamic":
-        cap = -(-max(lengths) // home.slots) + 8  # so small that the longest document needs nearly all slots
+        # So small that the longest document needs most slots: its even share, and 8 tokens more for short documents.
+        cap = -(-max(lengths) // home.slots) + 8
         return plan_dynamic(lengths, home, options=options, targets=targets, max_tokens_per_slot=cap)
     if home.slots % case.cp:
         return _plan_uneven_groups(case, home, documents)
@@ -238,14 +241,15 @@ def _plan_uneven_groups(case: Case, home: Layout, packed: PackedDocuments) -> Pl
         _make_group(case, slots, documents, packed)
         for slots, documents in zip(slots_of_groups, documents_of_groups, strict=True)
     ]
-    return _check_plan(case, home, packed, MicroBatch(tuple(groups)))
+    return _make_plan(case, home, packed, MicroBatch(tuple(groups)))
 
 
 def _plan_several(case: Case, home: Layout, packed: PackedDocuments) -> Plan:
     """Plan micro-batches in which slots idle, have documents of their own, and share documents.
 
     In the first only slot 0 has documents. In the second the first `cp` slots share two documents, and slot 0 and the
-    last slot each have another alone. In the third all slots share the remaining documents; the fourth is empty.
+    last slot have one more each, which they do not share. In the third all slots share the remaining documents. The
+    fourth is empty: a dummy, in which every slot idles.
     """
     all_slots, remaining = tuple(range(home.slots)), list(range(6, len(packed.lengths)))
     first = MicroBatch((_make_group(case, (0,), [0, 1], packed),))
@@ -254,7 +258,7 @@ def _plan_several(case: Case, home: Layout, packed: PackedDocuments) -> Plan:
     group_of_last_slot = _make_group(case, (home.slots - 1,), [5], packed)
     second = MicroBatch((shared_group, group_of_first_slot, group_of_last_slot))
     third = MicroBatch((_make_group(case, all_slots, remaining, packed),))
-    return _check_plan(case, home, packed, first, second, third, MicroBatch())
+    return _make_plan(case, home, packed, first, second, third, MicroBatch())
 
 
 def _make_group(case: Case, slots: tuple[int, ...], documents: list[int], packed: PackedDocuments) -> Group:
@@ -263,7 +267,7 @@ def _make_group(case: Case, slots: tuple[int, ...], documents: list[int], packed
     return Group(slots, tuple(documents), lengths, case.cp_comm_type, partition=case.partition)
 
 
-def _check_plan(case: Case, home: Layout, packed: PackedDocuments, *batches: MicroBatch) -> Plan:
+def _make_plan(case: Case, home: Layout, packed: PackedDocuments, *batches: MicroBatch) -> Plan:
     """Make a plan of these micro-batches, and check it."""
     return Plan(home.slots, packed.lengths, batches, targets=packed.targets, row_multiple=_row_multiple(case)).check()
 

@@ -21,11 +21,11 @@ from longspan.model.vision.image_tokens import image_tokens
 NO_LABEL = -100
 
 
-def image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
-    """Make documents of LENGTHS tokens of text and IMAGES images, for a small configuration, and one with videos.
+def make_image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
+    """Make documents with images for a small configuration, and one with videos if its model reads them.
 
-    There is none with videos if `no_video_reason` gives a reason. Raises ModelError if `prepare(encoder=…)` refuses
-    the model.
+    Those with images have LENGTHS tokens of text and IMAGES images each. Raises ModelError if `prepare(encoder=…)`
+    refuses the model.
     """
     model = make_tiny_model(config, torch.float32, images=True)
     check_vision(model)
@@ -66,11 +66,11 @@ def _split_items(document: TrialDocument, values: Sequence[Any]) -> tuple[list[A
 def document_labels(document: np.ndarray | TrialDocument) -> np.ndarray:
     """Return the labels that each token but the last predicts, (T − 1,).
 
-    NO_LABEL stands in place of placeholders of images and of tokens of the prefix.
+    NO_LABEL stands in place of what is not predicted: placeholders of images, and the prefix that all tokens see.
     """
     if isinstance(document, TrialDocument):
-        hidden = document.at_images | (np.arange(len(document.ids)) < document.prefix)
-        return np.where(hidden, NO_LABEL, document.ids)[1:]
+        not_predicted = document.at_images | (np.arange(len(document.ids)) < document.prefix)
+        return np.where(not_predicted, NO_LABEL, document.ids)[1:]
     return document[1:]
 
 

@@ -35,19 +35,19 @@ class KernelLine:
 def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[KernelLine, ...]:
     """Describe each kind of attention of a model at its true sizes, and its kernels.
 
-    The model is made on the meta device, without memory for weights.
-
-    Raises what the model's own code raises if it cannot be made or run on the meta device, ModelError if it is refused.
+    The model is made on the meta device, without memory for weights. Raises what the model's own code
+    raises if it cannot be made or run there, ModelError if it is refused.
     """
     calls = record_model(_make_meta_model(config)).calls
     kinds: dict[tuple[int, int, int | None, float | None], list[RecordedCall]] = {}
     for call in calls:
         kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
     lines: list[KernelLine] = []
-    for (size, value_size, window, softcap), layers in kinds.items():
-        # One head of each: how many there are does not matter to a kernel.
+    for (size, value_size, window, softcap), calls_of_kind in kinds.items():
+        # One head of each: the choice of a kernel depends neither on how many there are, nor on chunks of keys.
         call = AttendCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
-        lines.append(KernelLine(_call_words(layers[0]), len(layers), _local_kernel_text(call), _gpu_kernels_text(call)))
+        kind_text, layers = _call_text(calls_of_kind[0]), len(calls_of_kind)
+        lines.append(KernelLine(kind_text, layers, _local_kernel_text(call), _gpu_kernels_text(call)))
     return tuple(lines)
 
 
@@ -64,7 +64,7 @@ def _make_meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _call_words(call: RecordedCall) -> str:
+def _call_text(call: RecordedCall) -> str:
     """Describe a call of attention: the size of its heads, and what it asks of a kernel."""
     sizes = f"heads of {call.head_size}"
     values = "" if call.value_size == call.head_size else f" with values of {call.value_size}"
@@ -82,7 +82,10 @@ def _local_kernel_text(call: AttendCall) -> str:
 
 
 def _gpu_kernels_text(call: AttendCall) -> str:
-    """Name the kernels that can run a call on GPUs, of which the first that is installed runs; "" on a GPU."""
+    """Name the kernels that can run a call on GPUs, best first: the first that is installed runs it.
+
+    Empty on a GPU, where `_local_kernel_text` says which kernel runs.
+    """
     if call.device.type == "cuda":
         return ""
     kernels = list_gpu_kernels(call)

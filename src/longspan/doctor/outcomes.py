@@ -69,7 +69,7 @@ class Proof:
         return bool(self.outcomes) and all(outcome.good or self._is_remark(outcome) for outcome in self.outcomes)
 
     def _is_remark(self, outcome: Outcome) -> bool:
-        """Return whether an outcome is a refusal of images alone, for a model that needs none."""
+        """Return whether an outcome only refuses images, for a model that needs none."""
         return self.text_suffices and outcome.case.encoder > 0 and outcome.status == "refused"
 
 

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longspan.comm import run_local
 from longspan.doctor.cases import LENGTHS, Case
-from longspan.doctor.images import image_documents
+from longspan.doctor.images import make_image_documents
 from longspan.doctor.outcomes import Outcome, Proof, WorldFacts
 from longspan.doctor.ranks import Expected, Task, preparation_key, run_cases
 from longspan.doctor.stock import (
@@ -44,8 +44,8 @@ from longspan.plan.shape.model_shape import read_experts
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 ROUNDING = 2  # so many times the stock model's own error: in bfloat16, and in float32 where that is above EXACT
-MOST_ROUNDING = 1e-3  # in float32: an error of its own beyond half of this is none of rounding
-MOST_BESIDE_ROUTERS = 1e-4  # where it may be a row that another expert got
+MOST_ROUNDING = 1e-3  # largest tolerance in float32: more than rounding explains is an error
+MOST_ROUNDING_WITH_EXPERTS = 1e-4  # the same for models with experts: more may be a row that got another expert
 
 
 def error_text(error: BaseException) -> str:
@@ -57,12 +57,12 @@ class Stock:
     """Answers of the stock model by dtype, with or without losses of routers and images; a text if it cannot run."""
 
     def __init__(
-        self, config: PreTrainedConfig, documents: Sequence[Any], images: Sequence[TrialDocument] = ()
+        self, config: PreTrainedConfig, documents: Sequence[Any], image_documents: Sequence[TrialDocument] = ()
     ) -> None:
-        """Note what the stock model runs on: `documents`, and `images`, the documents for cases with an encoder."""
+        """Store what the stock model runs on: `documents`, and `image_documents` for cases with an encoder."""
         self.config: PreTrainedConfig = config
         self.documents: Sequence[Any] = documents
-        self.images: Sequence[TrialDocument] = images
+        self.image_documents: Sequence[TrialDocument] = image_documents
 
     def compute_answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
         """Compute the expected answer, or why there is none, for every dtype that the cases use.
@@ -74,7 +74,7 @@ class Stock:
         keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
         answers: dict[tuple[str, bool, bool], Expected | str] = {}
         for name, with_routers, with_images in keys:
-            stock = Stock(self.config, self.images) if with_images else self
+            stock = Stock(self.config, self.image_documents) if with_images else self
             try:
                 answers[name, with_routers, with_images] = stock._compute_answer(getattr(torch, name), with_routers)
             except Exception as error:
@@ -120,33 +120,35 @@ class Stock:
     def _float32_bound(self, answer: Answer, with_routers: bool) -> float:
         """Return EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left.
 
-        That is ROUNDING times the error of the stock model's own float32 pass against float64. A larger product than
-        MOST_ROUNDING cannot be rounding alone, and EXACT stays; with experts the limit is MOST_BESIDE_ROUTERS, above
-        which a row may have got another expert. EXACT stays too where the model's code cannot run in float64.
+        That is ROUNDING times the error of the stock model's own float32 pass against float64. A product above
+        MOST_ROUNDING has other causes than rounding, and EXACT stays; with experts the limit is
+        MOST_ROUNDING_WITH_EXPERTS, as a row may have got another expert. EXACT stays too where the model's code cannot
+        run in float64.
         """
         exact_bound = EXACT[torch.float32]
         for whole in (True, False):  # scans and norms in float64 too, where the model's code can
             try:
                 with precision_mode(torch.float64, whole=whole):
                     exact = self._stock_answer(torch.float32, torch.float64, with_routers)
-            except (RuntimeError, TypeError):  # two types in one product, say
+            except (RuntimeError, TypeError):  # such as a product of two dtypes
                 continue
             rounding_bound = ROUNDING * _worst_error(answer, exact)
             routed = read_experts(self.config.get_text_config()).of_layer > 1
-            most_rounding = MOST_BESIDE_ROUTERS if routed else MOST_ROUNDING
+            most_rounding = MOST_ROUNDING_WITH_EXPERTS if routed else MOST_ROUNDING
             return max(exact_bound, rounding_bound) if rounding_bound <= most_rounding else exact_bound
         return exact_bound
 
     def _float64_expectation(self, with_routers: bool) -> Expected:
         """Return the answer in float64 throughout, if the model's code allows it.
 
-        Else its own casts to float32 stay, and attention is "sdpa", as the eager one casts its softmax.
+        If it does not, the code's own casts to float32 stay, and attention is "sdpa": the eager one casts its softmax
+        to float32.
         """
         try:
             with precision_mode(torch.float64, whole=True):
                 answer = self._stock_answer(torch.float64, torch.float64, with_routers)
             return Expected(answer, EXACT[torch.float64], whole=True)
-        except (RuntimeError, TypeError):  # two types in one product, say
+        except (RuntimeError, TypeError):  # such as a product of two dtypes
             answer = self._stock_answer(torch.float64, torch.float64, with_routers, attention="sdpa")
             return Expected(answer, EXACT[torch.float64], whole=False)
 
@@ -188,7 +190,8 @@ class Ranks:
 def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backend: str = "gloo") -> tuple[Outcome, ...]:
     """Prove every case for a model of this configuration with random weights, over local processes.
 
-    The model is made from the configuration: give a small one (`shrink_configuration`). Raises nothing of the model's.
+    The model is made from the configuration: give a small one (`shrink_configuration`). An error of the model's code is
+    not raised: it is the outcome of its case.
     """
     return run_proof(config, cases, Ranks(ranks, backend)).outcomes
 
@@ -206,19 +209,21 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
         documents = draw_documents(config, LENGTHS)
     except Exception as error:
         return Proof(tuple(Outcome(case, "not built", message=error_text(error)) for case in cases))
-    images, refusal = _draw_image_documents(config, cases)
-    expected = Stock(config, documents, images).compute_answers(cases)
+    image_documents, refusal = _draw_image_documents(config, cases)
+    expected = Stock(config, documents, image_documents).compute_answers(cases)
     for number, case in enumerate(cases):
         if case.encoder and refusal is not None:
             outcomes[number] = replace(refusal, case=case)
         elif isinstance(failure := expected[case.dtype, False, case.encoder > 0], str):
             outcomes[number] = Outcome(case, "not built", message=failure)
         elif case.router_losses and isinstance(failure := expected[case.answer], str):
+            # The stock model runs, as the branch before shows: only losses of its routers cannot be computed.
             outcomes[number] = Outcome(case, "refused", message=failure)
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     for home, numbered in _group_cases(cases, ranks.count, outcomes).items():
-        task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout, images=images)
-        task = replace(task, show=ranks.show, architecture=MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+        task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout, show=ranks.show)
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        task = replace(task, architecture=architecture, image_documents=image_documents)
         outcomes |= _run_home_cases(task, ranks, worlds)
     return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))
 
@@ -234,7 +239,7 @@ def _draw_image_documents(
     if first is None:
         return (), None
     try:
-        return image_documents(config), None
+        return make_image_documents(config), None
     except LongspanError as error:
         return (), Outcome(first, "refused", message=str(error).partition(DOCTOR)[0])
     except Exception as error:
@@ -246,21 +251,21 @@ def _group_cases(
 ) -> dict[Layout, list[tuple[int, Case]]]:
     """Group the cases that have no outcome yet by their home, with their numbers.
 
-    Cases that share a prepared model follow each other, where the first of them stood. A case whose home the ranks
-    cannot have gets its outcome here, in `outcomes`.
+    Cases that share a prepared model follow each other, in the place of the first of them. A case whose home the ranks
+    cannot have is added to `outcomes` as refused.
     """
-    homes: dict[Layout, list[tuple[int, Case]]] = {}
+    cases_of_homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
         if number in outcomes:
             continue
         try:
-            homes.setdefault(case.home(ranks), []).append((number, case))
+            cases_of_homes.setdefault(case.home(ranks), []).append((number, case))
         except LongspanError as error:
             outcomes[number] = Outcome(case, "refused", message=str(error))
-    for numbered in homes.values():
-        first = {preparation_key(case): number for number, case in reversed(numbered)}
-        numbered.sort(key=lambda pair: (first[preparation_key(pair[1])], pair[0]))
-    return homes
+    for numbered in cases_of_homes.values():
+        first_numbers = {preparation_key(case): number for number, case in reversed(numbered)}
+        numbered.sort(key=lambda pair: (first_numbers[preparation_key(pair[1])], pair[0]))
+    return cases_of_homes
 
 
 def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
@@ -316,9 +321,9 @@ def _read_outcomes(task: Task) -> dict[int, Outcome]:
 
 
 def _failure_outcome(case: Case, error: BaseException) -> Outcome:
-    """Return the outcome of a case that ended its ranks: refused if by an error of this package, but a CommError.
+    """Return the outcome of a case whose error ended its ranks: refused by an error of this package, else crashed.
 
-    That means that ranks lost each other, as when one of them died.
+    A CommError is a crash too: it means that ranks lost each other, as when one of them died.
     """
     refused = isinstance(error, LongspanError) and not isinstance(error, CommError)
     return Outcome(case, "refused" if refused else "crashed", message=error_text(error))

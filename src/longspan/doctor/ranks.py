@@ -76,7 +76,7 @@ class Task:
     record: str = ""  # a file, to which the first rank adds a line for each outcome
     show: bool = False
     architecture: type | None = None  # of a configuration without a class in transformers
-    images: tuple[TrialDocument, ...] = ()  # documents of the cases with an encoder
+    image_documents: tuple[TrialDocument, ...] = ()  # of the cases with an encoder
 
 
 def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
@@ -94,8 +94,8 @@ def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
             for number, case in cases:
                 outcomes[number] = run.run_case(case)
                 _record_outcome(task, world, number, outcomes[number])
-        groups = tuple(asdict(record) for record in world.process_groups.made)
-        return WorldFacts(len(task.home.ranks), str(world.device), world.backend, groups), outcomes
+        process_groups = tuple(asdict(record) for record in world.process_groups.made)
+        return WorldFacts(len(task.home.ranks), str(world.device), world.backend, process_groups), outcomes
 
 
 def preparation_key(case: Case) -> tuple[str, str, bool, int]:
@@ -128,10 +128,11 @@ class CaseRun:
         self.world: World = world
         self.dtype: Any = getattr(torch, first.dtype)
         self.refusal, self.model = "", nn.Module()
-        expected = task.expected[first.dtype, False, first.encoder > 0]
-        self.whole: bool = expected.whole
+        has_images = first.encoder > 0
+        expected = task.expected[first.dtype, False, has_images]
+        self.whole: bool = expected.whole  # float64 without casts to float32, as the stock model ran
         self.config: PreTrainedConfig = choose_every_expert(task.config) if expected.every_expert else task.config
-        self.documents: Any = item_documents(task.config, task.images) if first.encoder else task.documents
+        self.documents: Any = item_documents(task.config, task.image_documents) if has_images else task.documents
         self._began = time.perf_counter()
         try:
             with precision_mode(self.dtype, whole=self.whole):

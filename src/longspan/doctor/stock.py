@@ -46,14 +46,14 @@ def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
     count = read_experts(config.get_text_config()).of_layer
     copied_config = copy.deepcopy(config)
     text = copied_config.get_text_config()
-    picked = [name for name in PICKED if isinstance(getattr(text, name, None), int)]
-    if count < 2 or not picked:
+    names = [name for name in PICKED if isinstance(getattr(text, name, None), int)]  # fields: experts per row
+    if count < 2 or not names:
         return config
-    for name in picked:
+    for name in names:
         setattr(text, name, count)
     groups = [getattr(text, name) for name in EXPERT_GROUPS if isinstance(getattr(text, name, None), int)]
     if groups and isinstance(getattr(text, "topk_group", None), int):
-        text.topk_group = groups[0]
+        text.topk_group = groups[0]  # routers that choose groups of experts first choose all of them
     return copied_config
 
 
@@ -162,13 +162,13 @@ def compute_stock_answer(
 def make_stock_model(
     config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager", *, images: bool = False
 ) -> PreTrainedModel:
-    """Make the unchanged model in training mode; experts are eager where they are not the model's own code.
+    """Make the unchanged model in training mode, with transformers' eager experts where it has a choice of them.
 
     With `images` it is the class that reads images.
     """
     model = make_tiny_model(config, dtype, attention=attention, images=images)
     if read_experts(config.get_text_config()).of_layer > 1:
-        with suppress(ValueError, AttributeError):  # of experts that compute in the model's own code
+        with suppress(ValueError, AttributeError):  # the model's own code computes its experts: there is no choice
             model.set_experts_implementation("eager")
     return model.train()
 
@@ -245,14 +245,14 @@ def collect_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: gradient.detach().to("cpu", torch.float64, copy=True) for name, gradient in unsharded.items()}
 
 
-SMALL_SHARE = 1e-3
+SMALL_SHARE = 1e-3  # of the norm of all gradients: smaller ones are compared with this
 
 
 def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, float]:
     """Compute the relative error of each of these gradients; infinite for one that is not finite.
 
-    A gradient smaller than a thousandth of all together is compared with that thousandth: the gradient of a key's
-    bias without rotary positions, for example, is zero up to rounding.
+    A gradient whose norm is below a thousandth of that of all together is compared with that thousandth: the gradient
+    of a key's bias without rotary positions, for example, is zero up to rounding.
     """
     floor = SMALL_SHARE * stock.norm or 1e-30
     errors: dict[str, float] = {}

@@ -37,7 +37,7 @@ def find_configuration(name: str) -> PreTrainedConfig:
     if isinstance(named_class, type) and issubclass(named_class, PreTrainedConfig):
         return _check_has_model(named_class(), name)
     if not isinstance(named_class, type) or getattr(named_class, "config_class", None) is None:
-        raise ConfigError(f"there is no folder, class of transformers or model_type {name!r}; {_similar_names(name)}")
+        raise ConfigError(f"there is no folder, class of transformers or model_type {name!r}; {_suggest_names(name)}")
     return _class_configuration(named_class, name)
 
 
@@ -90,13 +90,13 @@ def _check_has_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
     if not _model_classes(config):
         raise ConfigError(
             f"{name}: transformers has no causal language model for {type(config).__name__}, nor one from images and "
-            f"text to text; {_similar_names(name)}"
+            f"text to text; {_suggest_names(name)}"
         )
     return config
 
 
-def _similar_names(name: str) -> str:
-    """Return the sentences of a message that suggest similar model types and classes, and say what may be given."""
+def _suggest_names(name: str) -> str:
+    """Write what a message suggests in place of an unknown name: similar model types and classes, and valid forms."""
     types = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     by_word = {word.lower(): word for word in sorted({*types, *map(str, types.values())})}
     matches = get_close_matches(name.rpartition(".")[2].lower(), list(by_word), n=4, cutoff=0.5)

@@ -48,7 +48,7 @@ _SIZES = {
 
 
 def tiny_configuration(name: str = "Qwen3Config", **changes: Any) -> PreTrainedConfig:
-    """Return a configuration of a class of transformers, by the class's name, at _SIZES but for the `changes`."""
+    """Return a configuration of a class of transformers, by the class's name, at _SIZES with these `changes`."""
     return getattr(transformers, name)(**(_SIZES | changes))
 
 
@@ -70,7 +70,7 @@ def plan_documents(documents: Sequence[Document], world: World, cp: int = 2, **o
 
 
 def dense_log_probs(config: PreTrainedConfig, documents: Sequence[Document]) -> list[Tensor]:
-    """Compute the log-probability of each token, (length,) for each document, one by one; 0 for what is no target."""
+    """Compute the log-probability of each token, (length,) for each document, one by one; 0 where it is no target."""
     with whole_float64(), torch.no_grad():
         model = make_stock_model(config, torch.float64).eval()
         return [_document_log_probs(model, document) for document in documents]
@@ -87,7 +87,7 @@ def dense_answer(config: PreTrainedConfig, documents: Sequence[Document]) -> Ans
 
 
 def _document_log_probs(model: Any, document: Document) -> Tensor:
-    """Return the log-probability of each token of a document, (length,); 0 for what is no target, as the first."""
+    """Return the log-probability of each token of a document, (length,); 0 for the first and all that are no target."""
     ids, labels = torch.from_numpy(document.ids), torch.from_numpy(document.labels())
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     is_target = labels[1:] != NO_TARGET
@@ -120,7 +120,8 @@ def model_error(model: Any, answer: Answer, world: World) -> float:
     Every rank calls it. Infinite where there is nothing to compare.
     """
     errors = gradient_errors(collect_gradients(model), answer)
-    names = {name for of_rank in world.control.gather_objects([*errors], "names of gradients") for name in of_rank}
+    names_of_ranks = world.control.gather_objects([*errors], "names of gradients")
+    names = {name for rank_names in names_of_ranks for name in rank_names}
     return max([*errors.values(), *missing_errors(names, answer).values()], default=float("inf"))
 
 

@@ -57,8 +57,8 @@ def _compare_states(world: World) -> float:
 
 def _scan_document(inputs: Sequence[Tensor]) -> Tensor:
     """Run the gated delta rule over one document's q, k, v, log decays and beta; returns its output (n, H, V)."""
-    q, k, v, log_decays, beta = inputs
-    state, outs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), list[Tensor]()
+    q, k, v, log_decays, beta = inputs  # (n, H, K), (n, H, K), (n, H, V), (n, H, 1), (n, H)
+    state, outs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), list[Tensor]()  # state (H, K, V)
     for t in range(len(q)):
         state = state * log_decays[t].exp().unsqueeze(-1)
         change = beta[t][:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
@@ -162,7 +162,7 @@ def kernel_sources() -> dict[str, str]:
     return sources
 
 
-def _count_narrow_offsets(world: World) -> float:
+def _count_narrow_kernels(world: World) -> float:
     """Count the kernels in whose source nothing is widened to 64 bits; infinite where no kernel can be read.
 
     Which products are widened is not looked at: tests on GPUs run every kernel past 2^32 elements.
@@ -250,6 +250,6 @@ ERRORS = (
         seen="Finite, plausible, wrong numbers in long sequences only.",
         prevented="Kernels widen what they multiply by a stride to 64 bits. Without a GPU their source is read; with "
         "one, tests run every kernel past 2^32 elements.",
-        check=_count_narrow_offsets,
+        check=_count_narrow_kernels,
     ),
 )

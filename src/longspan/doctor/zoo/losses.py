@@ -70,7 +70,10 @@ def _compare_sums_of_log_probs(world: World) -> float:
 
 
 def _compare_clipped_norm(world: World) -> float:
-    """Return the worse error of two norms, on clipping to half the dense one: as reported, and of clipped gradients."""
+    """Clip gradients to half the dense model's norm, and return the worse error of two norms.
+
+    They are the norm before clipping, which `clip_grad_norm` returns, and that of the clipped gradients.
+    """
     config, documents = tiny_configuration(), draw_documents()
     norm = dense_answer(config, documents).norm
     with whole_float64():

@@ -67,7 +67,7 @@ def _compare_uneven_evaluation(world: World) -> float:
 def _compare_documents_of_equal_length(world: World) -> float:
     """Return the error of an evaluation's loss over documents of one length.
 
-    There a member that read other documents than its group would not be noticed by their sizes.
+    With one length for all, a rank that read other documents than its group would fail no check of sizes.
     """
     config, documents = tiny_configuration(), draw_documents((16, 16, 16))
     exact = dense_answer(config, documents).loss
