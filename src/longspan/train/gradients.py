@@ -120,8 +120,8 @@ class _Counted:
     def _is_first_copy(self, mesh: Any, placements: Any) -> bool:
         """Return whether this rank has the first copy of gradients with this mesh and these placements.
 
-        Meshes beside each other hold the same, so only the one with the stage's first rank counts; there a rank counts
-        at index 0 of every axis that has copies.
+        Several meshes of a stage may hold the same gradients, one mesh for each index of the axes that they lack: only
+        the one with the stage's first rank counts, and in it a rank at index 0 of every axis that has copies.
         """
         assert not any(placement.is_partial() for placement in placements), placements
         copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
@@ -189,7 +189,10 @@ def check_finite(
 
 @torch.no_grad()
 def _report_not_finite(model: nn.Module, items: Sequence[str]) -> _Report:
-    """Report which weights and gradients of this rank are not finite, and its largest weight."""
+    """Report which weights and gradients of this rank are not finite, and its largest weight.
+
+    `items` are names of images and the like for which this rank read something that is not finite.
+    """
     weights = {name: local_tensor(p) for name, p in model.named_parameters()}
     gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)

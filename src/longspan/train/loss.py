@@ -223,7 +223,7 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
 
     Forward makes the gradients of hidden states and head as well, so that no logits are made twice; backward scales
     them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
-    chunk within 2 GiB on a GPU, 64 MiB elsewhere. Without a target, the head runs on a row that has no loss.
+    chunk within 2 GiB on a GPU, 64 MiB elsewhere. A head may enter collectives: without targets it gets a padding row.
     """
     rows, parameters = _chunk_rows(hidden, head, rows), head.parameters
     if not len(targets.rows):

@@ -43,7 +43,7 @@ class Starts:
         self._last = now
 
     def to_json(self) -> dict[str, float]:
-        """The seconds by part, and all of them as "total"."""
+        """Return the seconds by part, and all of them as "total"."""
         return {name: round(seconds, 2) for name, seconds in self.parts.items()} | {
             "total": round(self._last - self.begun, 2)
         }

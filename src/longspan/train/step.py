@@ -127,8 +127,9 @@ def run_step(
     batches = read_batches(inputs, terms, temperature)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
-    measure, divisor = CrossEntropy(loss_chunk_rows), default_divisor(plan)
-    passes = Passes.of(inputs, terms, measure, divisor=divisor, temperature=temperature)
+    # The term of `loss` and `divisor`, if there is one, puts its own measure and divisor in place of these.
+    measure, targets = CrossEntropy(loss_chunk_rows), default_divisor(plan)
+    passes = Passes.of(inputs, terms, measure, divisor=targets, temperature=temperature)
     loss_sum = launch_passes(passes, batches)
     for term in terms:
         term.raise_error()

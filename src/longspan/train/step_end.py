@@ -75,7 +75,7 @@ class StepEnd:
         """Launch the sums and the update, and read the sums while it runs."""
         assert self.optimizer is not None
         values = gather_and_add(_join_pieces(pieces, self.world.device), self.world)
-        one_pass.gradient_scale = self._scale(values)
+        one_pass.gradient_scale = self._clip_factor(values)
         copy = HostCopy(values)
         try:
             self.optimizer.step()
@@ -95,13 +95,14 @@ class StepEnd:
         if self.meanwhile is not None:
             self.meanwhile()
 
-    def _scale(self, values: Tensor) -> Tensor:
-        """Return what gradients are multiplied with, on the device: not a number where the step must not be taken.
+    def _clip_factor(self, values: Tensor) -> Tensor:
+        """Return the factor of the gradients, on the device: not a number where the step must not be taken.
 
         The factor brings their norm down to the limit, and is 1 at most. No rank waits for the device to learn it.
+        `values` are summed over all ranks, in the order of `_rank_sums`.
         """
-        norm, loss = values[0].sqrt(), values[1] / self.passes.divisor  # values in the order of `_rank_sums`
-        is_good = norm.isfinite() & loss.isfinite() & (values[2] == self.passes.plan.targets)
+        norm, loss, targets = values[0].sqrt(), values[1] / self.passes.divisor, values[2]
+        is_good = norm.isfinite() & loss.isfinite() & (targets == self.passes.plan.targets)
         norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
 

@@ -132,7 +132,7 @@ def prepare_run_model(
     )
     if images:
         _freeze_encoder(config, model)
-    if memory is None or world.device.type != "cuda":  # a plan of memory saw to the GPU
+    if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
         check_model_fits(config, model, world, computed_dtype, training=training)
     computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already
     encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
@@ -169,8 +169,8 @@ def _float8_products(config: RunConfig, world: World, *, training: bool) -> str:
 def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> dict[str, Any]:
     """Return `prepare`'s arguments for what layers keep for backward, and how often parameters are gathered.
 
-    A plan of memory chose them, or else the keys of [train] and [parallel] do. An evaluation has no backward pass, and
-    needs not be told how many layers recompute or keep on the host.
+    A plan of memory chose them, or else the keys of [train] and [parallel] do. An evaluation has no backward pass: in
+    it no layers recompute or keep activations on the host, whose number is left out.
     """
     if memory is not None:
         measures = {"measures": memory.measures, "host_bytes": memory.host.kept}
@@ -209,9 +209,11 @@ def _encoder_home(config: RunConfig, world: World, **settings: Any) -> EncoderHo
 def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: MemoryPlan | None = None) -> Optimizer:
     """Make the configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
-    Its states wait on the host by the key, or if a plan of `memory` chose so. Each group has its `initial_lr`, as
-    torch's schedulers name it, from which a step's rate is made. Raises ConfigError for a class that does not update
-    sharded parameters as whole ones, and for states that `offload_states` cannot move to the host.
+    Its states stay on the host between updates if train.offload_states is set, or a plan of `memory` chose so. Each
+    group gets an `initial_lr`, as torch's schedulers name it: a step's rate is the schedule's in proportion to it.
+
+    Raises ConfigError for a class that does not update sharded parameters as whole ones, and for states that
+    `offload_states` cannot move to the host.
     """
     choice = OptimizerChoice.of(config.train)
     if choice.name not in OPTIMIZERS:

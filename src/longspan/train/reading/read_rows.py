@@ -77,9 +77,10 @@ def read_rows(
     names: NamesOfValues | None = None,
     depths: int = 0,
 ) -> LocalBatch:
-    """Read all that a rank needs of its rows of one micro-batch: `read_inputs_and_labels`, with documents' values.
+    """Read all that a rank needs of its rows of one micro-batch: token ids, labels, and the values of documents.
 
-    `names` are shared by the micro-batches of a step; `depths` is how many tokens further ahead are read.
+    The micro-batches of a step share `names`, so that values are compared by name over all documents of the step.
+    `depths` of multi-token prediction read as many tokens further ahead.
     """
     reader = _Reader(documents, shard.local_rows, vocabulary, items, names or NamesOfValues(), depths)
     for shard_part in shard.parts:
@@ -217,8 +218,9 @@ class _Arrays:
     def fill_rows(
         self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]
     ) -> None:
-        """Put what was read into the rows from `row` on; there may be fewer labels and values than ids.
+        """Put what was read into the rows from `row` on.
 
+        There is one label and one value less than ids where a document ends, as its last token predicts nothing.
         Rows to which no document gives a value have the weight 1, and 0 under other names.
         """
         self.ids[row : row + len(ids)] = ids

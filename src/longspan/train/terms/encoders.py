@@ -55,7 +55,7 @@ class EncodersTerm(Term):
         read_and_agree(read, table.digest(), inputs.world, what="lists of items")
 
     def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Plan the waves of some micro-batches and read the inputs of this rank's items."""
+        """Plan the waves of some micro-batches of an evaluation and read the inputs of this rank's items."""
         self._micro_batches = micro_batches
         self._encoding = Encoding(self._model, self._inputs.plan, micro_batches, self._items, backward=False)
         self._encoding.read_items(self._inputs.documents.documents)
@@ -238,9 +238,9 @@ def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encodin
 
 
 def _encoding_key(model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]) -> tuple[object, ...]:
-    """Return the key of what an encoding depends on.
+    """Return the key of what an encoding depends on; `passes` are `backward` and `depths` of the step.
 
-    It says which encoders are frozen, as the caller may freeze one between planning ahead and the step.
+    The key has which encoders are frozen, as the caller may freeze one between planning ahead and the step.
     """
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
     return plan.digest(), table.digest(), passes, frozen

@@ -165,9 +165,12 @@ class ModalityPass:
         return error
 
     def _call_encoder(self, wave: _LocalWave) -> Tensor:
-        """Run the encoder on a wave's inputs, timed; returns its rows (n, width)."""
-        doing = _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}")
-        with doing, self.clock.time_part("towers"):
+        """Run the encoder on a wave's inputs, timed; returns its rows (n, width).
+
+        Only an encoder whose slots share items takes a shard.
+        """
+        note = _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}")
+        with note, self.clock.time_part("towers"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
     def _item_names(self, wave: _LocalWave) -> str:
@@ -280,12 +283,12 @@ class ModalityPass:
 
 
 @contextmanager
-def _add_note(doing: Callable[[], str]) -> Iterator[None]:
-    """Add a note to an error of the caller's code: what it was called for."""
+def _add_note(purpose: Callable[[], str]) -> Iterator[None]:
+    """Add a note to an error of the caller's code: the purpose for which it was called."""
     try:
         yield
     except Exception as error:
-        error.add_note(doing())
+        error.add_note(purpose())
         raise
 
 

@@ -33,19 +33,20 @@ class LossTerm(Term):
     def __init__(self, loss: Loss, divisor: float | None, plan: Plan, world: World, chunk_rows: int) -> None:
         """Read the loss, and agree with all ranks that its kind, its divisor and its sets are the same.
 
-        The first comparison tells all ranks whether reading failed on any, so that all raise; the second one compares.
+        The first comparison, of a text that is the same on all ranks that have a loss or a divisor, tells them whether
+        reading failed on any, so that all raise; the second one compares what was read.
         """
         self._world = world
-        described, failure = "", None
+        loss_text, failure = "", None
         try:
             self.measure: CrossEntropy | TokenLoss | DocumentPasses
             self.divisor: float
-            self.measure, self.divisor, described = _read_loss(loss, divisor, plan, world, chunk_rows)
+            self.measure, self.divisor, loss_text = _read_loss(loss, divisor, plan, world, chunk_rows)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
         if world.control.agree(_text_digest("a loss or a divisor"), flag=failure is not None, what=_WHAT, hint=_HINT):
             raise_first_error(world, failure)
-        world.control.agree(_text_digest(described), what=_WHAT, hint=_HINT)
+        world.control.agree(_text_digest(loss_text), what=_WHAT, hint=_HINT)
 
     def check_inputs(self, inputs: StepInputs) -> None:
         """Raise ModelError for a model whose two forward passes would differ."""
