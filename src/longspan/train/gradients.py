@@ -63,7 +63,7 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
     A gradient that several ranks of a pipeline stage hold alike is counted by one of these ranks.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    counts_here = _Counted(world)
+    counts_here = _FirstCopies(world)
     parts = [
         torch.stack(torch._foreach_norm(tensors, 2, dtype=_sum_dtype(dtype))).double().square().sum()
         for dtype, tensors in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items()
@@ -100,7 +100,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
             torch._foreach_mul_(tensors, torch.tensor(factor, dtype=_sum_dtype(dtype)))
 
 
-class _Counted:
+class _FirstCopies:
     """Whether this rank counts a gradient: the first of the ranks of its stage that hold the same elements."""
 
     def __init__(self, world: World) -> None:
@@ -163,19 +163,19 @@ def check_finite(
     *,
     norm: float,
     loss: float | None = None,
-    not_finite: Callable[[], Sequence[str]] = tuple,
+    nonfinite_inputs: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """Raise NonFiniteError, on every rank, where the loss or the gradient norm, equal on all ranks, is not finite.
 
     Only then the ranks look for parameters that are not finite, and gather their names. `loss` is None where the
-    caller's own loop made it; `not_finite` names items for which this rank read something that is not finite.
+    caller's own loop made it; `nonfinite_inputs` names items for which this rank read something that is not finite.
     """
     if math.isfinite(norm) and (loss is None or math.isfinite(loss)):
         return
     reports = dict(
         zip(
             world.home.ranks,
-            world.control.gather_objects(_report_not_finite(model, not_finite()), "what is not finite"),
+            world.control.gather_objects(_report_not_finite(model, nonfinite_inputs()), "what is not finite"),
             strict=True,
         )
     )

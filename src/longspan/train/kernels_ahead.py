@@ -48,7 +48,7 @@ class BlockKind:
 def compile_ahead(
     config: RunConfig, slots: int, capability: tuple[int, int], multiprocessors: int, *, backward: bool
 ) -> Iterator[None]:
-    """While open, processes compile what steps of a model will call; those still at work are ended on leaving.
+    """Return a context in which processes compile what steps of a model will call; its end ends those still at work.
 
     `capability` and `multiprocessors` are the GPUs', which the processes do not see. None start where there is no cache
     or it has the kernels, on other GPUs than Hopper's, and where another kernel attends.

@@ -322,7 +322,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
-    """Add the gradients of a chunk to `sums` (empty at first), in float32 at least; those of a single chunk stay."""
+    """Add a chunk's gradients to `sums` (empty at first) in float32 at least; those of an only chunk stay as is."""
     if not sums:
         return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
     for total, gradient in zip(sums, gradients, strict=True):

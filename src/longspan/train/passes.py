@@ -81,7 +81,7 @@ class Term:
         """Return numbers of this rank's slot, which are summed over all slots with the loss; may be on the device."""
         return []
 
-    def not_finite(self) -> list[str]:
+    def nonfinite_inputs(self) -> list[str]:
         """Return names of inputs of this rank that are not finite, for an error."""
         return []
 

@@ -69,7 +69,7 @@ def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread
         if compiled:
             from longspan.model.compiled_layers import start_compile_workers
 
-            with suppress(Exception):  # `prepare` starts them too
+            with suppress(Exception):  # `prepare` starts them where this failed
                 start_compile_workers(ranks_of_host)
         for name in GPU_MODULES:
             with suppress(Exception):

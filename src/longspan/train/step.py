@@ -127,9 +127,8 @@ def run_step(
     batches = read_batches(inputs, terms, temperature)
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
-    # The term of `loss` and `divisor`, if there is one, puts its own measure and divisor in place of these.
-    measure, targets = CrossEntropy(loss_chunk_rows), default_divisor(plan)
-    passes = Passes.of(inputs, terms, measure, divisor=targets, temperature=temperature)
+    measure = CrossEntropy(loss_chunk_rows)  # the term of `loss` and `divisor` puts its own in place of these two
+    passes = Passes.of(inputs, terms, measure, divisor=default_divisor(plan), temperature=temperature)
     loss_sum = launch_passes(passes, batches)
     for term in terms:
         term.raise_error()

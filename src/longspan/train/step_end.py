@@ -29,7 +29,7 @@ from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.passes import Passes
 from longspan.train.reading.read_rows import LocalBatch
 
-WHAT = "loss and gradient norm"  # the name of the collective in errors
+SUMS_NAME = "loss and gradient norm"  # the name of the collective in errors
 
 
 class StepSums(NamedTuple):
@@ -66,7 +66,7 @@ class StepEnd:
         if one_pass is not None and sums_on_device(self.world):
             return self._finish_on_device(one_pass, pieces)
         self._work_meanwhile()
-        sums = self._make_sums(self.world.control.sum_over_ranks(_read_pieces(pieces), WHAT), pieces)
+        sums = self._make_sums(self.world.control.sum_over_ranks(_read_pieces(pieces), SUMS_NAME), pieces)
         self._check_sums(sums)
         self._update(one_pass, sums)
         return sums
@@ -142,7 +142,7 @@ class StepEnd:
                 self.world,
                 loss=sums.loss / self.passes.divisor,
                 norm=sums.norm,
-                not_finite=lambda: [name for term in self.passes.terms for name in term.not_finite()],
+                nonfinite_inputs=lambda: [name for term in self.passes.terms for name in term.nonfinite_inputs()],
             )
 
     def _update(self, one_pass: OnePassAdamW | None, sums: StepSums) -> None:
@@ -187,7 +187,7 @@ def gather_and_add(values: Tensor, world: World) -> Tensor:
 
 def _gather(channel: Channel, values: Tensor) -> Tensor:
     """Gather the values (n,) of a channel's ranks and add them in the order of ranks: the same bits on every rank."""
-    return torch.stack(channel.all_gather(values[None], [1] * channel.degree, WHAT).wait()).sum(0)[0]
+    return torch.stack(channel.all_gather(values[None], [1] * channel.degree, SUMS_NAME).wait()).sum(0)[0]
 
 
 class HostCopy:

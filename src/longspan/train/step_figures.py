@@ -114,7 +114,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
 
 
 def is_priced_here(config: RunConfig, cost: Cost, world: World) -> bool:
-    """Whether plans of this cost are priced for the devices of this world, so that their seconds may be relied on.
+    """Return whether plans of this cost are priced for this world's devices, so that their seconds may be relied on.
 
     They are if the configuration names the prices, and on H200s with longspan's own prices of these.
     """

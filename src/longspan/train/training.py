@@ -250,12 +250,12 @@ class Training:
     @property
     def choice(self) -> PlanChoice:
         """Return how training steps are planned, priced for the model."""
-        parameters = list(self.model.parameters())
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())  # unsharded: DTensors count all
         return PlanChoice.training(
             self.config,
             cost=self.cost,
             heads=query_heads(self.model.config),
-            weights=sum(parameter.numel() for parameter in parameters) // self.world.home.tp,  # of a rank
+            weights=parameters // self.world.home.tp,  # of a rank before they are sharded over slots
             weight_bytes=compute_dtype(self.config.model, self.world.device.type).itemsize,
         )
 

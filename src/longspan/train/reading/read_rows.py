@@ -43,7 +43,7 @@ def read_inputs_and_labels(
 ) -> tuple[Integers, Integers]:
     """Read token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
 
-    `documents[d]` is asked for the positions that this rank holds, and for the next one where a label needs it.
+    `documents[d]` is indexed by the positions that this rank holds, and by the next one where a label needs it.
     In the places of `items` ids are 0 and labels −100, whatever the document holds there.
     Raises DataError, naming document and position, for what is not a token id of the vocabulary.
     """
@@ -140,7 +140,7 @@ class _Reader:
 
         Tokens after them are read too, one for the last label and one more for each depth, as far as there are any.
         """
-        end = min(stop + len(self._at_depth), length)  # a row predicts nothing where its document ends before
+        end = min(stop + len(self._at_depth), length)  # no tokens follow a document's end
         # True at the placeholders of items, which are neither inputs nor targets.
         hidden = None if self._items is None else self._items.placeholder_mask(document, start, end)
         positions, value = np.arange(start, end), self._documents[document]

@@ -65,9 +65,9 @@ class EncodersTerm(Term):
         assert self._encoding is not None, "read first"
         return self._encoding.passes_context(self._micro_batches, batches)
 
-    def not_finite(self) -> list[str]:
+    def nonfinite_inputs(self) -> list[str]:
         """Return the items for which this rank read something that is not finite."""
-        return [] if self._encoding is None else self._encoding.not_finite()
+        return [] if self._encoding is None else self._encoding.nonfinite_inputs()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
         """Return what the encoders took of a step with a backward pass."""
@@ -104,7 +104,7 @@ class Encoding:
         plans = plan_items(items, needed_by, planning)
         self._world, self._clock = world, PartClock(world.device)
         width = model.config.get_text_config().hidden_size
-        self._parts = [
+        self._modality_passes = [
             ModalityPass(model.encoder_settings[modality], world, part, items, width=width, backward=backward)
             for modality, part in plans.items()
         ]
@@ -112,16 +112,16 @@ class Encoding:
     @property
     def items_here(self) -> list[int]:
         """The items that this rank reads, as documents number them."""
-        return [number for part in self._parts for number in part.items_here]
+        return [number for modality_pass in self._modality_passes for number in modality_pass.items_here]
 
     def read_items(self, documents: Any) -> None:
         """Read what this rank encodes from the documents; raises whatever they raise."""
-        for part in self._parts:
-            part.read_items(documents)
+        for modality_pass in self._modality_passes:
+            modality_pass.read_items(documents)
 
-    def not_finite(self) -> list[str]:
+    def nonfinite_inputs(self) -> list[str]:
         """Return the items for which this rank read something that is not finite."""
-        return [name for part in self._parts for name in part.not_finite()]
+        return [name for modality_pass in self._modality_passes for name in modality_pass.nonfinite_inputs()]
 
     @contextmanager
     def passes_context(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> Iterator[None]:
@@ -130,24 +130,26 @@ class Encoding:
         `micro_batches` are those of the `batches`, equal to those that the waves were planned for.
         """
         with ExitStack() as stack:
-            for modality_pass in self._parts:
+            for modality_pass in self._modality_passes:
                 stack.enter_context(modality_pass.step_context())
             with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
-                self._raise_errors_together([modality_pass.encode_waves() for modality_pass in self._parts])
-                for modality_pass in self._parts:
+                self._raise_errors_together([modality_pass.encode_waves() for modality_pass in self._modality_passes])
+                for modality_pass in self._modality_passes:
                     modality_pass.deliver_rows(micro_batches, batches)
             yield
             with self._clock.time_part("phases"), self._name_part("gradients to encoders, and their backward passes"):
-                for modality_pass in reversed(self._parts):
+                for modality_pass in reversed(self._modality_passes):
                     modality_pass.backward()
 
     def gather_times(self) -> EncoderTimes:
         """Return the times of all parts, read after the step has waited for the device; all ranks enter together."""
-        plans = [modality_pass.plan for modality_pass in self._parts]
+        plans = [modality_pass.plan for modality_pass in self._modality_passes]
         seconds = sum(plan.plan.predicted_seconds for plan in plans)
         balance = max((plan.balance for plan in plans), default=1.0)
         return gather_times(
-            [self._clock, *(modality_pass.clock for modality_pass in self._parts)], self._world, (seconds, balance)
+            [self._clock, *(modality_pass.clock for modality_pass in self._modality_passes)],
+            self._world,
+            (seconds, balance),
         )
 
     def _name_part(self, part: str) -> AbstractContextManager[None]:

@@ -44,7 +44,7 @@ class MtpLoss:
     >>> run_step(model, plan, documents, world, optimizer, mtp=MtpLoss(weight=0.3)).mtp_losses
 
     `weight` times the mean of the depths' losses is added: 0.3, and 0.1 towards the end, in DeepSeek-V3. Raises
-    LossError for a weight that is no number from 0.
+    LossError for a weight that is no number of at least 0.
     """
 
     weight: float = 0.3

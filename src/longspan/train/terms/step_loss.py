@@ -26,8 +26,8 @@ Loss = LossFunction | DocumentLoss | None
 class LossTerm(Term):
     """How a step makes its loss of rows, and what it divides their sum by.
 
-    Made by all ranks together. Raises LossError on every rank for a loss or a divisor that is none on any, CommError
-    for ranks that were given others, or nothing.
+    Made by all ranks together. Raises LossError on every rank where one rank's loss or divisor cannot be used,
+    CommError where ranks have different ones, or some have neither.
     """
 
     def __init__(self, loss: Loss, divisor: float | None, plan: Plan, world: World, chunk_rows: int) -> None:
@@ -44,9 +44,11 @@ class LossTerm(Term):
             self.measure, self.divisor, loss_text = _read_loss(loss, divisor, plan, world, chunk_rows)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
-        if world.control.agree(_text_digest("a loss or a divisor"), flag=failure is not None, what=_WHAT, hint=_HINT):
+        if world.control.agree(
+            _text_digest("a loss or a divisor"), flag=failure is not None, what=_COMPARISON, hint=_HINT
+        ):
             raise_first_error(world, failure)
-        world.control.agree(_text_digest(loss_text), what=_WHAT, hint=_HINT)
+        world.control.agree(_text_digest(loss_text), what=_COMPARISON, hint=_HINT)
 
     def check_inputs(self, inputs: StepInputs) -> None:
         """Raise ModelError for a model whose two forward passes would differ."""
@@ -87,7 +89,7 @@ class LossTerm(Term):
         return {"forward_twice": self.measure.forward_twice if isinstance(self.measure, DocumentPasses) else 0}
 
 
-_WHAT = "losses, sets or divisors"
+_COMPARISON = "losses, sets or divisors"
 _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
 
 
