@@ -39,16 +39,16 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     logits = logits.detach()
     if uses_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1:
         return _kernel_softmax(logits, ids)
-    at = ids.unsqueeze(1)
+    columns = ids.unsqueeze(1)
     wide_logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
     wide_logits -= wide_logits.amax(-1, keepdim=True)
-    target_logits = wide_logits.gather(1, at).squeeze(1)  # (t,)
+    target_logits = wide_logits.gather(1, columns).squeeze(1)  # (t,)
     total = wide_logits.exp_().sum(-1)  # (t,)
 
     def logit_gradient(slopes: Tensor) -> Tensor:
         """Return slope · (onehot − softmax) of each row, in the memory of the exponentials."""
         slopes = slopes.to(wide_logits.dtype)
-        wide_logits.mul_((-slopes / total).unsqueeze(1)).scatter_add_(1, at, slopes.unsqueeze(1))
+        wide_logits.mul_((-slopes / total).unsqueeze(1)).scatter_add_(1, columns, slopes.unsqueeze(1))
         return wide_logits.to(logits.dtype)
 
     return target_logits - total.log(), logit_gradient

@@ -32,8 +32,8 @@ class StepFigures:
 
     `shape` is None for a model whose configuration does not give its FLOPs; `uncounted` is the reason; `frozen`: only
     adapters are trained. `images` is the tower and projector of a model with images; `trained` is their trained part.
-    `priced_here`: the cost of its plans is of these devices, so that what they predict may stand beside what was
-    measured.
+    `priced_here`: the cost of its plans is of these devices, so that what they predict may be compared with what
+    was measured.
     """
 
     shape: ModelShape | None

@@ -69,10 +69,10 @@ def load_run_model(
     presets, which are drawn here.
     """
     configuration = configuration or model_configuration(config, vocabulary)
-    if folder := config.model.path:  # sharded=None: if its files can be read in parts
+    if folder := config.model.path:  # sharded=None: read in parts if its files allow it
         model = load_model(folder, config=configuration, dtype=config.model.dtype, sharded=None, images=images)
         return add_configured_depths(config, model)
-    tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows  # embeds as many ids as a tokenizer
+    tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows  # it has no vocabulary of its own
     dtype, seed = config.model.dtype, config.train.seed
     model = load_model(config=configuration, dtype=dtype, seed=seed, sharded=not tiny, images=images)
     return add_configured_depths(config, model)

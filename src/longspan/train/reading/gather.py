@@ -100,7 +100,7 @@ class _Share(NamedTuple):
 
 
 class _Local:
-    """The documents that this rank brings, read."""
+    """The documents that this rank brings, once it has read them: facts and rows of each."""
 
     def __init__(self) -> None:
         """Begin without documents: facts and columns of each, and whether any label is another than its token."""
@@ -221,12 +221,13 @@ def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] 
         numbers = [range(end - len(share.facts), end) for end, share in zip(last_numbers, shares, strict=True)]
     order = np.array([number for share in numbers for number in share], dtype=np.int64)
     by_rank = np.concatenate([share.facts for share in shares])  # columns: length, 3 more, whether there are weights
+    lengths, weighted = by_rank[:, 0], by_rank[:, -1]
     facts = np.empty((len(order), by_rank.shape[1] + 1), dtype=np.int64)
-    facts[order] = np.column_stack([by_rank, np.cumsum(by_rank[:, 0]) - by_rank[:, 0]])
+    facts[order] = np.column_stack([by_rank, np.cumsum(lengths) - lengths])
     ends = np.cumsum([int(share.facts[:, 0].sum()) for share in shares])
     index = world.home.ranks.index(world.rank)
     columns = [IDS, *[LABELS] * any(share.labelled for share in shares)]
-    columns += [number_column(WEIGHTS)] * bool(by_rank[:, 4].any())
+    columns += [number_column(WEIGHTS)] * bool(weighted.any())
     columns += sorted({number_column(name) for share in shares for name in share.names})
     table = local.row_table(columns)
     rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)

@@ -85,10 +85,10 @@ class StepDocuments:
         """Raise PlanError where the plan divides the loss by another number of targets."""
         if plan.targets == (targets := sum(self.targets)):
             return
-        hidden = "" if self.items is None else f" that are not placeholders of {len(self.items)} items"
+        clause = "" if self.items is None else f" that are not placeholders of {len(self.items)} items"
         raise PlanError(
             f"the plan divides the loss by {plan.targets} targets, its {len(plan.lengths)} documents predict "
-            f"{plural(targets, 'token')}{hidden}; plan with targets={targets}, or without targets= where every token "
+            f"{plural(targets, 'token')}{clause}; plan with targets={targets}, or without targets= where every token "
             "is predicted"
         )
 

@@ -71,7 +71,7 @@ class LossTerm(Term):
 
         Raises LossError where a function of documents gave other values on some ranks.
         """
-        if isinstance(self.measure, CrossEntropy):
+        if isinstance(self.measure, CrossEntropy):  # calls no function of the caller's
             return
         error = None if self.measure.error is None else _to_loss_error(self.measure.error, self._world)
         if self._world.control.any_rank(error is not None):
