@@ -111,7 +111,7 @@ class _Local:
         """Read a document, check it, and keep its facts and its rows.
 
         Numbers are kept as the bits of float64, so that all columns are of int64 and travel as one table. Raises
-        DataError for what is no document, and for values of other names than those of the documents before.
+        DataError for a value that is no document, and for values of other names than those of the documents before.
         """
         if isinstance(document, Mapping):
             raise DataError(

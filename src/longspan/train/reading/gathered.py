@@ -35,7 +35,7 @@ class Facts(NamedTuple):
     lengths: Integers
     targets: Integers
     prefix_rows: Integers  # rows before the first target
-    pieces: Integers  # documents in a pack; 0 for what is none
+    pieces: Integers  # documents in a pack; 0 for a document that is no pack
     weighted: Integers  # 0 or 1
     starts: Integers  # the number of the first row, among the rows of all documents in the order of ranks
 

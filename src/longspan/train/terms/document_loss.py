@@ -144,8 +144,9 @@ class SameOnRanks:
         self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
 
     def differ_on_ranks(self, world: World) -> bool:
-        """Return whether the ranks that have sums differ in them; sums that are not finite are not compared.
+        """Return whether the ranks that have sums differ in them.
 
+        Sums that are not finite are not compared: a step with an optimizer raises NonFiniteError for them.
         One collective gives the largest sums, the largest negated sums (so the smallest), and the largest sizes.
         """
         finite = np.isfinite(self._sums)

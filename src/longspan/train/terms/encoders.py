@@ -191,7 +191,7 @@ def _encoder_planning(encoder: Encoder) -> EncoderPlanning:
 
 MOST_AHEAD = 4  # steps of a model whose waves are planned and not yet taken; older ones are dropped
 _pool = ThreadPoolExecutor(1, "longspan-waves")
-_planned = WeakKeyDictionary[nn.Module, "OrderedDict[Any, Future[Encoding]]"]()
+_planned_encodings = WeakKeyDictionary[nn.Module, "OrderedDict[Any, Future[Encoding]]"]()
 
 
 def plan_waves_ahead(
@@ -210,7 +210,7 @@ def plan_waves_ahead(
     """
     table = StepDocuments(model, documents, plan.lengths).items
     assert table is not None  # a MultimodalModel's documents have items
-    planned = _planned.setdefault(model, OrderedDict())
+    planned = _planned_encodings.setdefault(model, OrderedDict())
     device = model.world.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     make = partial(Encoding, model, plan, plan.micro_batches, table, backward=backward, depths=depths)
@@ -223,7 +223,9 @@ def plan_waves_ahead(
 
 def take_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int = 0) -> Encoding:
     """Take the waves of a step: those planned ahead, which it waits for, or planned now."""
-    ahead = _planned.get(model, OrderedDict()).pop(_encoding_key(model, plan, table, (backward, depths)), None)
+    ahead = _planned_encodings.get(model, OrderedDict()).pop(
+        _encoding_key(model, plan, table, (backward, depths)), None
+    )
     if ahead is not None:
         return ahead.result()
     return Encoding(model, plan, plan.micro_batches, table, backward=backward, depths=depths)
