@@ -225,7 +225,7 @@ def test_documents_of_a_set_are_no_longer_than_the_model_knows(tmp_path: Path) -
     ):
         check("books", 10**6)
     with pytest.raises(ConfigError, match=r'set model.rope_scaling = "yarn" and model.rope_factor = 30.75, or leave '):
-        check("keys", 10**6, made=True)
+        check("keys", 10**6, passkey=True)
     check("books", 60)
 
 

@@ -117,7 +117,7 @@ def compare_rows(rank: int, home: Layout, of: Sequence[int], *, shared: bool) ->
                             end = min(stop, part.group.lengths[local_number])
                             ahead = min(end + depths + 1, part.group.lengths[local_number]) if end > start else start
                             places |= {(part.group.documents[local_number], p) for p in range(start, ahead)}
-                here.append(len(rows._here.numbers))
+                here.append(len(rows._rows_here.numbers))
                 needed += len(places)
                 assert here[-1] == len(places)  # no more than what is read here
     return here, needed

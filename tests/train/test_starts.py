@@ -117,11 +117,11 @@ def test_kernels_are_noted_by_the_model_and_the_versions(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"head_dim": 64}))
     digests = {
-        kernels_ahead._digest(ModelConfig(preset="qwen3-0.6b")),
-        kernels_ahead._digest(ModelConfig(path=str(tmp_path))),
+        kernels_ahead._model_digest(ModelConfig(preset="qwen3-0.6b")),
+        kernels_ahead._model_digest(ModelConfig(path=str(tmp_path))),
     }
     (tmp_path / "config.json").write_text(json.dumps({"head_dim": 128}))
-    digests.add(kernels_ahead._digest(ModelConfig(path=str(tmp_path))))
+    digests.add(kernels_ahead._model_digest(ModelConfig(path=str(tmp_path))))
     monkeypatch.setattr(kernels_ahead, "version", lambda package: "2")
-    digests.add(kernels_ahead._digest(ModelConfig(path=str(tmp_path))))
+    digests.add(kernels_ahead._model_digest(ModelConfig(path=str(tmp_path))))
     assert len(digests) == 4 and "" not in digests

@@ -30,7 +30,7 @@ from longspan.model.vision.join import map_stock_names
 from longspan.model.weights.fill import empty_model, find_images_class, pop_deferred_weights
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.write import WeightTotals, weight_unit
-from longspan.train.terms.mtp import add_configured_depths, depth_weights
+from longspan.train.terms.mtp import add_configured_depths, find_depth_weights
 from longspan.train.training import add_configured_adapter, load_run_model
 
 Value = TypeVar("Value")
@@ -169,7 +169,7 @@ def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) -> None:
     """Raise CheckpointError for random weights, of a base model or its depths, that this CPU would draw differently."""
     name = run.model.preset_name
-    drawn_depths = run.mtp.depths and depth_weights(run, configuration) is None
+    drawn_depths = run.mtp.depths and find_depth_weights(run, configuration) is None
     # Nothing was drawn, or a tiny preset was: its weights are drawn on the CPU on every machine.
     if (run.model.path and not drawn_depths) or (name and not PRESETS[name].rows):
         return

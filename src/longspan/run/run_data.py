@@ -120,7 +120,7 @@ def check_set_lengths(
         tokens, origin = entry.longest
         check_longest_of_set(config, entry.config, home, tokens, origin, heads)
         is_made = entry.config.path in MADE
-        check_set_length(model, config.model, longest, entry.name, tokens, made=is_made)
+        check_set_length(model, config.model, longest, entry.name, tokens, passkey=is_made)
 
 
 def with_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:

@@ -63,7 +63,7 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
     A gradient that several ranks of a pipeline stage hold alike is counted by one of these ranks.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    counts_here = _Counted(world)
+    counts_here = _FirstCopies(world)
     parts = [
         torch.stack(torch._foreach_norm(tensors, 2, dtype=_sum_dtype(dtype))).double().square().sum()
         for dtype, tensors in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items()
@@ -100,7 +100,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -
             torch._foreach_mul_(tensors, torch.tensor(factor, dtype=_sum_dtype(dtype)))
 
 
-class _Counted:
+class _FirstCopies:
     """Whether this rank counts a gradient: the first of the ranks of its stage that hold the same elements."""
 
     def __init__(self, world: World) -> None:
@@ -120,8 +120,8 @@ class _Counted:
     def _is_first_copy(self, mesh: Any, placements: Any) -> bool:
         """Return whether this rank has the first copy of gradients with this mesh and these placements.
 
-        Meshes beside each other hold the same, so only the one with the stage's first rank counts; there a rank counts
-        at index 0 of every axis that has copies.
+        Several meshes of a stage may hold the same gradients, one mesh for each index of the axes that they lack: only
+        the one with the stage's first rank counts, and in it a rank at index 0 of every axis that has copies.
         """
         assert not any(placement.is_partial() for placement in placements), placements
         copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
@@ -163,19 +163,19 @@ def check_finite(
     *,
     norm: float,
     loss: float | None = None,
-    not_finite: Callable[[], Sequence[str]] = tuple,
+    nonfinite_inputs: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """Raise NonFiniteError, on every rank, where the loss or the gradient norm, equal on all ranks, is not finite.
 
     Only then the ranks look for parameters that are not finite, and gather their names. `loss` is None where the
-    caller's own loop made it; `not_finite` names items for which this rank read something that is not finite.
+    caller's own loop made it; `nonfinite_inputs` names items for which this rank read something that is not finite.
     """
     if math.isfinite(norm) and (loss is None or math.isfinite(loss)):
         return
     reports = dict(
         zip(
             world.home.ranks,
-            world.control.gather_objects(_report_not_finite(model, not_finite()), "what is not finite"),
+            world.control.gather_objects(_report_not_finite(model, nonfinite_inputs()), "what is not finite"),
             strict=True,
         )
     )
@@ -189,7 +189,10 @@ def check_finite(
 
 @torch.no_grad()
 def _report_not_finite(model: nn.Module, items: Sequence[str]) -> _Report:
-    """Report which weights and gradients of this rank are not finite, and its largest weight."""
+    """Report which weights and gradients of this rank are not finite, and its largest weight.
+
+    `items` are names of images and the like for which this rank read something that is not finite.
+    """
     weights = {name: local_tensor(p) for name, p in model.named_parameters()}
     gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)

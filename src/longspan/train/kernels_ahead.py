@@ -48,7 +48,7 @@ class BlockKind:
 def compile_ahead(
     config: RunConfig, slots: int, capability: tuple[int, int], multiprocessors: int, *, backward: bool
 ) -> Iterator[None]:
-    """While open, processes compile what steps of a model will call; those still at work are ended on leaving.
+    """Return a context in which processes compile what steps of a model will call; its end ends those still at work.
 
     `capability` and `multiprocessors` are the GPUs', which the processes do not see. None start where there is no cache
     or it has the kernels, on other GPUs than Hopper's, and where another kernel attends.
@@ -57,7 +57,7 @@ def compile_ahead(
     ...     run_on_ranks(train_rank, args, 8)
     """
     with ExitStack() as stack:
-        folder, digest = os.environ.get(CACHE, ""), _digest(config.model)
+        folder, digest = os.environ.get(CACHE, ""), _model_digest(config.model)
         if (
             folder
             and digest
@@ -75,7 +75,7 @@ def compile_ahead(
             for kind in _list_kinds(slots, backward=backward):
                 note = Path(folder) / f"ahead-{digest}-{kind.name}"
                 if not note.exists():
-                    worker = Worker(serve, environment=environment, own_session=True)
+                    worker = Worker(compile_in_worker, environment=environment, own_session=True)
                     stack.callback(_end_worker, worker)
                     worker.connection.send((config.model, kind, note))
         yield
@@ -93,7 +93,7 @@ def _end_worker(worker: Worker) -> None:
     worker.connection.close()
 
 
-def _digest(model: ModelConfig) -> str:
+def _model_digest(model: ModelConfig) -> str:
     """Return a digest of a model's configuration and the packages' versions, for the names of notes.
 
     The digest is "" where FlashAttention-4 is not installed, or the configuration cannot be read.
@@ -108,7 +108,7 @@ def _digest(model: ModelConfig) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def serve(connection: "Connection[Any, Any]", parent: int) -> None:
+def compile_in_worker(connection: "Connection[Any, Any]", parent: int) -> None:
     """Compile one kind of block in a worker, and note that the cache has it. Ranks compile what fails here."""
     request = next_request(connection, parent)
     if request is not None:
@@ -129,10 +129,10 @@ def _head_sizes(model: ModelConfig) -> Mapping[str, int]:
     from longspan.model import preset_config
     from longspan.model.weights.hf_folder import read_configuration
 
-    read: Any = (
+    configuration: Any = (
         read_configuration(Path(model.source)) if model.source else preset_config(model.preset_name, vocab_size=256)
     )
-    text = read.get_text_config()
+    text = configuration.get_text_config()
     heads, kv_heads = int(text.num_attention_heads), int(getattr(text, "num_key_value_heads", 0) or 0)
     size = int(getattr(text, "head_dim", 0) or text.hidden_size // heads)
     if getattr(text, "kv_lora_rank", None):
@@ -141,7 +141,7 @@ def _head_sizes(model: ModelConfig) -> Mapping[str, int]:
 
 
 def compile_kind(sizes: Mapping[str, int], kind: BlockKind) -> None:
-    """Compile the kernels of a kind of block in bfloat16, forward and perhaps backward, from tensors without memory."""
+    """Compile the kernels of a kind of block in bfloat16, forward and if it says so backward, from fake tensors."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -157,7 +157,7 @@ def compile_kind(sizes: Mapping[str, int], kind: BlockKind) -> None:
         tiles = [Tile(start, start + _ROWS, start, start + _ROWS, None, right) for start in starts]
         launch = Launch(Tiling.from_tiles(tiles), device)
         ends = tuple(torch.empty(documents + 1, dtype=torch.int32, device=device) for _ in range(2))
-        vars(launch)["cu_seqlens"] = ends  # whose values are not read
+        vars(launch)["cu_seqlens"] = ends  # the property would copy to a GPU; values are not read here
         call = AttendCall(heads, kv_heads, size, size, torch.bfloat16, device, scale=size**-0.5)
         q, k, v = (
             torch.empty(documents * _ROWS, n, size, dtype=torch.bfloat16, device=device)

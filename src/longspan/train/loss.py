@@ -39,16 +39,16 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     logits = logits.detach()
     if uses_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1:
         return _kernel_softmax(logits, ids)
-    at = ids.unsqueeze(1)
+    columns = ids.unsqueeze(1)
     wide_logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
     wide_logits -= wide_logits.amax(-1, keepdim=True)
-    target_logits = wide_logits.gather(1, at).squeeze(1)  # (t,)
+    target_logits = wide_logits.gather(1, columns).squeeze(1)  # (t,)
     total = wide_logits.exp_().sum(-1)  # (t,)
 
     def logit_gradient(slopes: Tensor) -> Tensor:
         """Return slope · (onehot − softmax) of each row, in the memory of the exponentials."""
         slopes = slopes.to(wide_logits.dtype)
-        wide_logits.mul_((-slopes / total).unsqueeze(1)).scatter_add_(1, at, slopes.unsqueeze(1))
+        wide_logits.mul_((-slopes / total).unsqueeze(1)).scatter_add_(1, columns, slopes.unsqueeze(1))
         return wide_logits.to(logits.dtype)
 
     return target_logits - total.log(), logit_gradient
@@ -223,7 +223,7 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
 
     Forward makes the gradients of hidden states and head as well, so that no logits are made twice; backward scales
     them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
-    chunk within 2 GiB on a GPU, 64 MiB elsewhere. Without a target, the head runs on a row that has no loss.
+    chunk within 2 GiB on a GPU, 64 MiB elsewhere. A head may enter collectives: without targets it gets a padding row.
     """
     rows, parameters = _chunk_rows(hidden, head, rows), head.parameters
     if not len(targets.rows):
@@ -322,7 +322,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:
-    """Add the gradients of a chunk to `sums` (empty at first), in float32 at least; those of a single chunk stay."""
+    """Add a chunk's gradients to `sums` (empty at first) in float32 at least; those of an only chunk stay as is."""
     if not sums:
         return gradients if last else [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
     for total, gradient in zip(sums, gradients, strict=True):

@@ -81,7 +81,7 @@ class Term:
         """Return numbers of this rank's slot, which are summed over all slots with the loss; may be on the device."""
         return []
 
-    def not_finite(self) -> list[str]:
+    def nonfinite_inputs(self) -> list[str]:
         """Return names of inputs of this rank that are not finite, for an error."""
         return []
 
@@ -168,7 +168,7 @@ def default_divisor(plan: Plan) -> float:
 
 
 def read_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float = 1.0) -> list[LocalBatch]:
-    """Read this rank's rows of a whole step, and what its terms need besides; entered by all ranks.
+    """Read this rank's rows of a whole step, and what its terms need; entered by all ranks.
 
     Raises DataError on every rank where any cannot read, CommError unless the plan and the temperature are the same.
     """

@@ -21,7 +21,7 @@ def log_probs_kernel(logits, ids, log_probs, log_total, vocabulary, logits_row, 
         column = first + tl.arange(0, COLUMNS)
         x = tl.load(row_logits + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, x)
-        # Columns that saw no logit yet, or only −inf, have nothing to scale.
+        # Lanes that saw no logit yet, or only −inf, have nothing to scale.
         finite = larger > float("-inf")
         total = tl.where(finite, total * tl.exp(largest - larger) + tl.exp(x - larger), 0.0)
         largest = larger
@@ -38,7 +38,7 @@ def distribution_kernel(logits, ids, numbers, rows, vocabulary, logits_row, COLU
 
     They go to `numbers` (4, rows). Each of COLUMNS lanes keeps the largest logit x that it saw and the first column
     that has it (`place`), and over its logits y the sums of e^(y−x) (`total`), of e^(y−x)·(y−x) (`weighted`), of
-    e^2(y−x) (`squares`) and of y (`plain`); lanes are joined at the end. A logit of −∞ adds nothing to the first three.
+    e^(2(y−x)) (`squares`) and of y (`plain`); lanes are joined at the end. The first three skip logits of −∞.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * logits_row

@@ -43,7 +43,7 @@ class Starts:
         self._last = now
 
     def to_json(self) -> dict[str, float]:
-        """The seconds by part, and all of them as "total"."""
+        """Return the seconds by part, and all of them as "total"."""
         return {name: round(seconds, 2) for name, seconds in self.parts.items()} | {
             "total": round(self._last - self.begun, 2)
         }
@@ -69,7 +69,7 @@ def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread
         if compiled:
             from longspan.model.compiled_layers import start_compile_workers
 
-            with suppress(Exception):  # `prepare` starts them too
+            with suppress(Exception):  # `prepare` starts them where this failed
                 start_compile_workers(ranks_of_host)
         for name in GPU_MODULES:
             with suppress(Exception):

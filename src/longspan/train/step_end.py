@@ -29,7 +29,7 @@ from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.passes import Passes
 from longspan.train.reading.read_rows import LocalBatch
 
-WHAT = "loss and gradient norm"  # the name of the collective in errors
+SUMS_NAME = "loss and gradient norm"  # the name of the collective in errors
 
 
 class StepSums(NamedTuple):
@@ -66,7 +66,7 @@ class StepEnd:
         if one_pass is not None and sums_on_device(self.world):
             return self._finish_on_device(one_pass, pieces)
         self._work_meanwhile()
-        sums = self._make_sums(self.world.control.sum_over_ranks(_read_pieces(pieces), WHAT), pieces)
+        sums = self._make_sums(self.world.control.sum_over_ranks(_read_pieces(pieces), SUMS_NAME), pieces)
         self._check_sums(sums)
         self._update(one_pass, sums)
         return sums
@@ -75,7 +75,7 @@ class StepEnd:
         """Launch the sums and the update, and read the sums while it runs."""
         assert self.optimizer is not None
         values = gather_and_add(_join_pieces(pieces, self.world.device), self.world)
-        one_pass.gradient_scale = self._scale(values)
+        one_pass.gradient_scale = self._clip_factor(values)
         copy = HostCopy(values)
         try:
             self.optimizer.step()
@@ -95,13 +95,14 @@ class StepEnd:
         if self.meanwhile is not None:
             self.meanwhile()
 
-    def _scale(self, values: Tensor) -> Tensor:
-        """Return what gradients are multiplied with, on the device: not a number where the step must not be taken.
+    def _clip_factor(self, values: Tensor) -> Tensor:
+        """Return the factor of the gradients, on the device: not a number where the step must not be taken.
 
         The factor brings their norm down to the limit, and is 1 at most. No rank waits for the device to learn it.
+        `values` are summed over all ranks, in the order of `_rank_sums`.
         """
-        norm, loss = values[0].sqrt(), values[1] / self.passes.divisor  # values in the order of `_rank_sums`
-        is_good = norm.isfinite() & loss.isfinite() & (values[2] == self.passes.plan.targets)
+        norm, loss, targets = values[0].sqrt(), values[1] / self.passes.divisor, values[2]
+        is_good = norm.isfinite() & loss.isfinite() & (targets == self.passes.plan.targets)
         norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
 
@@ -141,7 +142,7 @@ class StepEnd:
                 self.world,
                 loss=sums.loss / self.passes.divisor,
                 norm=sums.norm,
-                not_finite=lambda: [name for term in self.passes.terms for name in term.not_finite()],
+                nonfinite_inputs=lambda: [name for term in self.passes.terms for name in term.nonfinite_inputs()],
             )
 
     def _update(self, one_pass: OnePassAdamW | None, sums: StepSums) -> None:
@@ -186,7 +187,7 @@ def gather_and_add(values: Tensor, world: World) -> Tensor:
 
 def _gather(channel: Channel, values: Tensor) -> Tensor:
     """Gather the values (n,) of a channel's ranks and add them in the order of ranks: the same bits on every rank."""
-    return torch.stack(channel.all_gather(values[None], [1] * channel.degree, WHAT).wait()).sum(0)[0]
+    return torch.stack(channel.all_gather(values[None], [1] * channel.degree, SUMS_NAME).wait()).sum(0)[0]
 
 
 class HostCopy:

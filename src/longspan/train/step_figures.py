@@ -32,8 +32,8 @@ class StepFigures:
 
     `shape` is None for a model whose configuration does not give its FLOPs; `uncounted` is the reason; `frozen`: only
     adapters are trained. `images` is the tower and projector of a model with images; `trained` is their trained part.
-    `priced_here`: the cost of its plans is of these devices, so that what they predict may stand beside what was
-    measured.
+    `priced_here`: the cost of its plans is of these devices, so that what they predict may be compared with what
+    was measured.
     """
 
     shape: ModelShape | None
@@ -114,7 +114,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
 
 
 def is_priced_here(config: RunConfig, cost: Cost, world: World) -> bool:
-    """Whether plans of this cost are priced for the devices of this world, so that their seconds may be relied on.
+    """Return whether plans of this cost are priced for this world's devices, so that their seconds may be relied on.
 
     They are if the configuration names the prices, and on H200s with longspan's own prices of these.
     """

@@ -69,10 +69,10 @@ def load_run_model(
     presets, which are drawn here.
     """
     configuration = configuration or model_configuration(config, vocabulary)
-    if folder := config.model.path:  # sharded=None: if its files can be read in parts
+    if folder := config.model.path:  # sharded=None: read in parts if its files allow it
         model = load_model(folder, config=configuration, dtype=config.model.dtype, sharded=None, images=images)
         return add_configured_depths(config, model)
-    tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows  # embeds as many ids as a tokenizer
+    tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows  # it has no vocabulary of its own
     dtype, seed = config.model.dtype, config.train.seed
     model = load_model(config=configuration, dtype=dtype, seed=seed, sharded=not tiny, images=images)
     return add_configured_depths(config, model)
@@ -132,7 +132,7 @@ def prepare_run_model(
     )
     if images:
         _freeze_encoder(config, model)
-    if memory is None or world.device.type != "cuda":  # a plan of memory saw to the GPU
+    if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
         check_model_fits(config, model, world, computed_dtype, training=training)
     computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already
     encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
@@ -169,8 +169,8 @@ def _float8_products(config: RunConfig, world: World, *, training: bool) -> str:
 def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> dict[str, Any]:
     """Return `prepare`'s arguments for what layers keep for backward, and how often parameters are gathered.
 
-    A plan of memory chose them, or else the keys of [train] and [parallel] do. An evaluation has no backward pass, and
-    needs not be told how many layers recompute or keep on the host.
+    A plan of memory chose them, or else the keys of [train] and [parallel] do. An evaluation has no backward pass: in
+    it no layers recompute or keep activations on the host, whose number is left out.
     """
     if memory is not None:
         measures = {"measures": memory.measures, "host_bytes": memory.host.kept}
@@ -209,9 +209,11 @@ def _encoder_home(config: RunConfig, world: World, **settings: Any) -> EncoderHo
 def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: MemoryPlan | None = None) -> Optimizer:
     """Make the configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
-    Its states wait on the host by the key, or if a plan of `memory` chose so. Each group has its `initial_lr`, as
-    torch's schedulers name it, from which a step's rate is made. Raises ConfigError for a class that does not update
-    sharded parameters as whole ones, and for states that `offload_states` cannot move to the host.
+    Its states stay on the host between updates if train.offload_states is set, or a plan of `memory` chose so. Each
+    group gets an `initial_lr`, as torch's schedulers name it: a step's rate is the schedule's in proportion to it.
+
+    Raises ConfigError for a class that does not update sharded parameters as whole ones, and for states that
+    `offload_states` cannot move to the host.
     """
     choice = OptimizerChoice.of(config.train)
     if choice.name not in OPTIMIZERS:
@@ -248,12 +250,12 @@ class Training:
     @property
     def choice(self) -> PlanChoice:
         """Return how training steps are planned, priced for the model."""
-        parameters = list(self.model.parameters())
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())  # unsharded: DTensors count all
         return PlanChoice.training(
             self.config,
             cost=self.cost,
             heads=query_heads(self.model.config),
-            weights=sum(parameter.numel() for parameter in parameters) // self.world.home.tp,  # of a rank
+            weights=parameters // self.world.home.tp,  # of a rank before they are sharded over slots
             weight_bytes=compute_dtype(self.config.model, self.world.device.type).itemsize,
         )
 

@@ -14,7 +14,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "a part for a deeper layer is dropped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[:-1])"),
     "parts for deeper layers are swapped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[::-1])"),
     "a part replaces hidden states": ("bridge.splice", ".index_add(1", ".index_copy(1"),
-    "positions by local index": (POSITIONS, "parts_of_one[:, rows[places]]", "parts_of_one[:, : len(places)]"),
+    "positions by local index": (POSITIONS, "parts_of_one[:, position_of_row[rows]]", "parts_of_one[:, : len(rows)]"),
     "positions of the text": ("train.passes", "if batch.positions is None:", "if True:"),
     "an image's rows on another document": (
         "model.vision.image_arguments",

@@ -124,6 +124,7 @@ def _refusals(rank: int, home: Layout) -> dict[str, tuple[str, str]]:
         degree = min(2, home.slots)
         plan = plan_fixed(LENGTHS, home, cp=degree, max_tokens_per_slot=48 // degree, targets=targets_of(documents))
         assert run_step(model, plan, documents, world, divisor=[3, 3.0][rank]).divisor == 3
+        run_step(model, plan, documents, world, temperature=[2, 2.0][rank])  # equal numbers are one temperature
         assert run_step(model, plan, documents, world, divisor=torch.tensor([3.0])).divisor == 3  # type: ignore[arg-type]
         for name, (make, _, _) in REFUSED.items():
             if name.endswith("inside a micro-batch") and home.pp > 1:

@@ -61,7 +61,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "positions of the token that is predicted": (
         (OWN + "token_loss", "to_device(self.positions[part]", "to_device(self.positions[part] + 1"), "tokens"),
     "a gradient of the softmax alone": (
-        ("train.loss", ".scatter_add_(1, at, slopes.unsqueeze(1))", ""), ALL),
+        ("train.loss", ".scatter_add_(1, columns, slopes.unsqueeze(1))", ""), ALL),
     "a head's gradient of one chunk": ((LOSS, "        total += gradient", "        pass"), ALL),
 }  # fmt: skip
 BATCHES = (

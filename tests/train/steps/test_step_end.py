@@ -56,8 +56,8 @@ def _on_device(*, chosen: bool) -> Iterator[list[str]]:
             patched.setattr(Tensor, name, noting(name))
         patched.setattr(step, "launch_passes", launch)
         patched.setattr(OnePassAdamW, "step", update)
-        of_mesh = gradients._Counted._is_first_copy  # a mesh is a tensor of the host
-        patched.setattr(gradients._Counted, "_is_first_copy", _uncounted(of_mesh, counting))
+        of_mesh = gradients._FirstCopies._is_first_copy  # a mesh is a tensor of the host
+        patched.setattr(gradients._FirstCopies, "_is_first_copy", _uncounted(of_mesh, counting))
         patched.setattr(step_end, "sums_on_device", lambda world: chosen)
         if chosen:
             patched.setattr(step_end, "_gather", _uncounted(step_end._gather, counting))

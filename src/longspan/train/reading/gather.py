@@ -38,8 +38,8 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     it and the others []. A rank that has run out gives [] as well; where all have, there are no documents, and `if not
     documents` ends a loop.
 
-    Raises DataError on every rank for documents that one cannot read, that have items, for values that documents of one
-    rank have and those of another have not, and where two ranks bring the same documents.
+    Raises DataError on every rank for documents that a rank cannot read or that have items, for values that documents
+    of one rank have and those of another have not, and where two ranks bring the same documents.
     """
     return _gather_facts(_read_local_documents(lambda: enumerate(_iterate_documents(local)), world), world)
 
@@ -100,7 +100,7 @@ class _Share(NamedTuple):
 
 
 class _Local:
-    """The documents that this rank brings, read."""
+    """The documents that this rank brings, once it has read them: facts and rows of each."""
 
     def __init__(self) -> None:
         """Begin without documents: facts and columns of each, and whether any label is another than its token."""
@@ -108,9 +108,10 @@ class _Local:
         self._names, self._labelled = NamesOfValues(), False
 
     def add_document(self, number: int, document: Any) -> None:
-        """Read a document, check it, and keep its facts and its rows; numbers are kept as the bits of float64.
+        """Read a document, check it, and keep its facts and its rows.
 
-        Raises DataError for what is no document, and for values that the documents before have not.
+        Numbers are kept as the bits of float64, so that all columns are of int64 and travel as one table. Raises
+        DataError for a value that is no document, and for values of other names than those of the documents before.
         """
         if isinstance(document, Mapping):
             raise DataError(
@@ -155,7 +156,8 @@ class _Local:
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest() if len(set(digests)) > 1 else b""
         names = {name for document in self._documents for name in document} - {IDS, LABELS, number_column(WEIGHTS)}
         facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
-        return _Share(facts, tuple(sorted(name[1:] for name in names)), self._labelled, digest)
+        value_names = tuple(sorted(name[1:] for name in names))  # without the dot of `number_column`
+        return _Share(facts, value_names, self._labelled, digest)
 
     def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return all rows (n, columns). Only weights may be missing in a document, whose rows then have weight 1."""
@@ -176,7 +178,7 @@ def _document_digest(columns: Mapping[str, Integers]) -> bytes:
 
 
 def _iterate_documents(local: Any) -> Iterable[Any]:
-    """Yield the documents of a rank. Raises DataError for what is none, and for documents with items."""
+    """Yield the documents of a rank. Raises DataError for what holds no documents, and for documents with items."""
     for name in ("items", "positions"):  # a callable `items` is a mapping's method, and refused below
         if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
             raise DataError(
@@ -219,12 +221,13 @@ def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] 
         numbers = [range(end - len(share.facts), end) for end, share in zip(last_numbers, shares, strict=True)]
     order = np.array([number for share in numbers for number in share], dtype=np.int64)
     by_rank = np.concatenate([share.facts for share in shares])  # columns: length, 3 more, whether there are weights
+    lengths, weighted = by_rank[:, 0], by_rank[:, -1]
     facts = np.empty((len(order), by_rank.shape[1] + 1), dtype=np.int64)
-    facts[order] = np.column_stack([by_rank, np.cumsum(by_rank[:, 0]) - by_rank[:, 0]])
+    facts[order] = np.column_stack([by_rank, np.cumsum(lengths) - lengths])
     ends = np.cumsum([int(share.facts[:, 0].sum()) for share in shares])
     index = world.home.ranks.index(world.rank)
     columns = [IDS, *[LABELS] * any(share.labelled for share in shares)]
-    columns += [number_column(WEIGHTS)] * bool(by_rank[:, 4].any())
+    columns += [number_column(WEIGHTS)] * bool(weighted.any())
     columns += sorted({number_column(name) for share in shares for name in share.names})
     table = local.row_table(columns)
     rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)

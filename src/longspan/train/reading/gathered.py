@@ -30,12 +30,12 @@ _HINT = "Every rank makes the plan from the lengths of the documents that were g
 
 
 class Facts(NamedTuple):
-    """What all ranks know of each document (D,), besides whether it has weights."""
+    """What all ranks know of each document (D,)."""
 
     lengths: Integers
     targets: Integers
-    before: Integers  # rows before the first target
-    pieces: Integers  # documents in a pack; 0 for what is none
+    prefix_rows: Integers  # rows before the first target
+    pieces: Integers  # documents in a pack; 0 for a document that is no pack
     weighted: Integers  # 0 or 1
     starts: Integers  # the number of the first row, among the rows of all documents in the order of ranks
 
@@ -63,8 +63,8 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
     names: tuple[str, ...]
     _ends: Integers  # where each rank's rows end, among the rows of all documents (ranks,)
     _facts: Facts
-    _brought: Rows  # of the documents that this rank read
-    _here: Rows  # that can be read on this rank: those it brought, or those that it computes under a plan
+    _brought_rows: Rows  # of the documents that this rank read
+    _rows_here: Rows  # that can be read on this rank: those it brought, or those that it computes under a plan
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -103,8 +103,8 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         have = [_one_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)]
         exchange = Exchange(Partition.from_runs(have), Partition.from_runs(need))
         moves = moves_on_device(exchange.moves(channel.index), channel.device)
-        columns = carry_rows(torch.from_numpy(self._brought.columns), moves, channel, "rows of documents")
-        return replace(self, _here=Rows(exchange.need.rows(channel.index), columns.numpy()))
+        columns = carry_rows(torch.from_numpy(self._brought_rows.columns), moves, channel, "rows of documents")
+        return replace(self, _rows_here=Rows(exchange.need.rows(channel.index), columns.numpy()))
 
     def _rank_runs(self, plan: Plan, depths: int) -> list[Integers]:
         """Return the runs of rows (n, 2) that each rank of the home needs under a plan.
@@ -145,7 +145,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
 
         Raises IndexError for positions outside the document, DataError for rows that are not on this rank.
         """
-        length, local_rows = int(self._facts.lengths[document]), self._here
+        length, local_rows = int(self._facts.lengths[document]), self._rows_here
         positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
         if positions.size and not (positions.min() >= 0 and positions.max() < length):
             raise IndexError(f"positions {positions.min()} to {positions.max()} of a document of {length} tokens")
@@ -186,7 +186,7 @@ class GatheredDocument:
     @property
     def rows_before_targets(self) -> int:
         """How many rows stand before its first target."""
-        return self._facts["before"]
+        return self._facts["prefix_rows"]
 
     @property
     def pieces(self) -> range:

@@ -42,7 +42,7 @@ def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float =
     where ranks hold different plans, or a different `temperature`.
     """
     inputs, plan = move_rows(inputs, depths), inputs.plan
-    digest = plan.digest() if temperature == 1 else sha256(f"{plan.digest()} {temperature!r}".encode()).hexdigest()
+    digest = sha256(f"{plan.digest()} {float(temperature)}".encode()).hexdigest()
     # One message tells that plans are the same and that every rank could read its rows.
     return read_and_agree(
         lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
@@ -159,7 +159,7 @@ def count_prefix_rows(document: Any, number: int, length: int, items: ItemTable 
 
     Position 0 is never a target. Position 1 is one in a document without labels, unless an item's placeholder is there.
     """
-    if (known_rows := getattr(document, "rows_before_targets", None)) is not None:  # of documents whose rows move
+    if (known_rows := getattr(document, "rows_before_targets", None)) is not None:  # gathered: rows are on other ranks
         return known_rows
     for start in range(0, length, _RUN):
         positions = np.arange(start, min(start + _RUN, length))
@@ -184,7 +184,7 @@ def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> I
     an image stands decides the positions after it. Raises DataError for positions of another shape.
     """
     lengths = {d: n for group in shard.micro_batch.groups for d, n in zip(group.documents, group.lengths, strict=True)}
-    document_of_row, rows = documents_and_positions(shard)
+    document_of_row, position_of_row = documents_and_positions(shard)
     by_document = {
         d: _check_positions(positions_of(d), d, lengths[d]) for d in np.unique(document_of_row).tolist() if d >= 0
     }
@@ -193,13 +193,12 @@ def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> I
         return None
     if len(parts) > 1:
         raise DataError(f"documents have positions in {sorted(parts)} parts; give all of them as many")
-    positions = np.tile(rows, (parts.pop(), 1))
+    positions = np.tile(position_of_row, (parts.pop(), 1))
     for document, parts_of_one in by_document.items():
         if parts_of_one is not None:
-            places = np.flatnonzero(
-                (document_of_row == document) & (rows < lengths[document])
-            )  # local rows, without those that pad the document
-            positions[:, places] = parts_of_one[:, rows[places]]
+            is_token = position_of_row < lengths[document]  # rows after these pad the document
+            rows = np.flatnonzero((document_of_row == document) & is_token)
+            positions[:, rows] = parts_of_one[:, position_of_row[rows]]
     return positions
 
 

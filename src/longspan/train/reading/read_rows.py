@@ -43,7 +43,7 @@ def read_inputs_and_labels(
 ) -> tuple[Integers, Integers]:
     """Read token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
 
-    `documents[d]` is asked for the positions that this rank holds, and for the next one where a label needs it.
+    `documents[d]` is indexed by the positions that this rank holds, and by the next one where a label needs it.
     In the places of `items` ids are 0 and labels −100, whatever the document holds there.
     Raises DataError, naming document and position, for what is not a token id of the vocabulary.
     """
@@ -77,9 +77,10 @@ def read_rows(
     names: NamesOfValues | None = None,
     depths: int = 0,
 ) -> LocalBatch:
-    """Read all that a rank needs of its rows of one micro-batch: `read_inputs_and_labels`, with documents' values.
+    """Read all that a rank needs of its rows of one micro-batch: token ids, labels, and the values of documents.
 
-    `names` are shared by the micro-batches of a step; `depths` is how many tokens further ahead are read.
+    The micro-batches of a step share `names`, so that values are compared by name over all documents of the step.
+    `depths` of multi-token prediction read as many tokens further ahead.
     """
     reader = _Reader(documents, shard.local_rows, vocabulary, items, names or NamesOfValues(), depths)
     for shard_part in shard.parts:
@@ -139,7 +140,7 @@ class _Reader:
 
         Tokens after them are read too, one for the last label and one more for each depth, as far as there are any.
         """
-        end = min(stop + len(self._at_depth), length)  # a row predicts nothing where its document ends before
+        end = min(stop + len(self._at_depth), length)  # no tokens follow a document's end
         # True at the placeholders of items, which are neither inputs nor targets.
         hidden = None if self._items is None else self._items.placeholder_mask(document, start, end)
         positions, value = np.arange(start, end), self._documents[document]
@@ -217,8 +218,9 @@ class _Arrays:
     def fill_rows(
         self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]
     ) -> None:
-        """Put what was read into the rows from `row` on; there may be fewer labels and values than ids.
+        """Put what was read into the rows from `row` on.
 
+        There is one label and one value less than ids where a document ends, as its last token predicts nothing.
         Rows to which no document gives a value have the weight 1, and 0 under other names.
         """
         self.ids[row : row + len(ids)] = ids

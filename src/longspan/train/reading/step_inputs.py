@@ -85,10 +85,10 @@ class StepDocuments:
         """Raise PlanError where the plan divides the loss by another number of targets."""
         if plan.targets == (targets := sum(self.targets)):
             return
-        hidden = "" if self.items is None else f" that are not placeholders of {len(self.items)} items"
+        clause = "" if self.items is None else f" that are not placeholders of {len(self.items)} items"
         raise PlanError(
             f"the plan divides the loss by {plan.targets} targets, its {len(plan.lengths)} documents predict "
-            f"{plural(targets, 'token')}{hidden}; plan with targets={targets}, or without targets= where every token "
+            f"{plural(targets, 'token')}{clause}; plan with targets={targets}, or without targets= where every token "
             "is predicted"
         )
 
@@ -142,10 +142,10 @@ class StepInputs:
 
 
 def count_pack_targets(documents: Any, plan: Plan) -> Plan:
-    """Return the plan with the number of targets of its packs that have labels, which no planner reads.
+    """Return the plan with the number of targets of its documents, if some are packs with labels.
 
-    A label on a placeholder of an item is no target. Gathered documents know their number of targets. The plan stays as
-    it is if no document is a pack with labels.
+    Planners do not read the labels of packs, so their targets are counted here; without such packs the plan stays as it
+    is. A label on a placeholder of an item is no target. Gathered documents know their number of targets.
     """
     if isinstance(documents, MovingDocuments):
         return replace(plan, targets=documents.targets)

@@ -87,24 +87,25 @@ class Distributions:
 
     def __init__(self, logits: Tensor, ids: Tensor) -> None:
         """Take logits (t, V) and target ids (t,); no number is computed yet."""
-        self._rows: tuple[Tensor, Tensor] | None = (logits, ids)
+        self._logits_and_ids: tuple[Tensor, Tensor] | None = (logits, ids)
         self._values = dict[str, Tensor]()
 
     def value(self, name: str) -> Tensor:
         """Return a number (t,) by its name. Raises LossError after `release_logits`, if it was not read before."""
         if name not in self._values:
-            if self._rows is None:
+            if self._logits_and_ids is None:
                 raise LossError(
                     f"at.{name} is read after the loss has returned, when its logits are gone; read it in the loss and "
                     "keep the tensor"
                 )
-            numbers = kernel_distributions(self._rows[0].detach(), self._rows[1])
-            if numbers is not None:
+            logits, ids = self._logits_and_ids
+            numbers = kernel_distributions(logits.detach(), ids)
+            if numbers is not None:  # the kernel computes all of them at once
                 self._values.update(zip(DISTRIBUTION_VALUES, numbers, strict=True))
             else:
-                self._values[name] = distribution_values(*self._rows, (name,))[0]
+                self._values[name] = distribution_values(logits, ids, (name,))[0]
         return self._values[name]
 
     def release_logits(self) -> None:
         """Let go of the logits, whose memory the next chunk takes; numbers that were read stay."""
-        self._rows = None
+        self._logits_and_ids = None

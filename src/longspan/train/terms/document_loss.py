@@ -139,12 +139,14 @@ class SameOnRanks:
         """
         weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0
         sums, kind = np.array([loss, coefficients @ weights]), int(inside)
-        self._sums[kind] = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind]) + sums
+        sums_before = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind])  # -inf: none yet
+        self._sums[kind] = sums_before + sums
         self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
 
     def differ_on_ranks(self, world: World) -> bool:
-        """Return whether the ranks that have sums differ in them; sums that are not finite are not compared.
+        """Return whether the ranks that have sums differ in them.
 
+        Sums that are not finite are not compared: a step with an optimizer raises NonFiniteError for them.
         One collective gives the largest sums, the largest negated sums (so the smallest), and the largest sizes.
         """
         finite = np.isfinite(self._sums)

@@ -55,7 +55,7 @@ class EncodersTerm(Term):
         read_and_agree(read, table.digest(), inputs.world, what="lists of items")
 
     def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Plan the waves of some micro-batches and read the inputs of this rank's items."""
+        """Plan the waves of some micro-batches of an evaluation and read the inputs of this rank's items."""
         self._micro_batches = micro_batches
         self._encoding = Encoding(self._model, self._inputs.plan, micro_batches, self._items, backward=False)
         self._encoding.read_items(self._inputs.documents.documents)
@@ -65,9 +65,9 @@ class EncodersTerm(Term):
         assert self._encoding is not None, "read first"
         return self._encoding.passes_context(self._micro_batches, batches)
 
-    def not_finite(self) -> list[str]:
+    def nonfinite_inputs(self) -> list[str]:
         """Return the items for which this rank read something that is not finite."""
-        return [] if self._encoding is None else self._encoding.not_finite()
+        return [] if self._encoding is None else self._encoding.nonfinite_inputs()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
         """Return what the encoders took of a step with a backward pass."""
@@ -104,7 +104,7 @@ class Encoding:
         plans = plan_items(items, needed_by, planning)
         self._world, self._clock = world, PartClock(world.device)
         width = model.config.get_text_config().hidden_size
-        self._parts = [
+        self._modality_passes = [
             ModalityPass(model.encoder_settings[modality], world, part, items, width=width, backward=backward)
             for modality, part in plans.items()
         ]
@@ -112,16 +112,16 @@ class Encoding:
     @property
     def items_here(self) -> list[int]:
         """The items that this rank reads, as documents number them."""
-        return [number for part in self._parts for number in part.items_here]
+        return [number for modality_pass in self._modality_passes for number in modality_pass.items_here]
 
     def read_items(self, documents: Any) -> None:
         """Read what this rank encodes from the documents; raises whatever they raise."""
-        for part in self._parts:
-            part.read_items(documents)
+        for modality_pass in self._modality_passes:
+            modality_pass.read_items(documents)
 
-    def not_finite(self) -> list[str]:
+    def nonfinite_inputs(self) -> list[str]:
         """Return the items for which this rank read something that is not finite."""
-        return [name for part in self._parts for name in part.not_finite()]
+        return [name for modality_pass in self._modality_passes for name in modality_pass.nonfinite_inputs()]
 
     @contextmanager
     def passes_context(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> Iterator[None]:
@@ -130,24 +130,26 @@ class Encoding:
         `micro_batches` are those of the `batches`, equal to those that the waves were planned for.
         """
         with ExitStack() as stack:
-            for modality_pass in self._parts:
+            for modality_pass in self._modality_passes:
                 stack.enter_context(modality_pass.step_context())
             with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
-                self._raise_errors_together([modality_pass.encode_waves() for modality_pass in self._parts])
-                for modality_pass in self._parts:
+                self._raise_errors_together([modality_pass.encode_waves() for modality_pass in self._modality_passes])
+                for modality_pass in self._modality_passes:
                     modality_pass.deliver_rows(micro_batches, batches)
             yield
             with self._clock.time_part("phases"), self._name_part("gradients to encoders, and their backward passes"):
-                for modality_pass in reversed(self._parts):
+                for modality_pass in reversed(self._modality_passes):
                     modality_pass.backward()
 
     def gather_times(self) -> EncoderTimes:
         """Return the times of all parts, read after the step has waited for the device; all ranks enter together."""
-        plans = [modality_pass.plan for modality_pass in self._parts]
+        plans = [modality_pass.plan for modality_pass in self._modality_passes]
         seconds = sum(plan.plan.predicted_seconds for plan in plans)
         balance = max((plan.balance for plan in plans), default=1.0)
         return gather_times(
-            [self._clock, *(modality_pass.clock for modality_pass in self._parts)], self._world, (seconds, balance)
+            [self._clock, *(modality_pass.clock for modality_pass in self._modality_passes)],
+            self._world,
+            (seconds, balance),
         )
 
     def _name_part(self, part: str) -> AbstractContextManager[None]:
@@ -189,7 +191,7 @@ def _encoder_planning(encoder: Encoder) -> EncoderPlanning:
 
 MOST_AHEAD = 4  # steps of a model whose waves are planned and not yet taken; older ones are dropped
 _pool = ThreadPoolExecutor(1, "longspan-waves")
-_planned = WeakKeyDictionary[nn.Module, "OrderedDict[Any, Future[Encoding]]"]()
+_planned_encodings = WeakKeyDictionary[nn.Module, "OrderedDict[Any, Future[Encoding]]"]()
 
 
 def plan_waves_ahead(
@@ -208,7 +210,7 @@ def plan_waves_ahead(
     """
     table = StepDocuments(model, documents, plan.lengths).items
     assert table is not None  # a MultimodalModel's documents have items
-    planned = _planned.setdefault(model, OrderedDict())
+    planned = _planned_encodings.setdefault(model, OrderedDict())
     device = model.world.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     make = partial(Encoding, model, plan, plan.micro_batches, table, backward=backward, depths=depths)
@@ -221,7 +223,9 @@ def plan_waves_ahead(
 
 def take_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backward: bool, depths: int = 0) -> Encoding:
     """Take the waves of a step: those planned ahead, which it waits for, or planned now."""
-    ahead = _planned.get(model, OrderedDict()).pop(_encoding_key(model, plan, table, (backward, depths)), None)
+    ahead = _planned_encodings.get(model, OrderedDict()).pop(
+        _encoding_key(model, plan, table, (backward, depths)), None
+    )
     if ahead is not None:
         return ahead.result()
     return Encoding(model, plan, plan.micro_batches, table, backward=backward, depths=depths)
@@ -238,9 +242,9 @@ def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encodin
 
 
 def _encoding_key(model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]) -> tuple[object, ...]:
-    """Return the key of what an encoding depends on.
+    """Return the key of what an encoding depends on; `passes` are `backward` and `depths` of the step.
 
-    It says which encoders are frozen, as the caller may freeze one between planning ahead and the step.
+    The key has which encoders are frozen, as the caller may freeze one between planning ahead and the step.
     """
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
     return plan.digest(), table.digest(), passes, frozen

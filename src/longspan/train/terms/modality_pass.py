@@ -56,12 +56,12 @@ class _LocalWave:
         """Prepare one wave of items on this slot: its bridge to the rows that need them, and the items that run here.
 
         A slot without items of this wave still runs the wave's smallest one, as all ranks of an encoder must enter its
-        collectives; `works` is False, and nothing of the output is used.
+        collectives; `has_items` is False, and nothing of the output is used.
         """
         self.bridge = Bridge(wave.have, wave.need, world, gradient=gradient)
         slot = encoder.world.slot
-        self.works = bool(wave.micro_batch.groups_of(slot))
-        self.micro_batch = wave.micro_batch if self.works else _smallest_item(wave.micro_batch, slot)
+        self.has_items = bool(wave.micro_batch.groups_of(slot))
+        self.micro_batch = wave.micro_batch if self.has_items else _smallest_item(wave.micro_batch, slot)
         self.shard: SequenceShard | None = None  # for an encoder whose slots share items; bound in the step
         groups = [group for _, group in self.micro_batch.groups_of(slot)]
         self.items = tuple(int(plan.rows.items[item]) for group in groups for item in group.documents)
@@ -118,7 +118,7 @@ class ModalityPass:
         with _add_note(lambda: f"reading {self.items.item_text(item)}"):
             return documents.read(self.items.numbers[item])
 
-    def not_finite(self) -> list[str]:
+    def nonfinite_inputs(self) -> list[str]:
         """Return the items whose inputs, as read here, hold tensors that are not finite."""
         inputs = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
         return [
@@ -161,13 +161,16 @@ class ModalityPass:
                 output = self._call_encoder(wave)
             error = error or self._rows_error(wave, output)
             # A wave that only enters the collectives delivers no row; its graph enters the collectives of backward.
-            wave.output = None if error else output if wave.works else output[:0]
+            wave.output = None if error else output if wave.has_items else output[:0]
         return error
 
     def _call_encoder(self, wave: _LocalWave) -> Tensor:
-        """Run the encoder on a wave's inputs, timed; returns its rows (n, width)."""
-        doing = _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}")
-        with doing, self.clock.time_part("towers"):
+        """Run the encoder on a wave's inputs, timed; returns its rows (n, width).
+
+        Only an encoder whose slots share items takes a shard.
+        """
+        note = _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}")
+        with note, self.clock.time_part("towers"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
     def _item_names(self, wave: _LocalWave) -> str:
@@ -276,16 +279,16 @@ class ModalityPass:
         assert wave.random_state is not None
         with restore_random_state(wave.random_state, self.world.device), torch.enable_grad():
             output = self._call_encoder(wave)
-        return output if wave.works else output[:0]
+        return output if wave.has_items else output[:0]
 
 
 @contextmanager
-def _add_note(doing: Callable[[], str]) -> Iterator[None]:
-    """Add a note to an error of the caller's code: what it was called for."""
+def _add_note(purpose: Callable[[], str]) -> Iterator[None]:
+    """Add a note to an error of the caller's code: the purpose for which it was called."""
     try:
         yield
     except Exception as error:
-        error.add_note(doing())
+        error.add_note(purpose())
         raise
 
 

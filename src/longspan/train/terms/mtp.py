@@ -44,13 +44,13 @@ class MtpLoss:
     >>> run_step(model, plan, documents, world, optimizer, mtp=MtpLoss(weight=0.3)).mtp_losses
 
     `weight` times the mean of the depths' losses is added: 0.3, and 0.1 towards the end, in DeepSeek-V3. Raises
-    LossError for a weight that is no number from 0.
+    LossError for a weight that is no number of at least 0.
     """
 
     weight: float = 0.3
 
     def __post_init__(self) -> None:
-        """Refuse a weight that is no number from 0; a bool is none either."""
+        """Raise LossError for a weight that is not a finite number of at least 0, or is a bool."""
         weight: Any = self.weight
         if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
             raise LossError(f"the weight of an MtpLoss is {short_text(weight)}; give a number from 0: 0.3, say")
@@ -77,7 +77,7 @@ class DepthsTerm(Term):
         self._sums = torch.zeros(self.depths, dtype=torch.float64, device=self._world.device)
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
-        """Count the targets of each depth on all slots."""
+        """Count the targets of each depth on all slots; in a pipeline the ranks of the last stage count them."""
         reads_labels = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
         counted_batches = batches if reads_labels else ()
         local = [
@@ -103,7 +103,10 @@ class DepthsTerm(Term):
         head: Head,
         *deeper: Tensor,
     ) -> Tensor:
-        """Sum the main losses of a micro-batch's rows, in a value whose gradient has that of the depths' losses too."""
+        """Sum the main losses of a micro-batch's rows, in a value whose gradient has that of the depths' losses too.
+
+        `shares` are the factors of the depths' losses in the gradient, and `deeper` the hidden states of each depth.
+        """
         total = main(batch, hidden, head)
         for depth, (share, rows, states) in enumerate(zip(shares, batch.deeper, deeper, strict=True)):
             loss = self._cross_entropy(rows, states, head)
@@ -153,11 +156,11 @@ def add_configured_depths(config: RunConfig, model: PreTrainedModel, *, read: bo
     """
     if not config.mtp.depths:
         return model
-    folder = depth_weights(config, model.config) if read else None
+    folder = find_depth_weights(config, model.config) if read else None
     return add_mtp(model, config.mtp.depths, weights=folder, seed=config.train.seed)
 
 
-def depth_weights(config: RunConfig, configuration: Any) -> Path | None:
+def find_depth_weights(config: RunConfig, configuration: Any) -> Path | None:
     """Find the folder that the depths' weights are read from; None if they are drawn.
 
     With mtp.weights "auto" it is model.path if that has any. Raises ModelError for a folder with fewer than mtp.depths.
@@ -181,7 +184,7 @@ def depth_weights(config: RunConfig, configuration: Any) -> Path | None:
 
 def depths_line(config: RunConfig, configuration: Any) -> str:
     """Write where the depths' weights come from, for the log of a run that begins."""
-    folder = depth_weights(config, configuration)
+    folder = find_depth_weights(config, configuration)
     source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
     adapter_note = ", which stay as they are beside their adapters" if config.lora.rank else ""
     adapter_note = ", trained whole beside the model's adapter" if config.mtp.train_whole else adapter_note

@@ -26,26 +26,29 @@ Loss = LossFunction | DocumentLoss | None
 class LossTerm(Term):
     """How a step makes its loss of rows, and what it divides their sum by.
 
-    Made by all ranks together. Raises LossError on every rank for a loss or a divisor that is none on any, CommError
-    for ranks that were given others, or nothing.
+    Made by all ranks together. Raises LossError on every rank where one rank's loss or divisor cannot be used,
+    CommError where ranks have different ones, or some have neither.
     """
 
     def __init__(self, loss: Loss, divisor: float | None, plan: Plan, world: World, chunk_rows: int) -> None:
         """Read the loss, and agree with all ranks that its kind, its divisor and its sets are the same.
 
-        The first comparison tells all ranks whether reading failed on any, so that all raise; the second one compares.
+        The first comparison, of a text that is the same on all ranks that have a loss or a divisor, tells them whether
+        reading failed on any, so that all raise; the second one compares what was read.
         """
         self._world = world
-        described, failure = "", None
+        loss_text, failure = "", None
         try:
             self.measure: CrossEntropy | TokenLoss | DocumentPasses
             self.divisor: float
-            self.measure, self.divisor, described = _read_loss(loss, divisor, plan, world, chunk_rows)
+            self.measure, self.divisor, loss_text = _read_loss(loss, divisor, plan, world, chunk_rows)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
-        if world.control.agree(_text_digest("a loss or a divisor"), flag=failure is not None, what=_WHAT, hint=_HINT):
+        if world.control.agree(
+            _text_digest("a loss or a divisor"), flag=failure is not None, what=_COMPARISON, hint=_HINT
+        ):
             raise_first_error(world, failure)
-        world.control.agree(_text_digest(described), what=_WHAT, hint=_HINT)
+        world.control.agree(_text_digest(loss_text), what=_COMPARISON, hint=_HINT)
 
     def check_inputs(self, inputs: StepInputs) -> None:
         """Raise ModelError for a model whose two forward passes would differ."""
@@ -68,7 +71,7 @@ class LossTerm(Term):
 
         Raises LossError where a function of documents gave other values on some ranks.
         """
-        if isinstance(self.measure, CrossEntropy):
+        if isinstance(self.measure, CrossEntropy):  # calls no function of the caller's
             return
         error = None if self.measure.error is None else _to_loss_error(self.measure.error, self._world)
         if self._world.control.any_rank(error is not None):
@@ -86,7 +89,7 @@ class LossTerm(Term):
         return {"forward_twice": self.measure.forward_twice if isinstance(self.measure, DocumentPasses) else 0}
 
 
-_WHAT = "losses, sets or divisors"
+_COMPARISON = "losses, sets or divisors"
 _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
 
 
