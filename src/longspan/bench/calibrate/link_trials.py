@@ -32,6 +32,7 @@ from longspan.plan.cost.links import Level
 GPU_SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
 SHORT, LONG = 4, 1 << 20  # bytes of the messages by which hosts are told apart
+PAIR_REPEATS = 9  # of such a message between two slots; the median counts
 TURNS = {1 << 18: 16, 1 << 22: 4}  # how often messages of at most so many bytes are sent in a row; longer ones once
 
 # torch 2.13 renamed these two.
@@ -42,8 +43,8 @@ _reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or di
 def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
     """List sizes of messages in bytes, each with whether the wires are fitted to it.
 
-    The further sizes test the fit: geometric means of neighbours, in multiples of 64 bytes. None lies between the two
-    smallest, whose messages take mostly latency.
+    The further sizes test the fit: geometric means of neighbours, in multiples of 64 bytes, aligned as the given sizes
+    are. None lies between the two smallest, whose messages take mostly latency.
     """
     between = [round((a * b) ** 0.5) // 64 * 64 for a, b in pairwise(sizes[1:])]
     return sorted([*((size, True) for size in sizes), *((size, False) for size in between)])
@@ -58,7 +59,7 @@ def find_hosts(world: World, clock: Clock) -> str:
     slots, node_size = world.home.slots, world.node_size
     boundary = Boundary(())
     for size in (SHORT, LONG):
-        measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
+        measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=PAIR_REPEATS)
         measured = measure_steady_boundary(slots, node_size, measure)
         boundary = measured if measured.hosts else boundary
         if boundary.hosts and not contradicts_launcher(boundary, slots, node_size):
@@ -77,9 +78,9 @@ class LinkTrials:
         slots = world.home.slots
         self.hosts: tuple[tuple[int, ...], ...] = launcher_hosts(slots, self.node_size)
         self.host: tuple[int, ...] = self.hosts[world.slot // self.node_size]
-        self.even: bool = len({len(host) for host in self.hosts}) == 1  # all hosts have as many slots
+        self.hosts_are_equal: bool = len({len(host) for host in self.hosts}) == 1  # in their number of slots
         # Communicators, as runs of these degrees have them; hosts of different sizes are no groups of one degree.
-        for degree in {len(self.host) if self.even else 1, slots}:
+        for degree in {len(self.host) if self.hosts_are_equal else 1, slots}:
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
 
     def list_trials(self) -> list[Trial]:
@@ -110,7 +111,7 @@ class LinkTrials:
         )
         yield from self._size_trials("inside", "point", lambda size: self._shift_call(host_channel, size))
         yield from self._size_trials("inside", "point_alone", lambda size: self._shift_call(pair, size))
-        if self.even:  # each host is a replica of a home, and replicas have as many slots
+        if self.hosts_are_equal:  # each host is a replica of a home, and replicas have as many slots
             home = Layout(self.world.home.slots, dp_replicate=len(self.hosts))
             yield from self._sharded_trials("inside", self.world.open_inner(home), width, 1)
 

@@ -216,9 +216,9 @@ def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: W
 def make_packed_step(
     settings: StepSettings, world: World
 ) -> Iterator[tuple[Callable[[], None], list[float], dict[str, Any]]]:
-    """Make a step, the list of the losses of all steps that ran, and facts about the step for a record.
+    """Make the step of whole packed documents, the list of its steps' losses, and facts about it for a record.
 
-    Raises ValueError for what the stack does not offer.
+    The model is stock Hugging Face's under FSDP2, with compiled layers. Raises ValueError for what these do not offer.
     """
     max_rows = settings.config.context.max_tokens_per_slot
     assert isinstance(max_rows, int)
