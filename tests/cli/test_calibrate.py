@@ -82,7 +82,7 @@ def _steps() -> list[Sample]:
             micro_batches=m,
             weight_flops=6 * 4e8 * m * t,
             attention_flops=flops * m * t,
-            half_flops=flops * m * t / 256,
+            attention_flops_per_row=flops * m * t / 256,
             fitted=i % 3 != 2,
         )
         for i, (m, t) in enumerate(sizes)
@@ -93,7 +93,9 @@ def _kernels() -> list[Sample]:
     pieces = [(2048, 32768), (8192, 32768), (16384, 32768), (32768, 32768), (2048, 16384), (8192, 16384)]
     flops = [7.0 * 4096 * n * rows for n, rows in pieces]
     attention = [
-        Sample(part="attention", name=f"{n}", attention_flops=f, half_flops=f / n, calls=1, fitted=i % 3 != 2)
+        Sample(
+            part="attention", name=f"{n}", attention_flops=f, attention_flops_per_row=f / n, calls=1, fitted=i % 3 != 2
+        )
         for i, (f, (n, _)) in enumerate(zip(flops, pieces, strict=True))
     ]
     passes = [
@@ -279,6 +281,7 @@ def test_one_rank_in_words() -> None:
         (["--lengths", "short,long"], "--lengths 'short,long' is not"),
         (["--repeats", "0"], "--repeats 0 --warmup 1: at least 1 and 0"),
         (["--layers", "-1"], "--layers -1 --document 0: at least 0"),
+        (["--layers", "2", "--model", "folder"], "--layers 2 and the weights of folder: use --preset"),
         (["--out", "no/such/folder/machine.json"], "there is no folder"),
         (["--out", "."], "--out . is a folder; give a file in it, such as out.json"),
     ],
@@ -286,6 +289,12 @@ def test_one_rank_in_words() -> None:
 def test_refused_before_ranks_start(flags: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "calibrate", "--world", "2", *flags]) == 2
     assert message in capfd.readouterr().err
+
+
+def test_models_and_presets_that_flags_name_have_all_their_layers() -> None:
+    for flags in (CalibrateFlags(model="folder"), CalibrateFlags(preset="qwen3-8b")):
+        assert make_calibration_settings(flags, 2, "nccl").layers == 0
+    assert make_calibration_settings(CalibrateFlags(), 2, "nccl").layers == 2
 
 
 def test_rates_of_a_model_are_those_of_its_weights() -> None:

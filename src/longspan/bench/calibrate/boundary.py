@@ -31,9 +31,9 @@ class Boundary:
 def measure_boundary(ranks: int, measure: Callable[[int], Seconds], pivots: int = PIVOTS) -> Boundary:
     """Find the hosts of up to `pivots` ranks by how long the messages of each to all other ranks take.
 
-    `measure(pivot)` gives the seconds of a pivot's messages, the same on every rank.
-
-    The second pivot is the rank that is farthest from the first; each later one is the first rank without a host.
+    `measure(pivot)` gives the seconds of a pivot's messages, the same on every rank. The second pivot is the rank that
+    is farthest from the first, and so on another host if there are several; each later one is the first rank
+    without a host.
     """
     if ranks < 2:
         return Boundary(())

@@ -99,11 +99,14 @@ def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -
     flags.check_flags()
     if flags.layers < 0 or flags.document < 0:
         raise ConfigError(f"--layers {flags.layers} --document {flags.document}: at least 0")
+    if flags.layers and flags.model:
+        raise ConfigError(f"--layers {flags.layers} and the weights of {flags.model}: use --preset")
     if not Path(flags.out).absolute().parent.is_dir():
         raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
     return CalibrationSettings(
         preset=flags.preset or defaults["preset"],
-        layers=flags.layers or (0 if flags.preset else defaults["layers"]),  # 0: all, of a preset that flags name
+        # 0: all layers of a preset or model that flags name
+        layers=flags.layers or (0 if flags.preset or flags.model else defaults["layers"]),
         dtype=flags.dtype or ("bfloat16" if backend == "nccl" else "float32"),
         document=flags.document or defaults["document"],
         ranks=ranks,
@@ -117,7 +120,7 @@ def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -
 def _parse_counts(flag: str, text: str) -> tuple[int, ...]:
     """Parse counts with commas between, and sort them. Raises ConfigError unless two or more are different.
 
-    With two counts the seconds of one more are told from the seconds that are always there.
+    From two counts the seconds of one more and the seconds that are always there are fitted apart.
     """
     try:
         counts = sorted({int(word) for word in text.split(",")})
@@ -146,10 +149,10 @@ def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibratio
     return fit_samples(measured.samples, base, known=known is not None)
 
 
-def write_machine(measured: Machine, path: Path) -> None:
-    """Write the machine to the file that run.machine and --machine read."""
+def write_machine(machine: Machine, path: Path) -> None:
+    """Write the machine to the file that run.machine and --machine read. Raises ConfigError if it cannot be written."""
     try:
-        path.write_text(json.dumps(measured.to_json(), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(machine.to_json(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
@@ -213,32 +216,32 @@ def calibration_text(record: dict[str, Any]) -> str:
         for row in record["samples"]
     ]
     products = [(row["what"], f"{row['flops_per_second'] / 1e12:.4g}") for row in record["products"]]
-    of_machine = Machine.from_json(record["measured"])
+    measured_machine = Machine.from_json(record["measured"])
     return "\n\n".join(
         [
             head,
             text_table(("what", "measured ms", "predicted ms", "error", ""), rows),
             text_table(("what", "TFLOP/s"), products),
-            _figure_table(of_machine),
+            _figure_table(measured_machine),
             _fit_errors_line(record),
             f"measured in {record['seconds']:.0f} s",
         ]
     )
 
 
-def _figure_table(measured: Machine) -> str:
+def _figure_table(machine: Machine) -> str:
     """Write the figures of a machine, and speeds of its links in bytes/s for long messages."""
-    rows = [(name, f"{value:.4g}", _assumption_mark(measured, name)) for name, value in measured.rates().items()]
+    rows = [(name, f"{value:.4g}", _assumption_mark(machine, name)) for name, value in machine.rates().items()]
     for level in LEVELS:
-        for kind, wire in getattr(measured, level).wires().items():
+        for kind, wire in getattr(machine, level).wires().items():
             figures = f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"
-            rows.append((f"{level} {kind}", figures, _assumption_mark(measured, level)))
+            rows.append((f"{level} {kind}", figures, _assumption_mark(machine, level)))
     return text_table(("figure", "value", ""), rows)
 
 
-def _assumption_mark(measured: Machine, name: str) -> str:
+def _assumption_mark(machine: Machine, name: str) -> str:
     """Return "assumed" for a figure that no sample decided, else ""."""
-    return "assumed" if name in measured.assumed_parts else ""
+    return "assumed" if name in machine.assumed_parts else ""
 
 
 def _fit_errors_line(record: dict[str, Any]) -> str:

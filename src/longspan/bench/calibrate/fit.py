@@ -45,9 +45,10 @@ class Sample:
     """One measurement: how often each figure of a machine counts in it, and the seconds that it took.
 
     `steps` and `micro_batches` of a model with `weight_flops`, `layers` that were launched forward. `attention_flops`
-    of kernels, and `half_flops`, these divided by the rows of a document; `calls` of attention, or of memory passes
-    over `bytes`. Messages have a `level`, a `kind` and `bytes`; a type of attention has its `group`, `call` and
-    `cp_comm_type`. `fitted` samples decide the figures, the others are held out.
+    of kernels, and `attention_flops_per_row`, these divided by the rows of a document, which count more on short
+    documents (`Calibration.predict`); `calls` of attention, or of memory passes over `bytes`. Messages have a `level`,
+    a `kind` and `bytes`; a type of attention has its `group`, `call` and `cp_comm_type`. `fitted` samples decide the
+    figures, the others are held out.
     """
 
     part: Part
@@ -59,7 +60,7 @@ class Sample:
     weight_flops: float = 0.0
     layers: int = 0
     attention_flops: float = 0.0
-    half_flops: float = 0.0
+    attention_flops_per_row: float = 0.0
     calls: int = 0
     bytes: float = 0.0
     level: Level = "inside"
@@ -82,8 +83,8 @@ class Calibration:
         """Predict the seconds that a sample should have taken.
 
         Messages and types are priced by the machine. Other samples take the sum of their counts (steps, micro-batches,
-        layers, calls) times the seconds of one, and their FLOPs or bytes over the machine's rates. `half_flops` are
-        what attention takes longer on short pieces, for each of the `half_speed_rows`.
+        layers, calls) times the seconds of one, and their FLOPs or bytes over the machine's rates. Attention takes
+        1 + `half_speed_rows` / n times as long on documents of n rows: at `half_speed_rows` it has half its speed.
         """
         machine = self.machine
         if sample.part == "link":
@@ -92,7 +93,7 @@ class Calibration:
             return _type_seconds(machine, sample) + self.call_seconds
         if sample.part == "memory":
             return sample.calls * self.pass_seconds + sample.bytes / machine.memory_bytes_per_second
-        attention = sample.attention_flops + machine.half_speed_rows * sample.half_flops
+        attention = sample.attention_flops + machine.half_speed_rows * sample.attention_flops_per_row
         return (
             sample.steps * self.step_seconds
             + sample.micro_batches * machine.micro_batch_seconds
@@ -127,11 +128,11 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
     if not known:
         figures |= _scale_rates(base, figures)
     calibration = Calibration(replace(base, **figures), step_seconds, call_seconds, pass_seconds)
-    of_types = _fit_types(fitted["type"], calibration)
-    figures |= of_types
+    type_figures = _fit_types(fitted["type"], calibration)
+    figures |= type_figures
     names = [*base.rates(), *LEVELS]
     assumed = tuple(name for name in names if name not in figures or name in NEVER_MEASURED)
-    machine = replace(calibration.machine, **of_types, assumed=False, assumed_parts=assumed)
+    machine = replace(calibration.machine, **type_figures, assumed=False, assumed_parts=assumed)
     calibration = replace(calibration, machine=machine)
     errors = mean_errors(calibration, samples)
     return replace(calibration, machine=replace(machine, fit_error=errors.get("all")))
@@ -142,13 +143,13 @@ def mean_errors(calibration: Calibration, samples: Sequence[Sample]) -> dict[str
 
     Single products are left out: a machine's rate is that of products in whole steps.
     """
-    of_part: dict[str, list[float]] = {}
+    errors_of_part: dict[str, list[float]] = {}
     for sample in samples:
         if not sample.fitted and sample.part != "product":
-            of_part.setdefault(sample.part, []).append(abs(calibration.relative_error(sample)))
-    if of_part:
-        of_part["all"] = list(chain.from_iterable(of_part.values()))
-    return {part: float(np.mean(errors)) for part, errors in of_part.items()}
+            errors_of_part.setdefault(sample.part, []).append(abs(calibration.relative_error(sample)))
+    if errors_of_part:
+        errors_of_part["all"] = list(chain.from_iterable(errors_of_part.values()))
+    return {part: float(np.mean(errors)) for part, errors in errors_of_part.items()}
 
 
 def _fit_attention(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
@@ -156,7 +157,7 @@ def _fit_attention(samples: Sequence[Sample], figures: dict[str, Any]) -> float:
 
     Returns the seconds of a call without any FLOPs.
     """
-    flops, half_speed, call = _solve_seconds(samples, "attention_flops", "half_flops", "calls")
+    flops, half_speed, call = _solve_seconds(samples, "attention_flops", "attention_flops_per_row", "calls")
     if flops:
         figures |= {"attention_flops_per_second": 1 / flops, "half_speed_rows": half_speed / flops}
     return call
@@ -178,8 +179,9 @@ def _fit_steps(samples: Sequence[Sample], base: Machine, figures: dict[str, Any]
     """
     rate = figures.get("attention_flops_per_second", base.attention_flops_per_second)
     half_speed_rows = figures.get("half_speed_rows", base.half_speed_rows)
+    attention_flops = [s.attention_flops + half_speed_rows * s.attention_flops_per_row for s in samples]
     product_samples = [
-        replace(s, seconds=s.seconds - (s.attention_flops + half_speed_rows * s.half_flops) / rate) for s in samples
+        replace(s, seconds=s.seconds - flops / rate) for s, flops in zip(samples, attention_flops, strict=True)
     ]
     step, micro_batch, flop = _solve_seconds(product_samples, "steps", "micro_batches", "weight_flops", weights=samples)
     if flop:
@@ -218,6 +220,7 @@ def _fit_types(samples: Sequence[Sample], calibration: Calibration) -> dict[str,
     slopes = np.array([[_type_seconds(machine_of_one_second, sample)] for sample in samples]) - prices[:, None]
     seconds = np.array([sample.seconds for sample in samples])
     step = least_squares(slopes, seconds - prices - calibration.call_seconds, seconds)[0]
+    # Only inside a host, where messages hide behind kernels: between hosts their own seconds would count as waits.
     waits = [_ring_wait(calibration, s) for s in samples if s.cp_comm_type == "p2p" and s.level == "inside"]
     return {"step_seconds": step} | ({"ring_wait_seconds": float(np.median(waits))} if waits else {})
 

@@ -32,6 +32,7 @@ from longspan.plan.cost.links import Level
 GPU_SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 CPU_SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20)
 SHORT, LONG = 4, 1 << 20  # bytes of the messages by which hosts are told apart
+PAIR_REPEATS = 9  # of such a message between two slots; the median counts
 TURNS = {1 << 18: 16, 1 << 22: 4}  # how often messages of at most so many bytes are sent in a row; longer ones once
 
 # torch 2.13 renamed these two.
@@ -42,8 +43,8 @@ _reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or di
 def message_sizes(sizes: Sequence[int]) -> list[tuple[int, bool]]:
     """List sizes of messages in bytes, each with whether the wires are fitted to it.
 
-    The further sizes test the fit: geometric means of neighbours, in multiples of 64 bytes. None lies between the two
-    smallest, whose messages take mostly latency.
+    The further sizes test the fit: geometric means of neighbours, in multiples of 64 bytes, aligned as the given sizes
+    are. None lies between the two smallest, whose messages take mostly latency.
     """
     between = [round((a * b) ** 0.5) // 64 * 64 for a, b in pairwise(sizes[1:])]
     return sorted([*((size, True) for size in sizes), *((size, False) for size in between)])
@@ -58,7 +59,7 @@ def find_hosts(world: World, clock: Clock) -> str:
     slots, node_size = world.home.slots, world.node_size
     boundary = Boundary(())
     for size in (SHORT, LONG):
-        measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=9)
+        measure = partial(clock.time_pairs, run=exchange_call(world, size), repeats=PAIR_REPEATS)
         measured = measure_steady_boundary(slots, node_size, measure)
         boundary = measured if measured.hosts else boundary
         if boundary.hosts and not contradicts_launcher(boundary, slots, node_size):
@@ -77,9 +78,9 @@ class LinkTrials:
         slots = world.home.slots
         self.hosts: tuple[tuple[int, ...], ...] = launcher_hosts(slots, self.node_size)
         self.host: tuple[int, ...] = self.hosts[world.slot // self.node_size]
-        self.even: bool = len({len(host) for host in self.hosts}) == 1  # all hosts have as many slots
+        self.hosts_are_equal: bool = len({len(host) for host in self.hosts}) == 1  # in their number of slots
         # Communicators, as runs of these degrees have them; hosts of different sizes are no groups of one degree.
-        for degree in {len(self.host) if self.even else 1, slots}:
+        for degree in {len(self.host) if self.hosts_are_equal else 1, slots}:
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
 
     def list_trials(self) -> list[Trial]:
@@ -95,57 +96,65 @@ class LinkTrials:
         """Yield the trials of messages between the slots of one host, for each host at the same time.
 
         An exchange or gather of `size` bytes divides them between the width − 1 other slots. In `point` every slot
-        sends to the next, in `point_alone` only the first two slots to each other.
+        sends to the next, in `point_alone` only the first two slots to each other: a message may be faster while the
+        other slots are silent.
         """
         host, channels = self.host, self.world.channels
-        together = channels.find_channel(host)
+        host_channel = channels.find_channel(host)
         pair = channels.find_channel(host[:2]) if self.world.slot in host[:2] and len(host) > 1 else None
         width = self.node_size
         yield from self._size_trials(
-            "inside", "exchange", lambda size: self._exchange_call(together, size // (width - 1), set(host))
+            "inside", "exchange", lambda size: self._exchange_call(host_channel, size // (width - 1), set(host))
         )
-        yield from self._size_trials("inside", "gather", lambda size: self._gather_call(together, size // (width - 1)))
-        yield from self._size_trials("inside", "point", lambda size: self._shift_call(together, size))
+        yield from self._size_trials(
+            "inside", "gather", lambda size: self._gather_call(host_channel, size // (width - 1))
+        )
+        yield from self._size_trials("inside", "point", lambda size: self._shift_call(host_channel, size))
         yield from self._size_trials("inside", "point_alone", lambda size: self._shift_call(pair, size))
-        if self.even:  # each host is a replica of a home, and replicas have as many slots
+        if self.hosts_are_equal:  # each host is a replica of a home, and replicas have as many slots
             home = Layout(self.world.home.slots, dp_replicate=len(self.hosts))
             yield from self._sharded_trials("inside", self.world.open_inner(home), width, 1)
 
     def _host_trials(self) -> Iterator[Trial]:
         """Yield the trials of messages between hosts.
 
-        All slots exchange and gather. In `point` each slot sends to the slot at its place in the next host, in
-        `point_alone` only the first slot of each host sends. The size of a gather is a slot's share of what arrives at
-        its host, so that each slot receives `host_slots` times the size.
+        All slots gather, and exchange with those of other hosts. In `point` each slot sends to the slot at its place in
+        the next host, in `point_alone` only the first slot of each host sends. The size of an exchange is divided
+        between the slots of other hosts. The size of a gather is a slot's share of what arrives at its host, so that
+        each slot receives `host_slots` times the size. Where hosts differ, both sizes are those of the smallest host.
         """
         world, hosts, slots = self.world, self.hosts, self.world.home.slots
         everyone = world.channels.find_channel(range(slots))
-        others = set(range(slots)) - set(self.host)
+        slots_elsewhere = set(range(slots)) - set(self.host)
         place, host_slots = world.slot % self.node_size, min(map(len, hosts))
         slots_in_same_place = [host[place] for host in hosts if len(host) > place]
         place_channel = world.channels.find_channel(slots_in_same_place) if len(slots_in_same_place) > 1 else None
         first_channel = place_channel if place == 0 else None
-        of_gather = lambda size: self._gather_call(everyone, size * host_slots // (slots - 1))  # noqa: E731
-        of_exchange = lambda size: self._exchange_call(everyone, size // (slots - host_slots), others)  # noqa: E731
-        yield from self._size_trials("across", "exchange", of_exchange)
-        yield from self._size_trials("across", "gather", of_gather)
+        block_size = lambda size: size // (slots - host_slots)  # noqa: E731
+        yield from self._size_trials(
+            "across", "exchange", lambda size: self._exchange_call(everyone, block_size(size), slots_elsewhere)
+        )
+        yield from self._size_trials(
+            "across", "gather", lambda size: self._gather_call(everyone, size * host_slots // (slots - 1))
+        )
         yield from self._size_trials("across", "point", lambda size: self._shift_call(place_channel, size))
         yield from self._size_trials("across", "point_alone", lambda size: self._shift_call(first_channel, size))
         yield from self._sharded_trials("across", world, slots, host_slots)
 
-    def _sharded_trials(self, level: Level, world: World, width: int, together: int) -> Iterator[Trial]:
+    def _sharded_trials(self, level: Level, world: World, width: int, host_slots: int) -> Iterator[Trial]:
         """Yield trials of FSDP2's collectives on its mesh's group: bfloat16 parameters, float32 gradients.
 
-        `width` slots shard the parameters, and `together` of these slots share the links of a host (1: inside a host).
-        A size is a slot's share of what arrives at its host, so that each slot receives `together` times the size.
+        `width` slots shard the parameters, and `host_slots` of these share the links of a host (1: inside a host, where
+        each has its own). A size is a slot's share of what arrives at its host, so that each slot receives `host_slots`
+        times the size.
         """
         group = world.meshes.fsdp.get_group("slots")
-        shard_bytes = lambda size: size * together // (width - 1)  # noqa: E731
+        shard_bytes = lambda size: size * host_slots // (width - 1)  # noqa: E731
         yield from self._size_trials(
-            level, "sharded_gather", lambda size: self._gather_parameters(group, width, shard_bytes(size))
+            level, "sharded_gather", lambda size: self._parameter_gather_call(group, width, shard_bytes(size))
         )
         yield from self._size_trials(
-            level, "sharded_reduce", lambda size: self._reduce_gradients(group, width, shard_bytes(size))
+            level, "sharded_reduce", lambda size: self._gradient_reduce_call(group, width, shard_bytes(size))
         )
 
     def _size_trials(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
@@ -157,11 +166,14 @@ class LinkTrials:
             yield Trial(sample, make(size), turns)
 
     def _exchange_call(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
-        """Return a call that sends `block` bytes to each partner but this slot, and receives as much from each."""
+        """Return a call that sends `block` bytes to each partner but this slot, and receives as much from each.
+
+        Other members of the channel enter the call as well, with no bytes.
+        """
         slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
-        runs = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
-        x = self._byte_buffer(sum(runs))
-        return lambda: channel.all_to_all_rows(x, runs, runs, "bench calibrate").wait()
+        rows = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
+        x = self._byte_buffer(sum(rows))
+        return lambda: channel.all_to_all_rows(x, rows, rows, "bench calibrate").wait()
 
     def _gather_call(self, channel: Channel, block: int) -> Callable[[], object]:
         """Return a call in which each member of a channel sends `block` bytes (at least one) to all other members."""
@@ -175,13 +187,13 @@ class LinkTrials:
         x, into = self._byte_buffer(size), self._byte_buffer(size)
         return lambda: channel.shift(x, into, "bench calibrate").wait()
 
-    def _gather_parameters(self, group: ProcessGroup, width: int, block: int) -> Callable[[], object]:
+    def _parameter_gather_call(self, group: ProcessGroup, width: int, block: int) -> Callable[[], object]:
         """Return a call that gathers shards of `block` bytes of `width` slots, in bfloat16."""
         shard = torch.zeros(max(1, block // 2), dtype=torch.bfloat16, device=self.world.device)
         whole = shard.new_empty(len(shard) * width)
         return lambda: _gather(whole, shard, group=group)
 
-    def _reduce_gradients(self, group: ProcessGroup, width: int, block: int) -> Callable[[], object]:
+    def _gradient_reduce_call(self, group: ProcessGroup, width: int, block: int) -> Callable[[], object]:
         """Return a call that sums gradients over `width` slots and leaves `block` bytes of them on each, in float32."""
         shard = torch.zeros(max(1, block // 4), dtype=torch.float32, device=self.world.device)
         whole = shard.new_zeros(len(shard) * width)

@@ -34,7 +34,7 @@ MOST_SECONDS = 200.0  # after which no round begins
 PRODUCT_WIDTHS = {"cuda": (2048, 4096), "cpu": (256, 512)}
 PRODUCT_ROWS: dict[str, tuple[int, ...]] = {"cuda": (1024, 4096, 16384), "cpu": (64, 256)}
 PASS_NUMBERS = {"cuda": (1 << 22, 1 << 24, 1 << 26, 1 << 28), "cpu": (1 << 14, 1 << 17, 1 << 19, 1 << 21)}
-OF_BOTH = 3.5  # products of a forward and a backward pass, over the two of forward
+BOTH_OVER_FORWARD = 3.5  # products of attention in forward (2) and backward (5), over those in forward
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Shape:
 
         Forward has two products of 2 FLOPs for each feature and each causal pair, which are half of the squares.
         """
-        return OF_BOTH * 2 * self.heads * self.head_dim * squares
+        return BOTH_OVER_FORWARD * 2 * self.heads * self.head_dim * squares
 
 
 class _Bench:
@@ -141,10 +141,10 @@ class _Bench:
             samples += self._time_trials(self._type_trials(), "types of attention")
         return samples
 
-    def _time_trials(self, trials: Iterator[Trial] | list[Trial], what: str) -> list[Sample]:
-        """Time trials as often as the settings say; `what` names them in the line of progress."""
+    def _time_trials(self, trials: Iterator[Trial] | list[Trial], label: str) -> list[Sample]:
+        """Time trials as often as the settings say; `label` names them in lines of progress."""
         settings = self.settings
-        return self.clock.time_trials(list(trials), warmup=settings.warmup, repeats=settings.repeats, what=what)
+        return self.clock.time_trials(list(trials), warmup=settings.warmup, repeats=settings.repeats, label=label)
 
     def _model_trials(self) -> Iterator[Trial]:
         """Yield steps of the model over rising numbers of tokens and of micro-batches, and a short forward pass."""
@@ -158,7 +158,8 @@ class _Bench:
         """Yield what one device does: products of matrices, attention over documents, and passes over memory.
 
         Attention is over as many rows as the longest document has, cut into documents of each length; then over as many
-        as the second longest has, cut into documents of each length but the longest.
+        as the second longest has, cut into documents of each length but the longest. Two numbers of rows tell a call's
+        own seconds from those of its rows.
         """
         device, lengths = self.world.device.type, self.settings.lengths
         for width in PRODUCT_WIDTHS[device]:
@@ -175,14 +176,17 @@ class _Bench:
         A degree that does not divide the slots is left out, as not all of them would take part.
         """
         slots, node_size = self.world.home.slots, self.world.node_size
-        of_level: dict[Level, int] = {"inside": min(slots, node_size), "across": slots}
-        for level, degree in of_level.items():
+        degrees: dict[Level, int] = {"inside": min(slots, node_size), "across": slots}
+        for level, degree in degrees.items():
             if degree > 1 and slots % degree == 0 and (level == "inside" or slots > node_size):
                 for i, length in enumerate(self.settings.lengths):
                     yield from self._group_type_trials(level, degree, length * degree, fitted=i % 2 == 0)
 
     def _step_trial(self, tokens: int, count: int, *, fitted: bool) -> Trial:
-        """Return the trial of a step of `count` micro-batches, each of short documents of about `tokens` a slot."""
+        """Return the trial of a step of `count` micro-batches, each of short documents of about `tokens` a slot.
+
+        Attention of layers with windows is not counted: its seconds lower the rate of products that is fitted.
+        """
         length = min(self.settings.document, tokens)
         per_slot = tokens // length
         rows = per_slot * length * count
@@ -195,7 +199,7 @@ class _Bench:
             micro_batches=count,
             weight_flops=self.shape.weight_flops * rows,
             attention_flops=flops,
-            half_flops=flops / length,
+            attention_flops_per_row=flops / length,
             fitted=fitted,
         )
         return Trial(sample, self._step_call(plan))
@@ -254,7 +258,7 @@ class _Bench:
             part="attention",
             name=f"attention: {count * length:,} rows in pieces of {length:,}",
             attention_flops=flops,
-            half_flops=flops / length,
+            attention_flops_per_row=flops / length,
             calls=1,
             fitted=fitted,
         )

@@ -41,22 +41,22 @@ class Clock:
         if self.world.rank == self.world.home.ranks[0]:
             print(f"{self.seconds:5.1f} s  {line}", file=sys.stderr, flush=True)
 
-    def time_trials(self, trials: Sequence[Trial], *, warmup: int, repeats: int, what: str) -> list[Sample]:
+    def time_trials(self, trials: Sequence[Trial], *, warmup: int, repeats: int, label: str) -> list[Sample]:
         """Time trials; returns their samples with the slowest rank's seconds, in the median of rounds.
 
-        All ranks enter. Every round has all trials, so that what disturbs the machine for a while disturbs no sample in
-        most rounds. No round begins once the time is over, except for the first timed one. Seconds are above 0, as
-        errors are relative to them.
+        All ranks enter; `label` names the trials in lines of progress. Every round has all trials, so that what
+        disturbs the machine for a while disturbs no sample in most rounds. No round begins once the time is over,
+        except for the first timed one. Seconds are above 0, as errors are relative to them.
         """
         times: list[list[float]] = []
         for i in range(warmup + repeats):
             if i > warmup and self.world.control.any_rank(self.seconds > self.most_seconds):
-                self.print_line(f"{what}: {i - warmup} of {repeats} rounds, as the time is over")
+                self.print_line(f"{label}: {i - warmup} of {repeats} rounds, as the time is over")
                 break
             times.append([self._measure_seconds(trial) for trial in trials])
-        self.print_line(f"{what}: {len(trials)} measurements, {len(times)} rounds")
-        of_ranks = self.world.control.gather_objects(times[warmup:])  # (ranks, rounds, trials)
-        seconds = np.median(np.array(of_ranks).max(axis=0), axis=0).tolist()
+        self.print_line(f"{label}: {len(trials)} measurements, {len(times)} rounds")
+        seconds_of_ranks = self.world.control.gather_objects(times[warmup:])  # (ranks, rounds, trials)
+        seconds = np.median(np.array(seconds_of_ranks).max(axis=0), axis=0).tolist()
         return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
 
     def time_pairs(self, pivot: int, run: Callable[[int], object], *, repeats: int) -> dict[int, float]:

@@ -111,9 +111,10 @@ def _memory_text(record: dict[str, Any]) -> str:
     """Write what layers keep by the plan of memory, what is gathered once or on the host; "" without a plan."""
     if not (memory := record.get("memory")):
         return ""
-    extras = [", weights gathered once"] * memory["gathered_once"] + [", states on the host"] * memory["offload_states"]
+    gathered = ", weights gathered once" if memory["gathered_once"] else ""
+    offloaded = ", states on the host" if memory["offload_states"] else ""
     host = f"; {bytes_text(memory['host']['total'])} on the host" if memory["host"]["total"] else ""
-    return f"memory: {measures_text(memory['measures'])}{''.join(extras)}{host}"
+    return f"memory: {measures_text(memory['measures'])}{gathered}{offloaded}{host}"
 
 
 def _retries_lines(record: dict[str, Any]) -> list[str]:

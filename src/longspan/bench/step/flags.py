@@ -12,6 +12,7 @@ from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.plans.lengths import SourceFlags
 from longspan.config.file import read_file
 from longspan.config.sections import ContextConfig, MachineSection, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from longspan.errors import ConfigError
 
 PLANNERS = ("padded", "fixed", "dynamic")
 SECTIONS = ("model", "parallel", "context", "train")
@@ -62,17 +63,23 @@ class StepFlags(BenchFlags, SourceFlags):
     timeout_seconds: float = 600.0
     """Seconds that a rank waits for the others."""
 
+    def check_flags(self) -> None:
+        """Raise ConfigError for what `BenchFlags.check_flags` refuses, and for fewer than no layers."""
+        super().check_flags()
+        if self.layers < 0:
+            raise ConfigError(f"--layers is {self.layers}; it must be at least 0")
+
 
 def parse_step(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
     """Parse the flags; returns them and the configuration of the file with the keys that flags change.
 
     Flags are parsed a second time with the values of the file that they name as defaults.
     """
-    flags, file = parse_flags(StepFlags, argv, "longspan bench step", StepFlags()), RunConfig()
+    flags, file_config = parse_flags(StepFlags, argv, "longspan bench step", StepFlags()), RunConfig()
     if flags.config:
-        file = read_file(flags.config)
-        of_file = {name: getattr(file, name) for name in SECTIONS}
-        of_file["run"] = MachineSection(file.run.machine)
-        flags = parse_flags(StepFlags, argv, "longspan bench step", replace(StepFlags(), **of_file))
-    run = replace(file.run, machine=flags.run.machine)
-    return flags, replace(file, run=run, **{name: getattr(flags, name) for name in SECTIONS})
+        file_config = read_file(flags.config)
+        defaults = {name: getattr(file_config, name) for name in SECTIONS}
+        defaults["run"] = MachineSection(file_config.run.machine)
+        flags = parse_flags(StepFlags, argv, "longspan bench step", replace(StepFlags(), **defaults))
+    run = replace(file_config.run, machine=flags.run.machine)
+    return flags, replace(file_config, run=run, **{name: getattr(flags, name) for name in SECTIONS})

@@ -26,9 +26,9 @@ PEER = "Hugging Face + FSDP2 + torch context_parallel (cuDNN), full recomputatio
 
 @contextmanager
 def make_peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Callable[[], None], list[float]]]:
-    """Make a step, and the list of the losses of all steps that ran.
+    """Make the step of stock Hugging Face under FSDP2 and `context_parallel`, and the list of its steps' losses.
 
-    Raises ValueError for what the stack does not offer.
+    Raises ValueError for what these do not offer.
     """
     _check_stack(settings, world)
     from torch.distributed.tensor.experimental import context_parallel

@@ -95,7 +95,7 @@ def pack_on_ranks(lengths: Sequence[int], ranks: int, max_rows: int) -> list[lis
         else:
             batches[rank].append([index])
     count = max(map(len, batches))
-    return [of_rank + [[]] * (count - len(of_rank)) for of_rank in batches]
+    return [rank_batches + [[]] * (count - len(rank_batches)) for rank_batches in batches]
 
 
 # ---- attention
@@ -152,7 +152,7 @@ def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
 
 
 def _register_attention(attend: Attend) -> None:
-    """Let transformers attend by this function; as no mask goes by its name, transformers builds none."""
+    """Let transformers attend by this function. It builds no mask, as it knows how to for its own functions only."""
 
     @torch.compiler.disable
     def forward(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
@@ -190,20 +190,22 @@ def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: W
     """Recompute as few layers as fit in the device's memory.
 
     How many fit follows from the peaks of two steps, with all layers recomputed and with all but two: these differ by
-    what two layers keep. All ranks recompute as many as the one with the least room. On a CPU nothing is recomputed.
+    what two layers keep for the backward pass. All ranks recompute as many as the one with the least room. On a CPU
+    nothing is recomputed.
     """
     if world.device.type != "cuda":
         return
     peaks = list[int]()
-    for recomputed in (layers.count, layers.count, layers.count - 2):  # the first has no states of the optimizer yet
+    # The first step's peak is not used: the optimizer's states do not exist yet.
+    for recomputed in (layers.count, layers.count, layers.count - 2):
         layers.recomputed = recomputed
         torch.cuda.reset_peak_memory_stats()
         step()
         peaks.append(torch.cuda.max_memory_allocated())
     room = _MEMORY_SHARE * torch.cuda.get_device_properties(world.device).total_memory - peaks[1]
     layer_bytes = max(peaks[2] - peaks[1], 0) / 2  # 0: layers keep nothing that shows, and all fit
-    counts = world.control.gather_objects(int(max(room, 0) / layer_bytes) if layer_bytes else layers.count)
-    layers.recomputed = layers.count - min(layers.count, *counts)
+    layers_that_fit = int(max(room, 0) / layer_bytes) if layer_bytes else layers.count
+    layers.recomputed = layers.count - min(layers.count, *world.control.gather_objects(layers_that_fit))
     torch.cuda.empty_cache()
 
 
@@ -214,9 +216,9 @@ def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: W
 def make_packed_step(
     settings: StepSettings, world: World
 ) -> Iterator[tuple[Callable[[], None], list[float], dict[str, Any]]]:
-    """Make a step, the list of the losses of all steps that ran, and facts about the step for a record.
+    """Make the step of whole packed documents, the list of its steps' losses, and facts about it for a record.
 
-    Raises ValueError for what the stack does not offer.
+    The model is stock Hugging Face's under FSDP2, with compiled layers. Raises ValueError for what these do not offer.
     """
     max_rows = settings.config.context.max_tokens_per_slot
     assert isinstance(max_rows, int)

@@ -19,6 +19,7 @@ from longspan.bench.step.settings import StepSettings
 from longspan.bench.timing import gaps_in_turn, profile_in_turn, time_in_turn
 from longspan.cli.machine import machine_facts
 from longspan.comm import World
+from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.data.document import synthetic_documents
 from longspan.model.prepared import vocabulary_size
@@ -113,23 +114,26 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     optimizer = make_optimizer(config, world, model, memory=memory)
     first_guess = memory.rows if memory is not None else None
     config = measure_rows(config, model, optimizer, world, log, first_guess=first_guess)
-    cost = settings.cost if memory is None else _memory_cost(settings, memory)
+    cost = settings.cost if memory is None else _memory_cost(settings, memory, log)
     memory = plan_on_ranks(replace(run_memory, config=config), memory, world)
     return Training(config, world, model, optimizer, cost, memory=memory)
 
 
 def _make_run_memory(settings: StepSettings, config: RunConfig, world: World) -> RunMemory:
-    """Make what measures are chosen by: the documents of every batch, each as a step; planners share one model."""
+    """Make the value from which memory is planned: every batch is a coming step, under all planners.
+
+    The planners share one model, so that what its layers keep must fit the plans of all.
+    """
     batches = [batch.lengths for batch in settings.batches()]
     heads = query_heads(settings.configuration)
     ahead = ComingSteps(lambda step: batches[step], settings.home, heads, 0, len(batches), settings.planners)
     return RunMemory(config=config, model=settings.configuration, ahead=ahead, gpu=world.device.type == "cuda")
 
 
-def _memory_cost(settings: StepSettings, memory: MemoryPlan) -> Cost:
+def _memory_cost(settings: StepSettings, memory: MemoryPlan, log: LogLine) -> Cost:
     """Return the cost by which plans are priced, with the recomputation that the plan of memory chose."""
     gpu, slots = settings.device == "cuda", settings.home.slots
-    return find_run_cost(settings.config, settings.configuration, print, gpu=gpu, slots=slots, memory=memory)
+    return find_run_cost(settings.config, settings.configuration, log, gpu=gpu, slots=slots, memory=memory)
 
 
 def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:
@@ -137,7 +141,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
     context = replace(training.config.context, planner=planner)
     training, started = replace(training, config=replace(training.config, context=context)), time.perf_counter()
     plan = training.choice.plan(settings.lengths, settings.home)
-    planning = time.perf_counter() - started
+    planning_seconds = time.perf_counter() - started
     documents = synthetic_documents(settings.lengths, vocabulary_size(training.model) or 2)
     losses: list[float] = []
 
@@ -154,7 +158,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
         "packing": plan.efficiency,
         "micro_batches": len(plan.micro_batches),
         "widest": max(group.degree for batch in plan.micro_batches for group in batch.groups),
-        "planning_seconds": planning,
+        "planning_seconds": planning_seconds,
         "cost": plan.cost.to_json(),
         "memory": training.memory.to_json() if training.memory is not None else None,
     }
@@ -188,14 +192,15 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
         step()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    retries = allocator_retries(world.device)
+    retries_before = allocator_retries(world.device)
     times = time_in_turn(step, settings.flags.repeats, world)
-    retries = (allocator_retries(world.device) - retries) / (1 + settings.flags.repeats)  # of a step; one is untimed
+    untimed_steps = 1  # of `time_in_turn`
+    retries_of_step = (allocator_retries(world.device) - retries_before) / (untimed_steps + settings.flags.repeats)
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    of_ranks = world.control.gather_objects(
-        (statistics.median(times), peak, peak_reserved_bytes(world.device), retries)
+    figures_of_ranks = world.control.gather_objects(
+        (statistics.median(times), peak, peak_reserved_bytes(world.device), retries_of_step)
     )
-    seconds, peak, reserved, retries = (max(figures) for figures in zip(*of_ranks, strict=True))
+    seconds, peak, reserved, retries = (max(figures) for figures in zip(*figures_of_ranks, strict=True))
     tokens = sum(settings.lengths)
     flops = model_flops(ModelShape.of(settings.configuration), settings.lengths)
     row: dict[str, Any] = {

@@ -89,7 +89,7 @@ class StepSettings:
         return replace(self.config, context=replace(self.config.context, planner=planner))
 
     def plan(self, planner: str) -> Plan:
-        """Plan the documents by one of the planners, as far as is known without the model's weights."""
+        """Plan the documents by one of the planners, at the cost that its configuration gives, without weights."""
         choice = PlanChoice.training(
             self._planner_config(planner), cost=self.cost, heads=query_heads(self.configuration)
         )
@@ -130,7 +130,9 @@ def make_settings(
     gpu = backend != "gloo"
     if flags.gaps and not gpu:
         raise ConfigError("--gaps lists when nothing runs on a GPU, and this bench runs on CPUs; leave it out")
-    planners, home = _choose_planners(flags, config), home_of(config.parallel, ranks)
+    planners = _choose_planners(flags, config)
+    flags.check_flags()
+    home = home_of(config.parallel, ranks)
     documents = read_documents(flags, config, home.slots, gpu=gpu)
     config = config if flags.config else _set_default_model(config, gpu=gpu)
     configuration = _fit_configuration(flags, config, max(documents.lengths))
@@ -172,9 +174,6 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
         )
     if not (planners or flags.peers):
         raise ConfigError(f"--planners is none and there is no --peers: nothing to time; name some of {names}")
-    flags.check_flags()
-    if flags.layers < 0:
-        raise ConfigError(f"--layers is {flags.layers}; it must be at least 0")
     return planners
 
 
@@ -213,8 +212,9 @@ def _set_limits(
 ) -> RunConfig:
     """Set a cap of rows and a degree where flags give none.
 
-    Documents listed by length get no cap (0), other documents 8192 rows, or 256 on CPUs. The degree is the least one
-    that holds the longest document; sequences that are timed one by one get all slots.
+    Documents listed by length are few and get no cap (0). Others may be many, and are packed into micro-batches of at
+    most 8192 rows on a slot, or 256 on CPUs. The degree is the least one that holds the longest document; sequences
+    that are timed one by one get all slots.
     """
     context = config.context
     cap = context.max_tokens_per_slot

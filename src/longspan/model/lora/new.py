@@ -83,10 +83,10 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
 
 
 def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Draw the initial values of an adapter's parameter, float32, on the CPU: A uniform in ±1 / √inputs, B zero."""
+    """Draw an adapter's initial values, float32, on the CPU, as peft does: A uniform in ±1 / √inputs, B zero."""
     if ".lora_A." not in name:
         return torch.zeros(tuple(shape))
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # on CPUs seeds have 32 bits
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 

@@ -59,12 +59,13 @@ WEIGHTS, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
 
 
 def write_adapter(
-    folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor], files: Any = None, modules: Sequence[str] = ()
+    folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor], tokenizer: Any = None, modules: Sequence[str] = ()
 ) -> None:
-    """Write an adapter's whole tensors, named as in a prepared model, its configuration, and `files`, a tokenizer.
+    """Write an adapter's whole tensors, named as in a prepared model, its configuration, and the tokenizer's files.
 
-    `modules` are names of whole modules whose weights are among the tensors: peft loads them in place of the base
-    model's. Depths of multi-token prediction need not be named.
+    `tokenizer` is one of transformers, or whatever else has its `save_pretrained`. `modules` are names of whole modules
+    whose weights are among the tensors: peft loads them in place of the base model's. Depths of multi-token prediction
+    need not be named.
 
     >>> PeftModel.from_pretrained(base_model, folder)  # doctest: +SKIP
     """
@@ -77,12 +78,14 @@ def write_adapter(
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # in one order, so that equal adapters have equal files
     config.save_pretrained(str(folder))
-    if files is not None:
-        files.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def stock_name(name: str, adapter: str) -> str:
-    """Return peft's name in its files for a tensor of the adapter `adapter`, which the file's name leaves out.
+    """Return the name of an adapter's tensor in peft's files, where names lack the name `adapter`.
+
+    DoRA's magnitudes, a module each in the model, are plain parameters in files.
 
     >>> stock_name("model.layers.0.mlp.up_proj.lora_A.default.weight", "default")
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'

@@ -142,7 +142,8 @@ def _exclusion_pattern(
 ) -> str | None:
     """Return a pattern of the modules that peft must leave out though a target's name fits; None if there are none.
 
-    Such modules are in other parts, or are in towers and no linears to adapt. `linears` are those of the chosen parts.
+    peft compares the ends of names, in all parts and whatever the module is. Left out are the modules of other parts
+    and, in towers, those that are not among `linears`, the linears of the chosen parts.
     """
     towers = "|".join(map(re.escape, _tower_names(model)))
     if not towers:  # all modules are the language model's

@@ -172,7 +172,7 @@ def select_depth_weights(names: Iterable[str]) -> list[str]:
 
 
 def depth_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield why depths cannot be trained beside an adapter: trained in part, or trained whole and adapted as well."""
+    """Yield why depths cannot be trained with an adapter: trained only in part, or trained whole and adapted too."""
     mtp = model._modules.get(PREFIX)
     if mtp is None:
         return

@@ -85,9 +85,10 @@ def copy_without_layers(
 ) -> tuple[Any, list[nn.Module]]:
     """Copy the module around a model's decoder layers with stand-ins for the layers; returns (copy, its layers).
 
-    Layers with an index in `keep` are the model's own. The embedding is replaced by the rows `embedded` (1, T, D), and
-    there is no norm after the layers. Modules without parameters, such as rotary embeddings, may store tensors of a
-    pass: for a pass on the meta device these modules are copied, so that the model's own keep their numbers.
+    A stand-in returns `outputs` values, as `CopiedLayer` counts them. Layers with an index in `keep` are the model's
+    own. The embedding is replaced by the rows `embedded` (1, T, D), and there is no norm after the layers. Modules
+    without parameters, such as rotary embeddings, may store tensors of a pass: for a pass on the meta device these
+    modules are copied, so that the model's own keep their numbers.
     """
     name, layers = layer_list(model)
     path, _, attribute = name.rpartition(".")

@@ -168,7 +168,10 @@ def _qwen_name(name: str) -> str:
 
 
 def _nemotron_name(name: str, blocks: int) -> str:
-    """Translate our name of a depth's weight to the one in Nemotron-H's files."""
+    """Translate our name of a depth's weight to the one in Nemotron-H's files, which number blocks as if depths.
+
+    Its first block has the norms and the projection before it, its last the norm behind it.
+    """
     if match := re.fullmatch(rf"{PREFIX}\.layers\.0\.mtp_block\.(\d+)\.(.*)", name):
         return f"{PREFIX}.layers.{match[1]}.{match[2]}"
     return name.replace(f"{PREFIX}.layers.0.post_norm.", f"{PREFIX}.layers.{blocks - 1}.final_layernorm.")

@@ -38,14 +38,14 @@ def split_encoder(
     _ = world.meshes.tp  # made by all ranks together
     trials = [SplitTrial(name, unit, world) for name, unit in _trial_units(module, blocks, parts)]
     linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
-    split_modules = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
+    split_module_ids = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
     for part in parts:
         _split_linears(part, world)
         if not part.several:  # else each linear sums by itself, in `_split_linears`
-            _sum_other_gradients(part.module, split_modules, world.key)
+            _sum_other_gradients(part.module, split_module_ids, world.key)
             sum_input_gradients(part.module, world)
         wrap_forward(part.module, views=_local_counts(part, world.home.tp))
-    module.register_forward_pre_hook(_DrawsRefused(module), prepend=True)
+    module.register_forward_pre_hook(_DropoutRefusal(module), prepend=True)
     return trials
 
 
@@ -69,12 +69,15 @@ def _split_linears(part: SplitModule, world: World) -> None:
             sum_input_gradients(linear, world)
 
 
-def _sum_other_gradients(module: nn.Module, split: set[int], key: int) -> None:
-    """Sum over tp the gradients of parameters beside split linears (a norm of heads), which see a rank's heads."""
+def _sum_other_gradients(module: nn.Module, split_module_ids: set[int], world_key: int) -> None:
+    """Sum over tp the gradients of a split module's other parameters, such as a norm of heads.
+
+    They are whole on each rank, and have their gradients from this rank's heads only.
+    """
     for child in module.modules():
-        if id(child) not in split:
+        if id(child) not in split_module_ids:
             for name, _ in child.named_parameters(recurse=False):
-                sum_partial_gradients(child, key, name)
+                sum_partial_gradients(child, world_key, name)
 
 
 def _local_counts(part: SplitModule, tp: int) -> dict[str, Any]:
@@ -96,12 +99,12 @@ def _trial_units(
             yield name, unit
 
 
-class _DrawsRefused:
+class _DropoutRefusal:
     """A hook that refuses training which draws at random: the ranks of a slot would go on with different rows."""
 
     def __init__(self, module: nn.Module) -> None:
         """List the rates above 0 of dropout: attributes with "drop" in their names, and `p` of torch's own."""
-        self._draws = [
+        self._rates = [
             f"{name} ({type(child).__name__}, {attribute} {rate:g})"
             for name, child in module.named_modules()
             for attribute, rate in vars(child).items()
@@ -112,8 +115,8 @@ class _DrawsRefused:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Raise ModelError if the module is called in training and would draw random numbers."""
-        if module.training and self._draws:
+        if module.training and self._rates:
             raise ModelError(
-                f"{', '.join(self._draws[:4])} draw at random in training, and the tensor-parallel ranks of a slot "
+                f"{', '.join(self._rates[:4])} draw at random in training, and the tensor-parallel ranks of a slot "
                 "would draw differently; build the encoder with dropout 0.0, or use tp 1"
             )

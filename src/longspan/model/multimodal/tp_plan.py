@@ -133,12 +133,13 @@ def find_split_parts(
 def _make_part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> SplitModule:
     """Make the record of one module that is split, with the styles of its linears.
 
-    It holds `several` attentions or MLPs if it has several row-wise linears, or is a block or a list itself.
+    It holds `several` attentions or MLPs if it has several row-wise linears. It is treated so too if it is a block or a
+    list itself: a block's input also goes around its linears (the residual), where its gradient is already whole, and a
+    list is not called.
     """
-    groups = sum(style == ROWWISE for style in styles.values())
-    return SplitModule(
-        name, module, styles, groups > 1 or name in blocks or isinstance(module, nn.ModuleDict | nn.ModuleList)
-    )
+    outputs = sum(style == ROWWISE for style in styles.values())
+    is_list = isinstance(module, nn.ModuleDict | nn.ModuleList)
+    return SplitModule(name, module, styles, several=outputs > 1 or name in blocks or is_list)
 
 
 # ---- linears and their styles
@@ -244,7 +245,8 @@ def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
     """Yield the numbers of heads and features that tp must divide, after their names for messages.
 
     If attention holds no number of heads, heads are counted by the size of one. A row-wise linear has its inputs split,
-    any other its outputs; of a fused one tp must divide the keys, the narrowest of queries, keys and values.
+    any other its outputs; of a fused one tp must divide the keys, the narrowest of queries, keys and values. Raises
+    ModelError for a fused linear with other outputs, and for attention that does not tell its heads.
     """
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts

@@ -72,11 +72,11 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
     if any(image.size is not None for image in inputs):
         arguments[SIZES] = torch.tensor([image.size for image in inputs], device=like.device)
     check_fields(model, [PIXELS, *arguments, *fields])
-    filled = SIZES in arguments or MASK in fields
+    pads = SIZES in arguments or MASK in fields
     for name, parts in ({PIXELS: [image.pixels for image in inputs]} | fields).items():
         if len(parts) != len(inputs):
             raise DataError(f"{len(parts)} of {plural(len(inputs), 'image')} have {name}; give it of each")
-        arguments[name] = _join_images(name, [_cast_inputs(value, like) for value in parts], filled)
+        arguments[name] = _join_images(name, [_cast_inputs(value, like) for value in parts], pads=pads)
     if MASK in image_parameters(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
         arguments |= {name: arguments[name][None] for name in (PIXELS, MASK) if name in arguments}
     return arguments
@@ -105,14 +105,14 @@ def _cast_inputs(part: Tensor, like: Tensor) -> Tensor:
     return part.to(like.device, like.dtype if part.is_floating_point() else part.dtype, non_blocking=True)
 
 
-def _join_images(name: str, parts: Sequence[Tensor], filled: bool) -> Tensor:
-    """Join one argument of all images along the first dim; with `filled`, other dims are padded to one shape.
+def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
+    """Join one argument of all images along the first dim; if this `pads`, other dims are padded to one shape.
 
-    Raises DataError if the shapes differ.
+    Numbers of images in documents become numbers of those of the call. Raises DataError if the shapes differ.
     """
     if name == IN_DOCUMENT:
         return _image_counts(parts)
-    if filled:
+    if pads:
         parts = _pad_to_largest(parts)
     shapes = {tuple(x.shape[1:]) for x in parts}
     if len(shapes) > 1:

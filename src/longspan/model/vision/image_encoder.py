@@ -103,8 +103,8 @@ def _has_one_row(base: Any, image: ImageInput) -> bool:
 def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
     """Join the rows of images that were encoded in `order` to (n, D), in input order.
 
-    `parts` are one tensor for each image, or one of all images: then `order` is that of the inputs, as only
-    LLaVA-OneVision, which gives a tensor for each image, needs another.
+    `parts` are one tensor for each image in `order`, or one tensor of all images. The latter are in input order
+    already: only LLaVA-OneVision needs another order, and it gives a tensor for each image.
     """
     if not isinstance(parts, Tensor):
         parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])

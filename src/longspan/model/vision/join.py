@@ -100,10 +100,10 @@ class EncoderHome:
         return self.home if isinstance(self.home, Layout) else self.home.home
 
     @classmethod
-    def of(cls, encoder: "Layout | World | EncoderHome", **same: Any) -> "EncoderHome":
+    def of(cls, encoder: "Layout | World | EncoderHome", **options: Any) -> "EncoderHome":
         """Return the argument of `prepare(encoder=…)` as an EncoderHome.
 
-        A Layout or World gets the options `same` of the language model. Raises ModelError for another type.
+        A Layout or World gets these `options`, those of the language model. Raises ModelError for another type.
         """
         if isinstance(encoder, EncoderHome):
             return encoder
@@ -112,7 +112,7 @@ class EncoderHome:
                 f"encoder is a {type(encoder).__name__}; give a Layout over the language model's ranks, its open "
                 "World, or EncoderHome(home=…) with settings"
             )
-        return cls(home=encoder, **same)
+        return cls(home=encoder, **options)
 
 
 def join_parts(

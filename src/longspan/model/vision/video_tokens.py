@@ -61,8 +61,9 @@ class VideoTokens:
         """
         images, model = image_tokens(config), model_class(config)
         placeholder = getattr(config, "video_token_id", None)
-        of_features, of_positions = (_argument_names(model, name) for name in ("get_video_features", "get_rope_index"))
-        takes_grids = {_PIXELS, _GRIDS} <= of_features and {_GRIDS, "mm_token_type_ids"} <= of_positions
+        feature_arguments = _argument_names(model, "get_video_features")
+        position_arguments = _argument_names(model, "get_rope_index")
+        takes_grids = {_PIXELS, _GRIDS} <= feature_arguments and {_GRIDS, "mm_token_type_ids"} <= position_arguments
         if not isinstance(placeholder, int) or not takes_grids:
             raise ModelError(
                 f"{type(config).__name__} is not of a model that takes videos by a video_token_id, {_PIXELS} and "
@@ -110,7 +111,7 @@ class VideoTokens:
             return self.images.positions(ids, grids)
         ids, grids = np.asarray(ids, dtype=np.int64), np.asarray(grids, dtype=np.int64).reshape(-1, 3)
         rows = [counts if self.apart else [sum(counts)] for counts in (self.rows(video.grid) for video in videos)]
-        of_videos = mark_placeholders(
+        in_videos = mark_placeholders(
             ids, self.placeholder, [n for counts in rows for n in counts], plural(len(videos), "video")
         )
         config, model = self.images.config, model_class(self.images.config)
@@ -119,7 +120,7 @@ class VideoTokens:
             media["image_grid_thw"] = torch.from_numpy(grids)
         if _SECONDS in _argument_names(model, "get_rope_index"):  # of float32, as processors give them
             media[_SECONDS] = torch.tensor([video.seconds for video in videos], dtype=torch.float32)
-        return rope_index(model, config, ids, self.images.kinds(ids, grids) + VIDEO * of_videos, **media)
+        return rope_index(model, config, ids, self.images.kinds(ids, grids) + VIDEO * in_videos, **media)
 
 
 @cache
