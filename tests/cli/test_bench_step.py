@@ -2,11 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from longspan import Layout, World
 from longspan.bench.step.command import record_markdown, record_text
 from longspan.bench.step.flags import parse_step
+from longspan.bench.step.ranks import profile_step
 from longspan.bench.step.settings import StepSettings, make_settings
 from longspan.bench.timing import mean_run
 from longspan.cli.main import main
@@ -16,6 +20,7 @@ from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from longspan.run.gaps import merge_intervals
 from longspan.run.profile import kind_of, seconds_by_part
+from longspan.testing import run_ranks
 from tests.train.small import small_config
 
 
@@ -52,7 +57,9 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "exposed comm" in text and "allocator" not in text and planned[0]["allocator_retries"] == 0
     gap = {"host": "cudaFree", "gaps": 36, "seconds": 0.1404, "longest": 0.0041, "then": "nvjet"}
     planned[1] |= {"gaps": [gap], "allocator_retries": 2.0, "peak_bytes": 125 << 30, "reserved_bytes": 137 << 30}
+    planned[1]["busiest"] = {"rank": 1, "parts": planned[0]["parts"], "kernels": planned[0]["kernels"]}
     for written in (record_text(record), record_markdown(record)):
+        assert "longspan fixed, busiest rank (1)" in written
         assert "longspan fixed: the GPU's allocator ran out of memory 2 times a step" in written
         assert "Nothing ran on the GPU of the first rank in a step of longspan fixed" in written
         assert all(cell in written for cell in ("the host meanwhile", "cudaFree", "140.4", "4.10", "nvjet"))
@@ -174,6 +181,27 @@ def test_a_cap_that_a_run_would_find_needs_its_folder(tmp_path: Path, capsys: py
     words = ["--world", "2", "--lengths", "40", "--context.max_tokens_per_slot", "auto"]
     assert main(["bench", "step", str(file), *words]) == 2
     assert f"and there is no {tmp_path}/run; give a number of rows" in capsys.readouterr().err
+
+
+def _profile_uneven_step(rank: int, busy: int) -> dict[str, Any]:
+    x = torch.ones(512, 512)
+    with World(Layout(ranks=2)) as world:
+
+        def take_step() -> None:
+            for _ in range(100 if rank == busy else 1):
+                x @ x
+            world.control.barrier()
+
+        return profile_step(take_step, world)
+
+
+def test_the_rank_that_others_wait_for_is_profiled() -> None:
+    first, second = run_ranks(_profile_uneven_step, 2, 1)
+    assert first == second and first["busiest"]["rank"] == 1
+    busy, waiting = first["busiest"]["parts"], first["parts"]
+    assert busy["other layers"] > 1.05 * waiting["other layers"]
+    first, second = run_ranks(_profile_uneven_step, 2, 0)
+    assert first == second and "busiest" not in first
 
 
 def test_parts_add_up_and_count_once() -> None:

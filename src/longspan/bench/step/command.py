@@ -155,17 +155,26 @@ def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
 
 def _part_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     """Write the seconds by part of the rows that were profiled."""
-    rows = [row for row in record["rows"] if "parts" in row]
-    return [(row["name"], *part_cells(row)) for row in rows]
+    return [(name, *part_cells(profiled)) for name, profiled in _profiled_ranks(record)]
+
+
+def _profiled_ranks(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """List what was profiled: of each row the first rank, and the busiest one where it computes longer."""
+    profiled = list[tuple[str, dict[str, Any]]]()
+    for row in record["rows"]:
+        if "parts" in row:
+            profiled.append((row["name"], row))
+        if "busiest" in row:
+            profiled.append((f"{row['name']}, busiest rank ({row['busiest']['rank']})", row["busiest"]))
+    return profiled
 
 
 def _kernel_tables(record: dict[str, Any]) -> str:
-    """Write the kernels that take most of the first rank's profiled steps, by row."""
+    """Write the kernels that take most of the profiled steps, by row and rank."""
     tables = [
-        f"Longest kernels of {row['name']}:\n\n"
-        + markdown_table(KERNEL_TITLES, [(f"`{name}`", *cells) for name, *cells in kernel_rows(row)])
-        for row in record["rows"]
-        if "kernels" in row
+        f"Longest kernels of {row_name}:\n\n"
+        + markdown_table(KERNEL_TITLES, [(f"`{name}`", *cells) for name, *cells in kernel_rows(profiled)])
+        for row_name, profiled in _profiled_ranks(record)
     ]
     return "".join(f"{table}\n\n" for table in tables)
 

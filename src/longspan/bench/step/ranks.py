@@ -27,6 +27,7 @@ from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.model_shape import ModelShape
+from longspan.run.profile import seconds_computing
 from longspan.run.result import versions
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.live_bytes import allocator_retries, peak_reserved_bytes
@@ -214,7 +215,7 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
     if settings.peak_tflops:
         row["mfu"] = row["model_tflops_per_device"] / settings.peak_tflops
     if settings.flags.profile:
-        row |= _profile_step(step, world)
+        row |= profile_step(step, world)
     if settings.flags.gaps:
         out = Path(settings.out) if settings.out and world.rank == 0 else None
         trace = out.with_name(f"{out.stem}-trace.json.gz") if out else None
@@ -222,10 +223,19 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
     return row
 
 
-def _profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Profile some more steps on the first rank: the seconds of one, by part and by kernel."""
+def profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
+    """Profile some more steps: the seconds of one on the first rank, by part and by kernel.
+
+    `busiest` has those of the rank that computes longest, if that is more than on the first rank by a twentieth: there
+    the first rank's exposed communication is mostly waiting for it.
+    """
     parts, kernels, seconds = profile_in_turn(step, world)
-    return world.control.broadcast_object({"parts": parts | {"step": seconds}, "kernels": kernels})
+    profiled: dict[str, Any] = {"parts": parts | {"step": seconds}, "kernels": kernels}
+    seconds_of_ranks = world.control.gather_objects(seconds_computing(parts))
+    first_rank, busiest = world.home.ranks[0], max(zip(seconds_of_ranks, world.home.ranks, strict=True))
+    profiled_there = world.control.broadcast_object(profiled | {"rank": world.rank}, source=busiest[1])
+    profiled = world.control.broadcast_object(profiled, source=first_rank)
+    return profiled | ({"busiest": profiled_there} if busiest[0] > 1.05 * seconds_of_ranks[0] else {})
 
 
 def _report_row(record: dict[str, Any], settings: StepSettings, rank: int) -> None:
