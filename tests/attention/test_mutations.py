@@ -69,7 +69,7 @@ MUTATIONS = [
     ("attention.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
     ("attention.all_gather", "(self._members.degree, -1)).sum(0)", "(self._members.degree, -1))[0]"),
     ("attention.all_to_all", ".sum(2) for x", "[:, :, 0] for x"),
-    ("attention.all_to_all", "sum_addends(self._of_keys, ", "sum_addends(self._of_keys[:1], "),
+    ("attention.all_to_all", "sum_addends(self._kv_addends, ", "sum_addends(self._kv_addends[:1], "),
     # slices around a ring: those that share keys and values, and their own block, early and late
     ("attention.ring", "of_own) for of_own in own]", "of_own) for of_own in own[:1]]"),
     ("attention.ring", "for dout, saved, call, dq in queries:", "for dout, saved, call, dq in queries[:1]:"),
@@ -88,7 +88,11 @@ MUTATIONS = [
     ("attention.head_swap", "all_heads[self.split.q_heads(self._me)] = x", "all_heads[: len(x)] = x"),
     # what a recomputed layer exchanges once more
     ("attention.attend", "part_out, x.lse) for x in slices]", "part_out, slices[0].lse) for x in slices]"),
-    ("attention.all_to_all", "self._pair = tuple(pair) or self._pair", "self._pair = self._pair or tuple(pair)"),
+    (
+        "attention.all_to_all",
+        "self._shared_kv = tuple(kv) or self._shared_kv",
+        "self._shared_kv = self._shared_kv or tuple(kv)",
+    ),
     (
         "attention.all_to_all",
         "heads_as_numbers(out) if self._takes_deltas",

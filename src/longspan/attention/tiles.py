@@ -121,6 +121,7 @@ class Tiling:
         counts = -(-lengths // rows)
         tile = np.repeat(np.arange(len(self)), counts)
         start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
+        # A row sees from `left` keys before its own to `right` after it: so a key is seen from `right` rows before on.
         limit_before, limit_after = (self.right, self.left) if of_keys else (self.left, self.right)
         # What the block's first row (or key) is aligned to on the other side, and what the block meets there.
         aligned, most = start + (other_lengths - lengths)[tile], other_lengths[tile]
@@ -203,6 +204,7 @@ class Launch:
         document, q_position, k_position = self._tokens()
         q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()
         picked = (document[q_rows], q_position[q_rows], k_position[k_rows])
+        # Copied: positions are read-only, which torch warns of.
         documents, q_positions, k_positions = (to_device(x.copy(), self.device) for x in picked)
         return documents, q_positions, k_positions
 

@@ -19,7 +19,7 @@ from longspan.attention.rows import pad_heads
 from longspan.attention.tiles import Launch
 
 _CAPABILITIES = (9, 10, 11)
-_HEAD_SIZES = 32  # multiples of this are right
+_HEAD_SIZE_MULTIPLE = 32  # at other sizes gradients may be wrong
 
 
 @cache
@@ -93,11 +93,11 @@ def _lay_out_lse(x: Tensor, launch: Launch) -> Tensor:
 
 
 def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the tensors as the kernel takes them, and the lengths of several tiles.
+    """Return the tensors as the kernel takes them, padded to one head size, and the lengths of the tiles.
 
-    One tile is dense: (1, T, heads, size).
+    A single tile is a dense call, of tensors (1, T, heads, size) and without lengths.
     """
-    size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZES) * _HEAD_SIZES
+    size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZE_MULTIPLE) * _HEAD_SIZE_MULTIPLE
     tensors = tuple(pad_heads(x, size) for x in tensors)
     if len(launch.tiling) == 1:
         return [x.unsqueeze(0) for x in tensors], {}

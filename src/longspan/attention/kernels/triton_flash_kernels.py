@@ -122,10 +122,10 @@ def forward(
         higher = tl.maximum(largest, tl.max(scores, 1))
         top = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
         weights = tl.exp2(scores - top[:, None])
-        fade = tl.exp2(largest - top)
-        total = total * fade + tl.sum(weights, 1)
+        rescale = tl.exp2(largest - top)  # the sums so far were taken with the largest score so far
+        total = total * rescale + tl.sum(weights, 1)
         v_block = _load_rows(v, key, v_row, keys, V_SIZE, V_WIDTH)
-        result = tl.dot(weights.to(v_block.dtype), v_block, result * fade[:, None])
+        result = tl.dot(weights.to(v_block.dtype), v_block, result * rescale[:, None])
         largest = higher
     _store_rows(out, row, out_row, rows, result / total[:, None], V_SIZE, V_WIDTH)
     tl.store(lse + row.to(tl.int64) * lse_row, largest / _LOG2_E + tl.log(total), mask=row < rows)
@@ -265,7 +265,7 @@ def key_gradients(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Compute dk, dv or both of KEYS keys, all their query heads one after another: nothing is added at once.
+    """Compute dk, dv or both of KEYS keys, all their query heads one after another: no other program adds to them.
 
     With the weights w of `query_gradients`, dv = Σ rows w · dout and dk = scale · Σ rows w · (dout · v − delta) · q,
     times the soft cap's slope. `first_row` and `end_row` leave out the blocks of rows that see none of these keys.
