@@ -167,8 +167,8 @@ class _Attend(torch.autograd.Function):
         if recording is None:
             out, saved, slices = _attend_parts(q, k, v, with_sinks)
         else:
-            local = not recording.keep_exchanged
-            out, saved, slices = recording.output(lambda: _attend_parts(q, k, v, with_sinks, local), (q, k, v))
+            save_local = not recording.keep_exchanged
+            out, saved, slices = recording.output(lambda: _attend_parts(q, k, v, with_sinks, save_local), (q, k, v))
         ctx.call, ctx.slices = call, slices
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         ctx.save_for_backward(sinks, out if any(x is None for x in saved) else None, *saved)
@@ -217,19 +217,19 @@ def _put_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
 
 
 def _attend_parts(
-    q: Tensor, k: Tensor, v: Tensor, call: AttendCall, local: bool = False
+    q: Tensor, k: Tensor, v: Tensor, call: AttendCall, save_local: bool = False
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
     """Attend in all parts: return the output (T, N, Hv), what is saved for backward, and each part's number of slices.
 
-    In what is saved None stands for the output of a part: the whole output is saved. With `local` the own rows' q, k, v
-    and out are saved under every type, in place of what was exchanged: backward exchanges them once more.
+    In what is saved None stands for the output of a part: the whole output is saved. With `save_local` the own rows' q,
+    k, v and out are saved under every type, in place of what was exchanged: backward exchanges them once more.
     """
     parts = list[tuple[Tensor, Sequence[Saved]]]()
     with _disable_autocast(q):
         for rows, cp_comm_type, members in call.parts:
             part_inputs = take_rows(q, rows), take_rows(k, rows), take_rows(v, rows)
             part_out, slices = PATTERNS[cp_comm_type][0](*part_inputs, members, call)
-            parts.append((part_out, [Saved(*part_inputs, part_out, x.lse) for x in slices] if local else slices))
+            parts.append((part_out, [Saved(*part_inputs, part_out, x.lse) for x in slices] if save_local else slices))
     (out,) = _join_rows_of_parts([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
     saved = [None if x is part_out else x for part_out, slices in parts for saved_slice in slices for x in saved_slice]
     return out, saved, [len(slices) for _, slices in parts]

@@ -171,11 +171,11 @@ def _launch_kernel(
     if compiled_kernel is not None:
         compiled_kernel[grid](*arguments, *values)
         return
-    compiled = getattr(kernel_module(), name)[grid](*arguments, **constants)
+    compiled_kernel = getattr(kernel_module(), name)[grid](*arguments, **constants)
     if not addresses % _ALIGNED:
         if len(_compiled) >= _REMEMBERED:
             _compiled.clear()
-        _compiled[launch_key] = compiled
+        _compiled[launch_key] = compiled_kernel
 
 
 def _padded_width(size: int) -> int:

@@ -28,19 +28,20 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 class WindowRows(NamedTuple):
     """The rows that one member's rows see under a narrow window or chunks, its own among them, in document order.
 
-    `sends[m]` are the rows of this member that member m sees, none for itself, and `sent` all of those; from member m
-    come `receives[m]` rows, and what arrives, member after member, goes to `places`. Of the member's own rows those in
-    `own_rows` are seen; they go to `own_places`. There are `rows` in all.
+    `rows_to_send[m]` are the rows of this member that member m sees, none for itself, and `all_rows_to_send` all of
+    those. From member m come `receive_counts[m]` rows, and what arrives, member after member, goes to
+    `received_places`. Of the member's own rows those in `own_rows` are seen; they go to `own_places`. `row_count` rows
+    are seen in all.
     """
 
     launches: tuple[Launch, ...]
-    sends: tuple[Tensor, ...]
-    sent: Tensor
-    receives: tuple[int, ...]
-    places: Tensor
+    rows_to_send: tuple[Tensor, ...]
+    all_rows_to_send: Tensor
+    receive_counts: tuple[int, ...]
+    received_places: Tensor
     own_rows: Tensor
     own_places: Tensor
-    rows: int
+    row_count: int
 
 
 class Members:
@@ -183,12 +184,12 @@ class Members:
 
         `positions` returns the position in its document of every row of that tensor; only dropout calls it.
         """
-        ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
+        document_ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
         # `Members` holds the launches, and they hold this function. It must not refer to `Members`: in a reference
         # cycle the launches' tensors would stay on the device until Python's garbage collector runs.
         def tokens() -> Tokens:
-            document = np.repeat(ids[segments.document], segments.stop - segments.start)
+            document = np.repeat(document_ids[segments.document], segments.stop - segments.start)
             return Tokens(document, segments.positions, positions())
 
         queries = self.real_segments(self.member)
@@ -212,18 +213,18 @@ class Members:
         """Return the rows that this member's rows see, and who sends them."""
         keys, all_members = self.visible_rows(self.member), range(self.degree)
         seen = [self._find_rows(keys, owner) for owner in all_members]
-        sends = [self._find_rows(self.visible_rows(reader), self.member)[0] for reader in all_members]
+        to_send = [self._find_rows(self.visible_rows(reader), self.member)[0] for reader in all_members]
         own_rows, own_places = seen[self.member]
-        sends[self.member], seen[self.member] = _NO_ROWS, (_NO_ROWS, _NO_ROWS)  # own rows are copied, not sent
+        to_send[self.member], seen[self.member] = _NO_ROWS, (_NO_ROWS, _NO_ROWS)  # own rows are copied, not sent
         return WindowRows(
             self._make_launches(keys, lambda: keys.positions),
-            sends=tuple(to_device(rows, self.device) for rows in sends),
-            sent=to_device(np.concatenate(sends), self.device),
-            receives=tuple(len(rows) for rows, _ in seen),
-            places=to_device(np.concatenate([places for _, places in seen]), self.device),
+            rows_to_send=tuple(to_device(rows, self.device) for rows in to_send),
+            all_rows_to_send=to_device(np.concatenate(to_send), self.device),
+            receive_counts=tuple(len(rows) for rows, _ in seen),
+            received_places=to_device(np.concatenate([places for _, places in seen]), self.device),
             own_rows=to_device(own_rows, self.device),
             own_places=to_device(own_places, self.device),
-            rows=keys.rows,
+            row_count=keys.rows,
         )
 
     def visible_rows(self, reader: int) -> Segments:

@@ -53,14 +53,14 @@ class Tile(NamedTuple):
         """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see.
 
         In this tile row i is aligned to key i + `shift`. The part's keys begin `left` keys before the key that its
-        first row is aligned to, and end `right` keys after that of its last row. As every tile aligns its last row to
-        its last key, the part aligns each row to a key that lies `moved` keys before the row's key in this tile. Limits
-        are counted from the aligned key, and change by as much.
+        first row is aligned to, and end `right` keys after that of its last row. The part aligns its last row to its
+        last key, as every tile does: that is `moved` keys before the row's key in this tile. Limits count from the
+        aligned key, so they change by as much.
         """
         shift = self.keys - self.queries
         first_key = 0 if self.left is None else max(0, start + shift - self.left)
         end_key = self.keys if self.right is None else min(self.keys, stop + shift + self.right)
-        moved = start + shift - first_key - (end_key - first_key) + (stop - start)
+        moved = stop + shift - end_key
         return Tile(
             self.q_start + start,
             self.q_start + stop,

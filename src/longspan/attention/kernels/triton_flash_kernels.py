@@ -111,8 +111,8 @@ def forward(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, V_WIDTH), tl.float32)
-    for at in range(first_key, end_key, KEYS):
-        key = at + tl.arange(0, KEYS)
+    for block_start in range(first_key, end_key, KEYS):
+        key = block_start + tl.arange(0, KEYS)
         k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block)) * scale
         if HAS_CAP:
@@ -204,8 +204,8 @@ def query_gradients(
     if HAS_RIGHT:
         end_key = tl.minimum(first_aligned + ROWS + right, keys)
     result = tl.zeros((ROWS, WIDTH), tl.float32)
-    for at in range(first_key, end_key, KEYS):
-        key = at + tl.arange(0, KEYS)
+    for block_start in range(first_key, end_key, KEYS):
+        key = block_start + tl.arange(0, KEYS)
         k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block)) * scale
         slope = 1.0
@@ -296,8 +296,8 @@ def key_gradients(
         dv_sum = tl.zeros((KEYS, V_WIDTH), tl.float32)
     for member in range(group):
         head = kv_head * group + member
-        for at in range(first_row, end_row, ROWS):
-            row = at + tl.arange(0, ROWS)
+        for block_start in range(first_row, end_row, ROWS):
+            row = block_start + tl.arange(0, ROWS)
             aligned = row + shift
             q_block = _load_rows(q + head * q_head, row, q_row, rows, SIZE, WIDTH)
             dout_block = _load_rows(dout + head * dout_head, row, dout_row, rows, V_SIZE, V_WIDTH)
