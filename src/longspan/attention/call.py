@@ -141,12 +141,12 @@ class CallPart(NamedTuple):
 class AttendCall:
     """What `attend` does for q (T, N, H), k (T, K, H) and v (T, K, Hv) over a shard.
 
-    N, K, H and Hv are `heads`, `kv_heads`, `head_size` and `value_size`. `scale` is above 0: the sign of another is in
-    `sign`, which q is multiplied by, for kernels find the largest score before they scale. `sinks` (N,) and `dropout`
-    are those of the heads at hand. `one_document`: every group has one document, so that a launch has few tiles.
-    `spans`: rows of some document see later ones too (`layout/spans.py`), under a causal mask.
-    `deterministic`: the same bits again; torch's own switch by default. A caller who only looks for a
-    kernel or a communication type leaves out the rest:
+    N, K, H and Hv are `heads`, `kv_heads`, `head_size` and `value_size`. `scale` is above 0, as kernels
+    find the largest score before they scale; the sign of a negative one is in `sign`, by which q is multiplied (0 for a
+    scale of 0). `sinks` (N,) and `dropout` are those of the heads at hand. `one_document`: every group has one
+    document, so that a launch has few tiles. `spans`: rows of some document see later ones too (`layout/spans.py`),
+    under a causal mask. `deterministic`: the same bits again; torch's own switch by default. A caller who only looks
+    for a kernel or a communication type leaves out the rest:
 
     >>> choose_kernel(AttendCall(32, 8, 192, 128, torch.float32)).name
     'cpu_flash'

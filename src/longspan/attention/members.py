@@ -45,9 +45,9 @@ class WindowRows(NamedTuple):
 
 
 class Members:
-    """The members of one group that share keys and values, `inner` of the group's acting as one.
+    """The members of one group that share keys and values; `inner` neighbouring ranks that exchange heads act as one.
 
-    There are `degree` members; this rank is number `member`, or a part of it. Member m holds `counts[m]` rows, in
+    There are `degree` members; this rank is number `member`, or belongs to it. Member m holds `counts[m]` rows, in
     document order where `inner` > 1. Under a causal mask rows of `spans` see the later rows of their span as well. Made
     once per shard, so that layers share what it derives.
     """

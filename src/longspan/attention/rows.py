@@ -236,7 +236,7 @@ class Partial:
         self._total: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention of some rows to further keys: out (rows, N, Hv), lse (rows, N), which is finite."""
+        """Merge the attention of some rows to further keys: out (rows, N, Hv) and a finite lse (rows, N)."""
         if self._total is None and covers(rows, self._shape[0]):
             self._total = out, lse
             return

@@ -37,12 +37,12 @@ class Tile(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Number of query rows."""
+        """Return the number of query rows."""
         return self.q_stop - self.q_start
 
     @property
     def keys(self) -> int:
-        """Number of key rows."""
+        """Return the number of key rows."""
         return self.k_stop - self.k_start
 
     def pieces(self, rows: int) -> "Iterator[Tile]":
@@ -92,7 +92,7 @@ class Tiling:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """The tiles one by one."""
+        """Return the tiles one by one."""
         return tuple(Tile(a, b, c, d, self.left, self.right) for a, b, c, d in self.bounds.tolist())
 
     def q_rows(self) -> slice | Integers:
@@ -171,7 +171,7 @@ class Launch:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """The tiles one by one, over the rows that a kernel receives."""
+        """Return the tiles one by one, over the rows that a kernel receives."""
         return self.tiling.packed_tiling().tiles
 
     @cached_property
@@ -184,7 +184,7 @@ class Launch:
 
     @cached_property
     def max_lengths(self) -> tuple[int, int]:
-        """The most query rows and the most key rows of a tile."""
+        """Return the most query rows and the most key rows of a tile."""
         queries, keys = (self.tiling.bounds[:, 1::2] - self.tiling.bounds[:, ::2]).max(0).tolist()
         return queries, keys
 

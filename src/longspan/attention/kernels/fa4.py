@@ -35,7 +35,7 @@ def device_lack(device: torch.device) -> str:
 def _kernel_interface() -> Any:
     """Import the module with the kernel's two calls, once.
 
-    Warnings that mean the kernel's authors are not shown: those of the import, and one of every compilation.
+    Warnings meant for the kernel's authors are not shown: those of the import, and one of every compilation.
     """
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     with warnings.catch_warnings():
@@ -112,7 +112,7 @@ def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], d
 
 
 def _mask_arguments(launch: Launch) -> dict[str, Any]:
-    """Return the mask in the kernel's words, where None is no limit; a causal mask is a flag of its own."""
+    """Return the mask as the kernel's arguments, where None is no limit; a causal mask is a flag of its own."""
     if launch.left is None and launch.right == 0:
         return {"causal": True}
     return {"window_size_left": launch.left, "window_size_right": launch.right}

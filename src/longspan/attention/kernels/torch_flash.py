@@ -85,7 +85,7 @@ def _is_causal(launch: Launch) -> bool:
 
 
 def _mask_arguments(launch: Launch) -> dict[str, int]:
-    """Return the mask in the kernel's words: a limit that is left out is none, and a causal mask has its own flag."""
+    """Return the mask as the kernel's arguments: without those of no limit; a causal mask has a flag of its own."""
     if _is_causal(launch):
         return {}
     limits = {"window_size_left": launch.left, "window_size_right": launch.right}

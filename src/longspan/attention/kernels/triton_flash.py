@@ -139,7 +139,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 def _launch_fitting_blocks(
     name: str, table: Mapping[int, tuple[Blocks, ...]], q: Tensor, v: Tensor, launch_blocks: Callable[[Blocks], None]
 ) -> None:
-    """Launch with the first blocks of the table for which the device has the shared memory, found once."""
+    """Launch with the first blocks of the table that fit the device's shared memory; later calls begin with them."""
     key = (name, _padded_size(q), _padded_size(v), q.dtype, q.device)
     choices = table[max(_MIN_TABLE_WIDTH, _padded_size(q), _padded_size(v))]
     for index in range(_fitting.get(key, 0), len(choices)):
