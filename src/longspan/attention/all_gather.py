@@ -110,7 +110,7 @@ def _gather_slices(
 
 
 class _GradientSums:
-    """Sums a slice's dk and dv over the members, each of which gets its rows' sums, while the next slice is computed."""
+    """Sums a slice's dk and dv over the members, each of which gets those of its rows, while the next is computed."""
 
     def __init__(self, members: Members) -> None:
         self._members, self._channel = members, members.channel

@@ -35,7 +35,7 @@ def merge_rows(
 ):
     """Merge PAIRS (row, head) pairs of `size` columns each: total ← total + σ(lse − total_lse) · (out − total).
 
-    The step's size σ is the weight e^lse / (e^lse + e^total_lse) of the new block; the log-sum-exp becomes that of both,
+    The factor σ is the weight e^lse / (e^lse + e^total_lse) of the new block; the log-sum-exp becomes that of both,
     computed with the larger one taken out, so that nothing overflows. Strides are those of rows and heads; with
     HAS_INDEX, row r goes into row index[r].
     """
