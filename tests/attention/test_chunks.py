@@ -78,13 +78,13 @@ def check_members(lengths, degree, inner, mask, padding):
     every = [Members(ShardPart(group, 0, slot, 0, 0), mask, CPU, inner) for slot in range(0, degree * inner, inner)]
     for reader in every:
         mine = reader.real_segments(reader.member)
-        assert len(reader.window_rows.sends[reader.member]) == 0
+        assert len(reader.window_rows.rows_to_send[reader.member]) == 0
         for owner in every:
             theirs = owner.segments(owner.member)
             needed = np.flatnonzero(visible(mine, theirs, mask.window, mask.chunk).any(0)).tolist()
-            sent = owner.window_rows.sends[reader.member] if owner is not reader else reader.window_rows.own_rows
+            sent = owner.window_rows.rows_to_send[reader.member] if owner is not reader else reader.window_rows.own_rows
             assert sent.tolist() == needed
-            assert owner is reader or reader.window_rows.receives[owner.member] == len(needed)
+            assert owner is reader or reader.window_rows.receive_counts[owner.member] == len(needed)
 
 
 TILES, MEMBERS = "attention.tiles_between", "attention.members"
@@ -110,8 +110,8 @@ def test_nothing_is_sent_where_every_chunk_lies_in_one_rank():
     for slot in range(4):
         members = Members(ShardPart(group, 0, slot, 0, 0), Mask(chunk=64), CPU)
         assert members.has_narrow_window
-        assert sum(members.window_rows.receives) == len(members.window_rows.sent) == 0
-        assert members.window_rows.rows == members.counts[slot]
+        assert sum(members.window_rows.receive_counts) == len(members.window_rows.all_rows_to_send) == 0
+        assert members.window_rows.row_count == members.counts[slot]
 
 
 NARROW = [((4096,), 8, 256, True), ((4096,), 8, 512, True), ((4096,), 8, 1024, True), ((4096,), 8, 2048, False)]

@@ -232,7 +232,7 @@ def test_torch_flash_sums_gradients_of_some_heads_at_a_time(monkeypatch):
 
     monkeypatch.setattr(torch_flash, "_call_backward", gradients)
     for most, calls in ((2**31 - 1, 1), (4 * 133 * 64, 2), (3 * 133 * 64, 3)):
-        monkeypatch.setattr(torch_flash, "MOST", most)
+        monkeypatch.setattr(torch_flash, "MAX_SUM_ELEMENTS", most)
         counts.clear()
         joined = torch_flash.backward(torch.randn(5, 6, 12), saved, launch, AttendCall(6, 3, 20, 12))
         assert len(counts) == calls and max(counts) <= most

@@ -111,18 +111,18 @@ def check_window_rows(members, group, window):
     for owner in group:
         if owner.part.member % owner.inner == members.part.member % members.inner:
             mine = owner.member == members.member
-            rows = (window_rows.own_rows if mine else owner.window_rows.sends[members.member]).numpy()
+            rows = (window_rows.own_rows if mine else owner.window_rows.rows_to_send[members.member]).numpy()
             assert rows.tolist() == seen_rows(members, owner.member, window)
-            assert window_rows.receives[owner.member] == (0 if mine else len(rows))
+            assert window_rows.receive_counts[owner.member] == (0 if mine else len(rows))
             segments = owner.segments(owner.member)
             held_rows = zip(
                 segments.document.repeat(segments.stop - segments.start)[rows], segments.positions[rows], strict=True
             )
             arriving.insert(0, [*held_rows]) if mine else arriving.append([*held_rows])
-    places = np.concatenate([window_rows.own_places.numpy(), window_rows.places.numpy()])
+    places = np.concatenate([window_rows.own_places.numpy(), window_rows.received_places.numpy()])
     landed = [list(itertools.chain(*arriving))[i] for i in np.argsort(places)]
     assert landed == list(zip(keys.document.repeat(keys.stop - keys.start), keys.positions, strict=True))
-    assert window_rows.rows == len(landed) and len(window_rows.sends[members.member]) == 0
+    assert window_rows.row_count == len(landed) and len(window_rows.rows_to_send[members.member]) == 0
     assert {(launch.left, launch.right) for launch in window_rows.launches} <= {
         (None, None),
         (None, 0),
@@ -149,7 +149,7 @@ def test_a_window_is_narrow_where_half_of_a_ring_and_twice_the_own_rows_would_do
     group = members_of_group(lengths, 1, degree, Mask(True, window))
     assert [members.has_narrow_window for members in group] == [narrow] * degree
     if narrow:  # the bounds hold
-        foreign_rows = [len(members.window_rows.places) for members in group]
+        foreign_rows = [len(members.window_rows.received_places) for members in group]
         assert 2 * sum(foreign_rows) <= (degree - 1) * sum(lengths) and sum(foreign_rows) <= 2 * sum(lengths)
 
 

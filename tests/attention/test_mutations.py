@@ -65,11 +65,11 @@ MUTATIONS = [
         "add_rows([(gradients[0], total[0])], rows)",
     ),
     ("attention.rows", "if fresh and len(addends) == 1", "if len(addends) == 1"),
-    ("attention.ring", "total.index_add_(0, sent, arrived)", "total.index_copy_(0, sent, arrived)"),
+    ("attention.ring", "total.index_add_(0, rows, arrived)", "total.index_copy_(0, rows, arrived)"),
     ("attention.rows", "total.index_add_(0, rows,", "total.index_copy_(0, rows,"),
     ("attention.all_gather", "(self._members.degree, -1)).sum(0)", "(self._members.degree, -1))[0]"),
     ("attention.all_to_all", ".sum(2) for x", "[:, :, 0] for x"),
-    ("attention.all_to_all", "sum_addends(self._of_keys, ", "sum_addends(self._of_keys[:1], "),
+    ("attention.all_to_all", "sum_addends(self._kv_addends, ", "sum_addends(self._kv_addends[:1], "),
     # slices around a ring: those that share keys and values, and their own block, early and late
     ("attention.ring", "of_own) for of_own in own]", "of_own) for of_own in own[:1]]"),
     ("attention.ring", "for dout, saved, call, dq in queries:", "for dout, saved, call, dq in queries[:1]:"),
@@ -82,13 +82,21 @@ MUTATIONS = [
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
     ("attention.head_swap", "None if orders is None else orders[1]", "None"),
     ("attention.head_swap", "arrived if orders is None else join_columns((arrived,), orders[0])", "arrived"),
-    ("attention.ring", "index_copy_(0, rows.places, handle", "index_copy_(0, rows.places.flip(0), handle"),
+    (
+        "attention.ring",
+        "index_copy_(0, window_rows.received_places, handle",
+        "index_copy_(0, window_rows.received_places.flip(0), handle",
+    ),
     ("attention.head_swap", "start = self.split.q_heads(self._me).start + slice_index", "start = slice_index"),
     ("attention.head_swap", "slice_index * cuts // self.slices)", "slice_index * (cuts == self.slices))"),
     ("attention.head_swap", "all_heads[self.split.q_heads(self._me)] = x", "all_heads[: len(x)] = x"),
     # what a recomputed layer exchanges once more
     ("attention.attend", "part_out, x.lse) for x in slices]", "part_out, slices[0].lse) for x in slices]"),
-    ("attention.all_to_all", "self._pair = tuple(pair) or self._pair", "self._pair = self._pair or tuple(pair)"),
+    (
+        "attention.all_to_all",
+        "self._shared_kv = tuple(kv) or self._shared_kv",
+        "self._shared_kv = self._shared_kv or tuple(kv)",
+    ),
     (
         "attention.all_to_all",
         "heads_as_numbers(out) if self._takes_deltas",

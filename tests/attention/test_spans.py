@@ -81,7 +81,7 @@ def test_members_send_the_rows_of_spans_that_reach_over_their_end(documents, deg
             ago = rows[1][:, None] - theirs.positions
             same = rows[0][:, None] == np.repeat(theirs.document, theirs.stop - theirs.start)
             needed = (same & (ago >= 0) & (ago < window)).any(0) | later(runs, mine, theirs).any(0)
-            sent = owner.window_rows.sends[reader.member] if owner is not reader else reader.window_rows.own_rows
+            sent = owner.window_rows.rows_to_send[reader.member] if owner is not reader else reader.window_rows.own_rows
             assert sent.tolist() == np.flatnonzero(needed).tolist()
 
 

@@ -44,7 +44,7 @@ def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int, budget: int | None) 
         is_large = rows * kv_heads * (k.shape[2] + v.shape[2]) * k.element_size() >= SLICE_BYTES
         heads_that_fit = -(-kv_heads // SLICES) if is_large else kv_heads
     else:
-        heads_that_fit = budget // max(1, gather_bytes_per_head(rows, k, v))
+        heads_that_fit = budget // max(1, gather_bytes_per_head(rows, k, v))  # a group may have no rows
     return cut_heads(heads, kv_heads, max(1, min(heads_that_fit, kv_heads)))
 
 
@@ -97,18 +97,20 @@ def _gather_slices(
     def start_gather(heads: HeadSlice) -> Handle:
         return channel.all_gather_rows(join_columns([x[:, heads.kv] for x in tensors]), members.counts, label)
 
-    started = [start_gather(slices[0])]
+    started = [
+        start_gather(slices[0])
+    ]  # the one gather in flight; popped, so that its result is freed once laid in order
     for i, heads in enumerate(slices):
         in_order = join_columns((started.pop().wait(),), order)
         started += [start_gather(following) for following in slices[i + 1 : i + 2]]  # none after the last slice
         k, v = split_columns(in_order, [(heads.kv.stop - heads.kv.start, x.shape[2]) for x in tensors])
         del in_order
         yield heads, (k, v)
-        del k, v
+        del k, v  # freed before the next slice is laid in order
 
 
 class _GradientSums:
-    """Sums each slice's gradients over the members, to each those of its rows, while the next slice is computed."""
+    """Sums a slice's dk and dv over the members, each of which gets those of its rows, while the next is computed."""
 
     def __init__(self, members: Members) -> None:
         self._members, self._channel = members, members.channel

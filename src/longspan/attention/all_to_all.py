@@ -74,7 +74,7 @@ def _take_turns(rings: Sequence[Iterator[None]]) -> None:
 
     All members do so in this order, so that they post their messages in the same one.
     """
-    for _ in zip(*rings, strict=True):
+    for _ in zip(*rings, strict=True):  # strict: once the first ring ends, zip runs the others to their ends too
         pass
 
 
@@ -92,7 +92,8 @@ def _forward_turns(
     """
     (sent, arriving), (leaving, saved), members = messages, results, swap.members
     q, own_k, own_v = swap.receive_heads(arriving.pop(0), sent[run.start])
-    blocks, collected = key_blocks(own_k, own_v, members), list[tuple[Tensor, Partial, AttendCall]]()
+    blocks = key_blocks(own_k, own_v, members)
+    slice_states = list[tuple[Tensor, Partial, AttendCall]]()  # of each slice: its queries, their sum, its call
     for turn in range(members.turns):
         launches, k, v = next(blocks)
         for slice_index in run:
@@ -100,8 +101,8 @@ def _forward_turns(
                 if slice_index > run.start:
                     (q,) = swap.receive_heads(arriving.pop(0), sent[slice_index])
                 total = Partial(q.shape[0], q.shape[1], v.shape[2], like=q)
-                collected.append((q, total, swap.slice_call(call, slice_index)))
-            q, total, slice_call = collected[slice_index - run.start]
+                slice_states.append((q, total, swap.slice_call(call, slice_index)))
+            q, total, slice_call = slice_states[slice_index - run.start]
             add_block(total, q, k, v, launches, slice_call)
             if turn + 1 == members.turns:
                 out, lse = total.result_with_sinks(slice_call.sinks)
@@ -116,9 +117,9 @@ def _forward_turns(
 def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
     """Return the gradients of the local rows.
 
-    With rings, slices of heads take turns, so that one is computed while another's block travels, if the memory for
-    sums of all slices allows. If it does not, only the next slice travels while one is computed; otherwise all slices
-    are sent at once. Copies of a key/value head are summed at the end.
+    Around a ring of several members the slices of heads take turns, so that one is computed while another's block
+    travels. Turns hold the float32 sums of all slices; where these are too large, slices are computed one after
+    another, and only the next one is in flight. Copies of a key/value head are summed at the end.
     """
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
@@ -127,7 +128,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     # A complete dk or dv may travel in the input's dtype; the parts that copies of a head give are still to be summed.
     kv_dtype = dout.dtype if split.kv_copies == 1 else accumulation_dtype(dout.dtype)
     query_numbers = max(members.part.counts) * members.inner * split.member_heads * saved[0].q.shape[2]
-    one_by_one = count_head_groups(4 * query_numbers, swap.slices) > 1  # turns hold the sums of all slices, in float32
+    one_by_one = count_head_groups(4 * query_numbers, swap.slices) > 1  # 4 bytes: sums are float32
     work = _Backward(dout, saved, swap, call, kv_dtype, in_flight=1 if one_by_one else swap.slices)
     if members.degree > 1 and swap.slices > 1 and not one_by_one:
         _take_turns([work.ring_turns(run) for run in swap.kv_runs])
@@ -143,7 +144,10 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
 
 
 class _Backward:
-    """The slices of one backward: gradients that are `leaving`, as (slice, which of dq, dk and dv, handle)."""
+    """Backward of one call, a slice of heads at a time: receives a slice, computes it and sends its gradients back.
+
+    `leaving` are the gradients on their way, as (index of the slice, which of dq, dk and dv, handle).
+    """
 
     def __init__(
         self,
@@ -162,7 +166,7 @@ class _Backward:
         """
         self.leaving: list[tuple[int, slice, Handle]] = []
         self._dout, self._saved, self._swap, self._call, self._kv_dtype = dout, saved, swap, call, kv_dtype
-        self._is_local = saved[0].q.shape[1] == swap.split.heads  # all heads of the own rows
+        self._is_local = saved[0].q.shape[1] == swap.split.heads  # forward saved the own rows with all heads
         self._sent: list[tuple[Tensor, ...]] = [(dout,)] * swap.slices
         self._takes_deltas = call.kernel is not None and call.kernel.takes_deltas(call)
         if self._is_local:
@@ -174,9 +178,9 @@ class _Backward:
         self._in_flight, self._arriving = in_flight, list[Handle]()
         for slice_index in range(min(in_flight, swap.slices)):
             self._send_slice(slice_index)
-        self._pair: tuple[Tensor, ...] = ()  # keys and values that arrived with the first of the slices that share them
-        self._sinks: dict[int, Tensor | None] = {}  # by slice, the gradient of its heads' sinks
-        self._of_keys: list[Addend] = []  # dk and dv of each slice so far that shares the current keys and values
+        self._shared_kv: tuple[Tensor, ...] = ()  # they arrived with the first of the slices that share them
+        self._dsinks: dict[int, Tensor | None] = {}  # by slice, the gradient of its heads' sinks
+        self._kv_addends: list[Addend] = []  # dk and dv of each slice so far that shares the current keys and values
 
     def compute_slice(self, slice_index: int) -> None:
         """Compute the gradients of a slice, from its ring or its only block, and send them.
@@ -184,14 +188,14 @@ class _Backward:
         Those of keys and values are summed over the slices that share them, and leave with the last one.
         """
         swap, queries = self._swap, self._receive_queries(slice_index)
-        inside = ring_backward(queries.dout, [queries.saved], swap.members, queries.call)
-        self._sinks[slice_index] = inside.sinks
-        gradients = [inside.q.to(self._dout.dtype)]
-        self._of_keys.append(Addend(slice(0, len(inside.k)), (inside.k, inside.v)))
+        slice_gradients = ring_backward(queries.dout, [queries.saved], swap.members, queries.call)
+        self._dsinks[slice_index] = slice_gradients.sinks
+        gradients = [slice_gradients.q.to(self._dout.dtype)]
+        self._kv_addends.append(Addend(slice(0, len(slice_gradients.k)), (slice_gradients.k, slice_gradients.v)))
         if swap.closes_run(slice_index):
             k, v = queries.saved.k, queries.saved.v
-            gradients += [x.to(self._kv_dtype) for x in sum_addends(self._of_keys, k, v)]
-            self._of_keys.clear()
+            gradients += [x.to(self._kv_dtype) for x in sum_addends(self._kv_addends, k, v)]
+            self._kv_addends.clear()
         for gradient_slice in swap.message_gradients(slice_index):
             self._send_gradients(slice_index, gradient_slice, gradients[gradient_slice])
 
@@ -211,7 +215,8 @@ class _Backward:
         for slice_index in run:
             if slice_index >= run.start + len(queries):  # not received yet
                 queries.append(self._receive_queries(slice_index))
-            own_pairs += [ring.own_gradients(queries[-1])] if slice_index in early else []
+            if slice_index in early:
+                own_pairs.append(ring.own_gradients(queries[-1]))
         for _ in range(1, self._swap.members.degree):
             yield
             ring.compute_next_block(queries)
@@ -224,8 +229,8 @@ class _Backward:
 
     def sink_gradients(self) -> Tensor | None:
         """Return the sinks' gradient (N,) over the rows of this neighbourhood, of the heads that are computed here."""
-        sinks = [x for _, x in sorted(self._sinks.items()) if x is not None]
-        return self._swap.place_heads(torch.cat(sinks)) if sinks else None
+        dsinks = [x for _, x in sorted(self._dsinks.items()) if x is not None]
+        return self._swap.place_heads(torch.cat(dsinks)) if dsinks else None
 
     def _send_slice(self, slice_index: int) -> None:
         self._arriving.append(self._swap.send_heads(self._sent[slice_index], slice_index, _BACKWARD))
@@ -233,7 +238,7 @@ class _Backward:
     def _receive_queries(self, slice_index: int) -> Queries:
         """Receive dout for the query heads of a slice, and join it with what forward saved of them.
 
-        If forward saved the local rows with all heads, the neighbours' q, k, v and out (or deltas) arrive beside dout.
+        If forward saved the local rows with all heads, the neighbours' q, k, v and out (or deltas) arrive with dout.
         The slice after those in flight is sent, to travel while this one is computed.
         """
         swap = self._swap
@@ -241,8 +246,8 @@ class _Backward:
         if slice_index + self._in_flight < swap.slices:
             self._send_slice(slice_index + self._in_flight)
         if self._is_local:
-            q, *pair, dout, out = arrived
-            k, v = self._pair = tuple(pair) or self._pair
+            q, *kv, dout, out = arrived  # k and v only with the first of the slices that share them
+            k, v = self._shared_kv = tuple(kv) or self._shared_kv
             saved = Saved(q, k, v, heads_as_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse)
         else:
             (dout,), saved = arrived, swap.slice_saved(self._saved, slice_index)
@@ -251,7 +256,7 @@ class _Backward:
     def _send_queries(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
         """Start sending dq of slices that have met all blocks."""
         for slice_index, slice_queries in zip(indices, queries, strict=True):
-            dq, self._sinks[slice_index] = slice_queries.finish()
+            dq, self._dsinks[slice_index] = slice_queries.finish()
             self._send_gradients(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])
 
     def _send_gradients(self, slice_index: int, gradient_slice: slice, gradients: Sequence[Tensor]) -> None:
@@ -261,11 +266,14 @@ class _Backward:
 def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:
     """Choose in how many slices heads are exchanged: one for each SLICE_BYTES of queries, SLICES at most.
 
-    The rows of the largest member count, so that all members choose the same. A narrow window takes one slice: its rows
-    are fetched in one exchange.
+    Bytes are counted for the member with the most rows, so that all members choose the same. A narrow window takes one
+    slice: its rows are fetched in one exchange, so that slices would have no other blocks to take turns on.
     """
-    useful_slices = max(members.part.counts) * q.shape[1] * q.shape[2] * q.element_size() // max(1, SLICE_BYTES)
-    return split.slice_count(min(useful_slices, SLICES)) if useful_slices > 1 and not members.has_narrow_window else 1
+    if members.has_narrow_window:
+        return 1
+    query_bytes = max(members.part.counts) * q.shape[1] * q.shape[2] * q.element_size()
+    useful_slices = query_bytes // max(1, SLICE_BYTES)  # SLICE_BYTES 0: always as many as can be
+    return split.slice_count(min(useful_slices, SLICES)) if useful_slices > 1 else 1
 
 
 def _empty_gradients(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

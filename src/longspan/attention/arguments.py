@@ -130,7 +130,7 @@ def check_spans(shard: SequenceShard, arguments: Arguments) -> None:
 
 
 def check_capture(dropout: float) -> None:
-    """Raise AttentionError inside a CUDA graph, where dropout would not be random."""
+    """Raise AttentionError while a CUDA graph is captured: dropout would not be random in its replays."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise AttentionError(
             f"dropout is {dropout!r} while a CUDA graph is captured: the graph holds the seed, so that every replay "
@@ -183,8 +183,8 @@ class CommChoice(NamedTuple):
 def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -> list[CommChoice]:
     """Return how each group of the micro-batch communicates.
 
-    Raises AttentionError, naming the group, for a type that is unknown, levels that do not make the degree, or heads
-    that members cannot exchange.
+    Raises AttentionError, naming the group, for a type that is unknown, a2a and p2p sizes whose product is not the
+    degree, or heads that members cannot exchange.
     """
     types, sizes = arguments.cp_comm_type, arguments.sizes
     if not isinstance(types, str | tuple | None):

@@ -72,7 +72,7 @@ def attend(
     >>> shard = bind(plan.micro_batches[0], world)
     >>> out = attend(q, k, v, shard, window=4096, layer=3)
 
-    `window` w: position p sees p − w + 1 … p; one that reaches over the longest document of the micro-batch is none.
+    `window` w: position p sees p − w + 1 … p; one as long as the longest document of the micro-batch hides nothing.
     `chunk` c: each c positions of a document are as a document of their own, as in Llama 4's chunked layers.
     `sinks` (N,): one logit per query head that takes weight and gives no value. `softcap` c: scores become
     c · tanh(score / c). `scale` is any finite number, H ** −0.5 by default. A row that sees no key (one that pads a
@@ -167,12 +167,13 @@ class _Attend(torch.autograd.Function):
         if recording is None:
             out, saved, slices = _attend_parts(q, k, v, with_sinks)
         else:
-            local = not recording.keep_exchanged
-            out, saved, slices = recording.output(lambda: _attend_parts(q, k, v, with_sinks, local), (q, k, v))
+            save_local = not recording.keep_exchanged
+            out, saved, slices = recording.output(lambda: _attend_parts(q, k, v, with_sinks, save_local), (q, k, v))
         ctx.call, ctx.slices = call, slices
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         ctx.save_for_backward(sinks, out if any(x is None for x in saved) else None, *saved)
-        # A view, as autograd refuses writes into one: a checkpoint would not notice that backward's tensors changed.
+        # A view, for autograd refuses writes into a view that a function returns. A write into `out` would change what
+        # backward reads, and in a checkpoint, where saved tensors are not checked for writes, without an error.
         return out.view_as(out)
 
     @staticmethod
@@ -200,7 +201,7 @@ class _Attend(torch.autograd.Function):
             dq,
             dk,
             dv,
-            None if sinks is None else _sum_sinks([part_gradients.sinks for part_gradients in parts], sinks),
+            None if sinks is None else _sum_sink_gradients([part_gradients.sinks for part_gradients in parts], sinks),
             None,
         )
 
@@ -216,21 +217,21 @@ def _put_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
 
 
 def _attend_parts(
-    q: Tensor, k: Tensor, v: Tensor, call: AttendCall, local: bool = False
+    q: Tensor, k: Tensor, v: Tensor, call: AttendCall, save_local: bool = False
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
     """Attend in all parts: return the output (T, N, Hv), what is saved for backward, and each part's number of slices.
 
-    In what is saved None stands for the output of a part: the whole output is saved. With `local` the own rows' q, k, v
-    and out are saved under every type, in place of what was exchanged: backward exchanges them once more.
+    In what is saved None stands for the output of a part: the whole output is saved. With `save_local` the own rows' q,
+    k, v and out are saved under every type, in place of what was exchanged: backward exchanges them once more.
     """
     parts = list[tuple[Tensor, Sequence[Saved]]]()
     with _disable_autocast(q):
         for rows, cp_comm_type, members in call.parts:
             part_inputs = take_rows(q, rows), take_rows(k, rows), take_rows(v, rows)
             part_out, slices = PATTERNS[cp_comm_type][0](*part_inputs, members, call)
-            parts.append((part_out, [Saved(*part_inputs, part_out, x.lse) for x in slices] if local else slices))
+            parts.append((part_out, [Saved(*part_inputs, part_out, x.lse) for x in slices] if save_local else slices))
     (out,) = _join_rows_of_parts([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
-    saved = [None if x is part_out else x for part_out, slices in parts for of_slice in slices for x in of_slice]
+    saved = [None if x is part_out else x for part_out, slices in parts for saved_slice in slices for x in saved_slice]
     return out, saved, [len(slices) for _, slices in parts]
 
 
@@ -252,7 +253,7 @@ def _join_rows_of_parts(
     return [torch.cat([x.to(like.dtype) for x in rows]) for rows in zip(no_rows, *parts, strict=True)]
 
 
-def _sum_sinks(parts: Sequence[Tensor | None], sinks: Tensor) -> Tensor:
+def _sum_sink_gradients(parts: Sequence[Tensor | None], sinks: Tensor) -> Tensor:
     """Sum the gradients of the sinks over the parts in the accumulation dtype; return the sum in the sinks' dtype."""
     total = torch.zeros_like(sinks, dtype=accumulation_dtype(sinks.dtype))
     for part_gradient in parts:

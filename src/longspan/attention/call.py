@@ -77,7 +77,7 @@ def mix_seed(*words: int) -> int:
 
 
 def _absorb_word(state: Tensor | int, word: Tensor) -> Tensor:
-    """Return splitmix64's finaliser of state + (word + 1) · golden ratio."""
+    """Return splitmix64's finaliser of state + (word + 1) · golden ratio; with the 1 a word of 0 changes the state."""
     x = state + (word + 1) * _GOLDEN
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_FIRST)
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_SECOND)
@@ -141,12 +141,12 @@ class CallPart(NamedTuple):
 class AttendCall:
     """What `attend` does for q (T, N, H), k (T, K, H) and v (T, K, Hv) over a shard.
 
-    N, K, H and Hv are `heads`, `kv_heads`, `head_size` and `value_size`. `scale` is above 0: the sign of another is in
-    `sign`, which q is multiplied by, for kernels find the largest score before they scale. `sinks` (N,) and `dropout`
-    are those of the heads at hand. `one_document`: every group has one document, so that a launch has few tiles.
-    `spans`: rows of some document see later ones too (`layout/spans.py`), under a causal mask.
-    `deterministic`: the same bits again; torch's own switch by default. A caller who only looks for a
-    kernel or a communication type leaves out the rest:
+    N, K, H and Hv are `heads`, `kv_heads`, `head_size` and `value_size`. `scale` is above 0, as kernels
+    find the largest score before they scale; the sign of a negative one is in `sign`, by which q is multiplied (0 for a
+    scale of 0). `sinks` (N,) and `dropout` are those of the heads at hand. `one_document`: every group has one
+    document, so that a launch has few tiles. `spans`: rows of some document see later ones too (`layout/spans.py`),
+    under a causal mask. `deterministic`: the same bits again; torch's own switch by default. A caller who only looks
+    for a kernel or a communication type leaves out the rest:
 
     >>> choose_kernel(AttendCall(32, 8, 192, 128, torch.float32)).name
     'cpu_flash'
@@ -189,8 +189,8 @@ class AttendCall:
     def features(self) -> frozenset[str]:
         """Return which of "window", "softcap" and "dropout" the call has; some kernels lack them."""
         window = self.mask.window or self.spans or None  # later keys of a span are masked as by a window
-        asked_for = {"window": window, "softcap": self.softcap, "dropout": self.dropout}
-        return frozenset(name for name, value in asked_for.items() if value is not None)
+        values = {"window": window, "softcap": self.softcap, "dropout": self.dropout}
+        return frozenset(name for name, value in values.items() if value is not None)
 
     def for_heads(self, start: int, stop: int) -> "AttendCall":
         """Return the same call for query heads start to stop of the tensors at hand: sinks and dropout go by head."""
@@ -265,7 +265,7 @@ def block_gradients(
 
 
 def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the parts of a block: dk (Tk, K, H) and dv (Tk, K, Hv)."""
+    """Sum the addends of a block's gradients: dk (Tk, K, H) and dv (Tk, K, Hv), for the block's k and v."""
     dk, dv = RowSum(tuple(k.shape), k), RowSum(tuple(v.shape), v)
     for rows, (k_addend, v_addend) in addends:
         dk.add(rows, k_addend)
@@ -274,7 +274,10 @@ def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Te
 
 
 def sink_gradient(dout: Tensor, saved: Saved, sinks: Tensor | None) -> Tensor | None:
-    """Return −Σ rows weight of the sink · (dout · out): with lse over keys and sink, softmax's gradient at value 0."""
+    """Return the gradient of the sinks (N,): −Σ rows w · (dout · out), with w = exp(sink − lse) the sink's weight.
+
+    A logit's gradient in softmax is w · (dout · value − dout · out), and a sink has the value 0.
+    """
     if sinks is None:
         return None
     weight = (sinks.to(saved.lse.dtype) - saved.lse).exp_()

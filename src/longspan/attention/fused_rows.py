@@ -85,16 +85,15 @@ def _launch_copies(moves: Sequence[_Move], index: Tensor | None, rows: int, memb
         a, b, c = (*launched, *[launched[0]] * (_COPIES - len(launched)))
         widths = {"A": _padded_width(a.width), "B": _padded_width(b.width), "C": _padded_width(c.width)}
         constants = {"COUNT": len(launched), "HAS_INDEX": index is not None} | widths
-        _launch_kernel(
-            "copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, differ=1 + len(a) * len(launched)
-        )
+        distinct = 1 + len(a) * len(launched)  # the index, and the moves before those that repeat the first
+        _launch_kernel("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, distinct)
 
 
 def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
     """Add into[index[r]] += source[r] (into[r] without one) for pairs (source, into) of (rows, …), into in float32.
 
     Elements of a row are in order, indices distinct, and all sources have one number of rows. A launch takes two
-    pairs; a last one alone is passed twice, and HAS_B leaves the second out.
+    pairs; an odd last one is passed twice, and HAS_B leaves the second out.
     """
     rows = moves[0][0].shape[0]
     if not rows:
@@ -151,16 +150,17 @@ def _launch_kernel(
     grid: tuple[int, int, int],
     arguments: Sequence[Any],
     constants: dict[str, Any],
-    differ: int | None = None,
+    distinct: int | None = None,
 ) -> None:
-    """Launch a kernel, by its compiled form at hand where it was launched with these numbers and dtypes before.
+    """Launch a kernel; its compiled form is remembered by the launch's numbers, dtypes, devices and constants.
 
-    Triton finds the compiled form anew in every launch, which takes the host several times as long as the launch. It
-    depends on no more than is compared here; addresses count by whether 16 divides them, and where it does not,
-    Triton chooses. Only the first `differ` arguments are looked at, where the others repeat them.
+    Triton would look for the compiled form in every launch, which takes the host several times as long as the launch.
+    The form depends on no more than that, and on whether 16 divides each address: only launches where it divides all
+    are remembered, for others Triton chooses. With `distinct` only that many first arguments are looked at: the
+    others repeat some of those.
     """
     addresses, key, values = 0, [name, grid], constants.values()
-    for x in arguments[:differ]:
+    for x in arguments[:distinct]:
         if type(x) is int or x is None:
             key.append(x)
         else:
@@ -171,11 +171,11 @@ def _launch_kernel(
     if compiled_kernel is not None:
         compiled_kernel[grid](*arguments, *values)
         return
-    compiled = getattr(kernel_module(), name)[grid](*arguments, **constants)
+    compiled_kernel = getattr(kernel_module(), name)[grid](*arguments, **constants)
     if not addresses % _ALIGNED:
         if len(_compiled) >= _REMEMBERED:
             _compiled.clear()
-        _compiled[launch_key] = compiled
+        _compiled[launch_key] = compiled_kernel
 
 
 def _padded_width(size: int) -> int:

@@ -37,12 +37,12 @@ class HeadSplit:
 
     @cached_property
     def member_heads(self) -> int:
-        """Query heads of a member."""
+        """Return the number of query heads of a member."""
         return self.heads // self.degree
 
     @cached_property
     def member_kv_heads(self) -> int:
-        """Key/value heads that a member receives, one for each run of its query heads.
+        """Return the number of key/value heads that a member receives, one for each run of its query heads.
 
         A run is the longest that divides both the query heads of a key/value head and those of a member.
         """
@@ -50,7 +50,7 @@ class HeadSplit:
 
     @cached_property
     def kv_copies(self) -> int:
-        """How often every key/value head is sent."""
+        """Return how often every key/value head is sent."""
         return self.degree * self.member_kv_heads // self.kv_heads
 
     def q_heads(self, member: int) -> slice:
@@ -91,7 +91,7 @@ class HeadSwap:
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
         """Take the members, and `split`, by which each computes some heads.
 
-        `_counts` are the rows of each neighbour, and `_me` is this rank's place among them.
+        `_counts` are the numbers of rows of each neighbour, and `_me` is this rank's place among them.
         """
         self.split, self.slices, self._degree = split, slices, split.degree
         self._shared = split.slices_per_kv_head(slices)  # slices in a row that use the same key/value head
@@ -102,7 +102,7 @@ class HeadSwap:
 
     @property
     def kv_runs(self) -> list[range]:
-        """The slices that share key/value heads, which one ring brings to all of them."""
+        """Return the runs of slices that share key/value heads: one ring brings them to a whole run."""
         return [range(first, first + self._shared) for first in range(0, self.slices, self._shared)]
 
     def opens_run(self, slice_index: int) -> bool:
@@ -125,10 +125,10 @@ class HeadSwap:
         return saved[slice_index]._replace(k=first.k, v=first.v)
 
     def message_gradients(self, slice_index: int) -> list[slice]:
-        """Return which of dq, dk and dv leave together once a slice is computed, a message each.
+        """Return the messages that leave once a slice is computed: of each, which of (dq, dk, dv) it carries.
 
-        dk and dv leave with the last slice that shares them. A message has one dtype, and where heads have copies, dk
-        and dv are in the accumulation dtype.
+        dk and dv leave with the last slice that shares them. A message has one dtype: where heads have copies, dk and
+        dv, which are in the accumulation dtype then, leave in one of their own.
         """
         if not self.closes_run(slice_index):
             return [slice(0, 1)]

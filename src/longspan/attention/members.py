@@ -28,25 +28,26 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 class WindowRows(NamedTuple):
     """The rows that one member's rows see under a narrow window or chunks, its own among them, in document order.
 
-    `sends[m]` are the rows of this member that member m sees, none for itself, and `sent` all of those; from member m
-    come `receives[m]` rows, and what arrives, member after member, goes to `places`. Of the member's own rows those in
-    `own_rows` are seen; they go to `own_places`. There are `rows` in all.
+    `rows_to_send[m]` are the rows of this member that member m sees, none for itself, and `all_rows_to_send` all of
+    those. From member m come `receive_counts[m]` rows, and what arrives, member after member, goes to
+    `received_places`. Of the member's own rows those in `own_rows` are seen; they go to `own_places`. `row_count` rows
+    are seen in all.
     """
 
     launches: tuple[Launch, ...]
-    sends: tuple[Tensor, ...]
-    sent: Tensor
-    receives: tuple[int, ...]
-    places: Tensor
+    rows_to_send: tuple[Tensor, ...]
+    all_rows_to_send: Tensor
+    receive_counts: tuple[int, ...]
+    received_places: Tensor
     own_rows: Tensor
     own_places: Tensor
-    rows: int
+    row_count: int
 
 
 class Members:
-    """The members of one group that share keys and values, `inner` of the group's acting as one.
+    """The members of one group that share keys and values; `inner` neighbouring ranks that exchange heads act as one.
 
-    There are `degree` members; this rank is number `member`, or a part of it. Member m holds `counts[m]` rows, in
+    There are `degree` members; this rank is number `member`, or belongs to it. Member m holds `counts[m]` rows, in
     document order where `inner` > 1. Under a causal mask rows of `spans` see the later rows of their span as well. Made
     once per shard, so that layers share what it derives.
     """
@@ -63,9 +64,9 @@ class Members:
         self.spans: Spans = spans if mask.causal else NO_SPANS
         self.degree: int = part.degree // inner
         self.member: int = part.member // inner
-        blocks = np.asarray(part.counts, dtype=np.int64).reshape(self.degree, inner)
-        self.counts: tuple[int, ...] = tuple(blocks.sum(1).tolist())
-        self.inner_counts: tuple[int, ...] = tuple(blocks[self.member].tolist())
+        slot_counts = np.asarray(part.counts, dtype=np.int64).reshape(self.degree, inner)
+        self.counts: tuple[int, ...] = tuple(slot_counts.sum(1).tolist())
+        self.inner_counts: tuple[int, ...] = tuple(slot_counts[self.member].tolist())
         self._launches: dict[int | None, tuple[Launch, ...]] = {}
         self._gathered_orders: dict[tuple[int, ...], Tensor] = {}
 
@@ -73,13 +74,13 @@ class Members:
 
     @cached_property
     def channel(self) -> Channel:
-        """Around the ring: every `inner`-th member of the group. Raises CommError where the world has been left."""
+        """Return the ring: every `inner`-th slot of the group. Raises CommError where the world has been left."""
         slots = self.part.group.slots[self.part.member % self.inner :: self.inner]
         return world_of(self.part.world_key).channels.find_channel(slots)
 
     @cached_property
     def inner_channel(self) -> Channel:
-        """The neighbours that act as one with this rank."""
+        """Return the channel of the neighbours that act as one member with this rank."""
         slots = self.part.group.slots[self.member * self.inner : (self.member + 1) * self.inner]
         return world_of(self.part.world_key).channels.find_channel(slots)
 
@@ -113,13 +114,14 @@ class Members:
     def arrival_orders(self) -> tuple[Tensor, Tensor] | None:
         """Return how rows from the neighbours are put in document order, and back; None where they arrive in it.
 
-        With two indices (R,), `arrived[first]` is in document order, and `in_order[second]` as rows arrive.
+        Two indices (R,), first and second: `arrived[first]` is in document order if `arrived` is in order of arrival,
+        rank after rank, and `in_order[second]` is in order of arrival if `in_order` is in document order.
         """
         document, start, stop = self._list_runs(self.member)
         order, sizes = np.lexsort((start, document)), stop - start
         begins = np.empty_like(start)
-        begins[order] = np.cumsum(sizes[order]) - sizes[order]  # of each run that arrives, in document order
-        places = expand_runs(begins, begins + sizes)  # of each row that arrives
+        begins[order] = np.cumsum(sizes[order]) - sizes[order]  # where each run that arrives begins in document order
+        places = expand_runs(begins, begins + sizes)  # the place of each row that arrives, in document order
         if (np.diff(places) == 1).all():
             return None
         inverse = np.empty_like(places)
@@ -178,15 +180,16 @@ class Members:
         return laid_out, np.cumsum(laid_out) - laid_out
 
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
-        """Make the launches of this member's rows against `keys`, some rows of a tensor.
+        """Make the launches of this member's rows against `keys`, which are some of the rows of one key tensor.
 
-        `positions` returns the positions of all rows of that tensor, in their documents.
+        `positions` returns the position in its document of every row of that tensor; only dropout calls it.
         """
-        ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
+        document_ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
-        # The launches keep this function and `Members` keeps them: it refers to no `Members`, or a cycle would be left.
+        # `Members` holds the launches, and they hold this function. It must not refer to `Members`: in a reference
+        # cycle the launches' tensors would stay on the device until Python's garbage collector runs.
         def tokens() -> Tokens:
-            document = np.repeat(ids[segments.document], segments.stop - segments.start)
+            document = np.repeat(document_ids[segments.document], segments.stop - segments.start)
             return Tokens(document, segments.positions, positions())
 
         queries = self.real_segments(self.member)
@@ -197,31 +200,31 @@ class Members:
 
     @property
     def turns(self) -> int:
-        """In how many blocks the rows that this member sees arrive, the own block included."""
+        """Return in how many blocks the rows that this member sees arrive, the own block included."""
         return 1 if self.has_narrow_window else self.degree
 
     @cached_property
     def has_narrow_window(self) -> bool:
-        """Whether members send each other just the rows that are seen, instead of blocks around a ring."""
+        """Return whether members send each other just the rows that are seen, instead of blocks around a ring."""
         return is_narrow(self.part.group.lengths, self.degree, self.mask.window, self.mask.chunk)
 
     @cached_property
     def window_rows(self) -> WindowRows:
         """Return the rows that this member's rows see, and who sends them."""
-        keys, everyone = self.visible_rows(self.member), range(self.degree)
-        seen = [self._find_rows(keys, owner) for owner in everyone]
-        sends = [self._find_rows(self.visible_rows(reader), self.member)[0] for reader in everyone]
+        keys, all_members = self.visible_rows(self.member), range(self.degree)
+        seen = [self._find_rows(keys, owner) for owner in all_members]
+        to_send = [self._find_rows(self.visible_rows(reader), self.member)[0] for reader in all_members]
         own_rows, own_places = seen[self.member]
-        sends[self.member], seen[self.member] = _NO_ROWS, (_NO_ROWS, _NO_ROWS)
+        to_send[self.member], seen[self.member] = _NO_ROWS, (_NO_ROWS, _NO_ROWS)  # own rows are copied, not sent
         return WindowRows(
             self._make_launches(keys, lambda: keys.positions),
-            sends=tuple(to_device(rows, self.device) for rows in sends),
-            sent=to_device(np.concatenate(sends), self.device),
-            receives=tuple(len(rows) for rows, _ in seen),
-            places=to_device(np.concatenate([places for _, places in seen]), self.device),
+            rows_to_send=tuple(to_device(rows, self.device) for rows in to_send),
+            all_rows_to_send=to_device(np.concatenate(to_send), self.device),
+            receive_counts=tuple(len(rows) for rows, _ in seen),
+            received_places=to_device(np.concatenate([places for _, places in seen]), self.device),
             own_rows=to_device(own_rows, self.device),
             own_places=to_device(own_places, self.device),
-            rows=keys.rows,
+            row_count=keys.rows,
         )
 
     def visible_rows(self, reader: int) -> Segments:
@@ -279,9 +282,9 @@ def cut_heads(heads: int, kv_heads: int, at_once: int) -> list[HeadSlice]:
 def backward_groups(rows: int, q: Tensor, kv_heads: int) -> list[HeadSlice]:
     """Return the groups of heads that backward computes one after another, to hold one group's float32 sums at a time.
 
-    `rows` is the largest member's number, so that all members cut alike; q (T, N, H) are one member's queries.
+    `rows` is how many the largest member has, so that all members cut alike; q (T, N, H) are one member's queries.
     """
-    count = count_head_groups(rows * q.shape[1] * q.shape[2] * 4, kv_heads)
+    count = count_head_groups(rows * q.shape[1] * q.shape[2] * 4, kv_heads)  # 4 bytes a number
     return cut_heads(q.shape[1], kv_heads, -(-kv_heads // count))
 
 

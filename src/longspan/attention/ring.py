@@ -195,27 +195,27 @@ def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendC
 
 def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
     """Return the rows of all members' `tensors` (T, …) that this member's rows see, its own among them, in order."""
-    rows = members.window_rows
-    counts = [len(sent) for sent in rows.sends]
-    sent = join_columns(tensors, rows.sent)
-    handle = members.channel.all_to_all_rows(sent, counts, rows.receives, label)
-    seen = sent.new_empty((rows.rows, sent.shape[1]))
-    seen.index_copy_(0, rows.own_places, join_columns(tensors, rows.own_rows))
-    seen.index_copy_(0, rows.places, handle.wait())
+    window_rows = members.window_rows
+    send_counts = [len(rows) for rows in window_rows.rows_to_send]
+    sent = join_columns(tensors, window_rows.all_rows_to_send)
+    handle = members.channel.all_to_all_rows(sent, send_counts, window_rows.receive_counts, label)
+    seen = sent.new_empty((window_rows.row_count, sent.shape[1]))
+    seen.index_copy_(0, window_rows.own_places, join_columns(tensors, window_rows.own_rows))
+    seen.index_copy_(0, window_rows.received_places, handle.wait())
     return split_columns(seen, [x.shape[1:] for x in tensors])
 
 
 def _return_gradients(members: Members, gradients: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
     """Send gradients of the rows seen here to the members that hold them; return the sums for this member's rows."""
-    rows, dtype = members.window_rows, accumulation_dtype(gradients[0].dtype)
-    counts = [len(sent) for sent in rows.sends]
-    foreign = join_columns(gradients, rows.places, dtype)
-    handle = members.channel.all_to_all_rows(foreign, rows.receives, counts, label)
-    total = join_columns(gradients, rows.own_places, dtype)
+    window_rows, dtype = members.window_rows, accumulation_dtype(gradients[0].dtype)
+    counts = [len(rows) for rows in window_rows.rows_to_send]  # of the gradients that come back
+    others_gradients = join_columns(gradients, window_rows.received_places, dtype)
+    handle = members.channel.all_to_all_rows(others_gradients, window_rows.receive_counts, counts, label)
+    total = join_columns(gradients, window_rows.own_places, dtype)
     local_rows = members.counts[members.member]
     if len(total) < local_rows:  # rows that pad documents out see nothing, and nothing sees them
-        total = total.new_zeros((local_rows, total.shape[1])).index_copy_(0, rows.own_rows, total)
-    for sent, arrived in zip(rows.sends, handle.wait().split(counts), strict=True):
-        if len(sent):
-            total.index_add_(0, sent, arrived)
+        total = total.new_zeros((local_rows, total.shape[1])).index_copy_(0, window_rows.own_rows, total)
+    for rows, arrived in zip(window_rows.rows_to_send, handle.wait().split(counts), strict=True):
+        if len(rows):
+            total.index_add_(0, rows, arrived)
     return split_columns(total, [x.shape[1:] for x in gradients])

@@ -33,9 +33,9 @@ def merge_rows(
     PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Step total ← total + σ(lse − total_lse) · (out − total), for PAIRS (row, head) pairs of `size` columns each.
+    """Merge PAIRS (row, head) pairs of `size` columns each: total ← total + σ(lse − total_lse) · (out − total).
 
-    The step's size is the weight e^lse / (e^lse + e^total_lse) of the new block; the log-sum-exp becomes that of both,
+    The factor σ is the weight e^lse / (e^lse + e^total_lse) of the new block; the log-sum-exp becomes that of both,
     computed with the larger one taken out, so that nothing overflows. Strides are those of rows and heads; with
     HAS_INDEX, row r goes into row index[r].
     """
@@ -55,7 +55,7 @@ def merge_rows(
     at = total_out + (into * total_row + head * total_head)[:, None] + column[None, :]
     old_out = tl.load(at, mask=inside, other=0.0)
     new_out = tl.load(out + (row * out_row + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
-    # Small blocks are read by several warps alike: none may write before the last has read.
+    # In a small block several warps hold the same elements: none may store them before all have loaded them.
     tl.debug_barrier()
     tl.store(lse_at, top + tl.log(tl.exp(old_lse - top) + tl.exp(new_lse - top)), mask=real)
     tl.store(at, old_out + step[:, None] * (new_out.to(tl.float32) - old_out), mask=inside)
@@ -127,7 +127,7 @@ def _add_columns(source, into, width, WIDTH: tl.constexpr):
     total = tl.load(into + column, mask=inside, other=0.0) + tl.load(source + column, mask=inside, other=0.0).to(
         tl.float32
     )
-    # Small blocks are read by several warps alike: none may write before the last has read.
+    # In a small block several warps hold the same elements: none may store them before all have loaded them.
     tl.debug_barrier()
     tl.store(into + column, total, mask=inside)
 
@@ -187,7 +187,7 @@ def sum_rows(
     if HAS_B:
         from_b = tl.load(b_index + row)
         summed += tl.load(b + from_b * b_row + column, mask=inside & (from_b >= 0), other=0.0).to(tl.float32)
-    # Small blocks are read by several warps alike: none may write before the last has read.
+    # In a small block several warps hold the same elements: none may store them before all have loaded them.
     tl.debug_barrier()
     tl.store(at, summed, mask=inside)
 

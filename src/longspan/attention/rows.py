@@ -37,8 +37,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
     """Merge (out, lse) into some rows of the totals, in place.
 
-    out ← (e^L · total + e^l · out) / (e^L + e^l), written as a step of size σ(l − L) from one to the other: exact at
-    L = −inf, and without an exponential that could overflow.
+    With l and L the log-sum-exp of both, out ← (e^L · total + e^l · out) / (e^L + e^l), written as a step of size
+    σ(l − L) from the total to out: exact at L = −inf, and without an exponential that could overflow.
     """
     if total_out.dtype == torch.float32 and runs_fused(total_out):
         fused.merge_rows_(total_out, total_lse, rows, out, lse)
@@ -192,7 +192,8 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
 def deltas(dout: Tensor, out: Tensor) -> Tensor:
     """Return dout · out of each row and head (T, N), in the accumulation dtype, for dout and out (T, N, Hv).
 
-    On CPUs a few rows are multiplied at a time: all at once would take several times the memory of the queries.
+    Without the fused kernel a few rows are multiplied at a time: the products of all, in the accumulation dtype, would
+    take several times the memory of the queries.
     """
     dtype = accumulation_dtype(dout.dtype)
     if dtype == torch.float32 and runs_fused(dout):
@@ -235,7 +236,7 @@ class Partial:
         self._total: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention of some rows to further keys: out (rows, N, Hv), lse (rows, N), which is finite."""
+        """Merge the attention of some rows to further keys: out (rows, N, Hv) and a finite lse (rows, N)."""
         if self._total is None and covers(rows, self._shape[0]):
             self._total = out, lse
             return
@@ -260,8 +261,8 @@ class Partial:
     def result_with_sinks(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return out (T, N, Hv) and lse (T, N), in which the `sinks` (N,) are counted as keys (None: there are none).
 
-        A sink is one more key with value 0: it joins the log-sum-exp of each row and thins the output. The lse of rows
-        that see neither a key nor a sink (of −inf) is finite, so that their weights are 0.
+        A sink is one more key with value 0: it joins the log-sum-exp of each row, and the output shrinks by its weight.
+        A row that sees no key and whose sink is −inf gets a finite lse, so that its weights are 0 and not NaN.
         """
         out, lse = self.result()
         if sinks is None:

@@ -42,11 +42,12 @@ class _Parked(NamedTuple):
 
 
 class Recording:
-    """What the attention calls of one checkpointed call of a layer gave, in order.
+    """The results of attention in one checkpointed call of a layer, call by call.
 
-    `park` may keep it elsewhere (`model/activations/recompute.py`); by default it stays where it is. It is freed with
-    the recording, which the layer's checkpoint holds until its backward pass is over. With `keep_exchanged` the
-    queries, keys, values and outputs that `a2a` and `a2a+p2p` exchanged are kept as well, and not exchanged again.
+    `park` may keep them elsewhere (`model/activations/recompute.py`); by default they stay where they are. They are
+    freed with the recording, which the layer's checkpoint holds until its backward pass is over. With
+    `keep_exchanged` the queries, keys, values and outputs that `a2a` and `a2a+p2p` exchanged are kept as well, and not
+    exchanged again.
     """
 
     def __init__(self, park: Park | None = None, *, keep_exchanged: bool = False) -> None:

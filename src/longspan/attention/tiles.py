@@ -37,12 +37,12 @@ class Tile(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Number of query rows."""
+        """Return the number of query rows."""
         return self.q_stop - self.q_start
 
     @property
     def keys(self) -> int:
-        """Number of key rows."""
+        """Return the number of key rows."""
         return self.k_stop - self.k_start
 
     def pieces(self, rows: int) -> "Iterator[Tile]":
@@ -53,14 +53,14 @@ class Tile(NamedTuple):
         """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see.
 
         In this tile row i is aligned to key i + `shift`. The part's keys begin `left` keys before the key that its
-        first row is aligned to, and end `right` keys after that of its last row. As every tile aligns its last row to
-        its last key, the part aligns each row to a key that lies `moved` keys before the row's key in this tile. Limits
-        are counted from the aligned key, and change by as much.
+        first row is aligned to, and end `right` keys after that of its last row. The part aligns its last row to its
+        last key, as every tile does: that is `moved` keys before the row's key in this tile. Limits count from the
+        aligned key, so they change by as much.
         """
         shift = self.keys - self.queries
         first_key = 0 if self.left is None else max(0, start + shift - self.left)
         end_key = self.keys if self.right is None else min(self.keys, stop + shift + self.right)
-        moved = start + shift - first_key - (end_key - first_key) + (stop - start)
+        moved = stop + shift - end_key
         return Tile(
             self.q_start + start,
             self.q_start + stop,
@@ -92,7 +92,7 @@ class Tiling:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """The tiles one by one."""
+        """Return the tiles one by one."""
         return tuple(Tile(a, b, c, d, self.left, self.right) for a, b, c, d in self.bounds.tolist())
 
     def q_rows(self) -> slice | Integers:
@@ -121,6 +121,7 @@ class Tiling:
         counts = -(-lengths // rows)
         tile = np.repeat(np.arange(len(self)), counts)
         start = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
+        # A row sees from `left` keys before its own to `right` after it: so a key is seen from `right` rows before on.
         limit_before, limit_after = (self.right, self.left) if of_keys else (self.left, self.right)
         # What the block's first row (or key) is aligned to on the other side, and what the block meets there.
         aligned, most = start + (other_lengths - lengths)[tile], other_lengths[tile]
@@ -170,7 +171,7 @@ class Launch:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """The tiles one by one, over the rows that a kernel receives."""
+        """Return the tiles one by one, over the rows that a kernel receives."""
         return self.tiling.packed_tiling().tiles
 
     @cached_property
@@ -183,7 +184,7 @@ class Launch:
 
     @cached_property
     def max_lengths(self) -> tuple[int, int]:
-        """The most query rows and the most key rows of a tile."""
+        """Return the most query rows and the most key rows of a tile."""
         queries, keys = (self.tiling.bounds[:, 1::2] - self.tiling.bounds[:, ::2]).max(0).tolist()
         return queries, keys
 
@@ -203,6 +204,7 @@ class Launch:
         document, q_position, k_position = self._tokens()
         q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()
         picked = (document[q_rows], q_position[q_rows], k_position[k_rows])
+        # Copied: positions are read-only, which torch warns of.
         documents, q_positions, k_positions = (to_device(x.copy(), self.device) for x in picked)
         return documents, q_positions, k_positions
 

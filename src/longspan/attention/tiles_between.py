@@ -83,7 +83,7 @@ def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segm
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
     """Cut segments at every multiple of `chunk` positions, and number the chunks of all documents.
 
-    As many numbers as a document of `longest` positions has chunks are set apart for every document.
+    Every document has as many numbers as a document of `longest` positions has chunks, so that no two chunks share one.
     """
     first_chunk, end_chunk = segments.start // chunk, -(-segments.stop // chunk)
     number, run = expand_runs(first_chunk, end_chunk), np.repeat(np.arange(len(segments)), end_chunk - first_chunk)
@@ -94,7 +94,7 @@ def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
 
 
 def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
-    """Make one tiling for each mask, and as many as a document has tiles of that mask.
+    """Make the tilings of some tiles: of each mask as many as the most tiles that one document has of it.
 
     The i-th tile of each document with a mask goes into that mask's i-th tiling, as a kernel takes one tile a document.
     """
@@ -134,6 +134,7 @@ def pair_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
     Three arrays, one entry a pair: the run of q, the run of k, and the first run of k of that document.
     """
     documents, first_runs, runs = np.unique(k.document, return_index=True, return_counts=True)
+    # Of a document after the last one of k, the search gives an index past the end.
     document_index = np.minimum(np.searchsorted(documents, q.document), max(len(documents) - 1, 0))
     is_in_k = documents[document_index] == q.document if len(documents) else np.zeros(len(q), dtype=bool)
     q_run = np.flatnonzero(is_in_k)
@@ -174,7 +175,7 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
     following[:-1][same_run] = k_start[1:][same_run]
     first_position = np.stack([np.maximum(start, k_start), np.maximum(start, k_stop)], axis=1)
     end_position = np.stack([np.minimum(stop, k_stop), np.minimum(stop, following)], axis=1)
-    to_row = (q.offset[q_run] - start)[:, None]  # what added to a position gives its row
+    to_row = (q.offset[q_run] - start)[:, None]  # added to a position, it gives the row
     end_key = np.stack([k_offset + end_position[:, 0] - k_start, k_offset + k_stop - k_start], axis=1)
     first_key = k.offset[first_k_run][:, None]
     columns = (
@@ -183,7 +184,7 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
         end_position + to_row,
         first_key,
         end_key,
-        np.array(-1),
+        np.array(-1),  # no limit on the left
         np.array([0, -1]),  # of the two tiles of a pair, the first ends on the causal diagonal
     )
     tiles = TileArrays(*(np.broadcast_to(column, first_position.shape).reshape(-1) for column in columns))
@@ -255,7 +256,7 @@ def split_left_limits(tiles: TileArrays) -> TileArrays:
 def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
     """Return the tilings that cover what rows of `q` see of the later rows of their spans among the rows of `k`.
 
-    Whole spans on both sides, however many, are one tiling; the runs of a span that a member holds a part of add few.
+    Whole spans on both sides, however many, are one tiling; a span that is cut between members adds a few.
     Tiles whose limits are on the left are tried as they are and split, which gives fewer masks for some spans and more
     for others: the fewest tilings are taken.
     """

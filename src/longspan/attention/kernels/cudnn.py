@@ -21,7 +21,7 @@ from longspan.attention.tiles import DenseCall, Launch, Tile, Tiling, dense_call
 
 _CAPABILITIES = (9, 10)
 _VERSION = 91100  # from it on, query heads of 192 with values of 128
-_SIZES = 8  # head sizes are multiples of this
+_HEAD_SIZE_MULTIPLE = 8
 
 
 @cache
@@ -62,8 +62,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
             gradients = reference.backward(dout_rows, saved_tile, _single_launch(dense, launch), call)
         else:
             gradients = _call_backward(dout_rows, saved_tile, dense.causal, call.scale)
-        for total, where, x in zip(totals, (rows, keys, keys), gradients, strict=True):
-            total[where] += x
+        for total, index, x in zip(totals, (rows, keys, keys), gradients, strict=True):
+            total[index] += x
     return totals  # pyright: ignore[reportReturnType]
 
 
@@ -126,7 +126,7 @@ def _lse_has_last_dim(device: torch.device) -> bool:
 
 def _add_batch_dim(x: Tensor) -> Tensor:
     """Change (T, N, H) to (1, N, T, H) without moving rows, and pad H."""
-    x = pad_heads(x, -(-x.shape[2] // _SIZES) * _SIZES)
+    x = pad_heads(x, -(-x.shape[2] // _HEAD_SIZE_MULTIPLE) * _HEAD_SIZE_MULTIPLE)
     return (x if x.stride(2) == 1 else x.contiguous()).unsqueeze(0).transpose(1, 2)
 
 

@@ -19,7 +19,7 @@ from longspan.attention.rows import pad_heads
 from longspan.attention.tiles import Launch
 
 _CAPABILITIES = (9, 10, 11)
-_HEAD_SIZES = 32  # multiples of this are right
+_HEAD_SIZE_MULTIPLE = 32  # at other sizes gradients may be wrong
 
 
 @cache
@@ -35,7 +35,7 @@ def device_lack(device: torch.device) -> str:
 def _kernel_interface() -> Any:
     """Import the module with the kernel's two calls, once.
 
-    Warnings that mean the kernel's authors are not shown: those of the import, and one of every compilation.
+    Warnings meant for the kernel's authors are not shown: those of the import, and one of every compilation.
     """
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     with warnings.catch_warnings():
@@ -93,11 +93,11 @@ def _lay_out_lse(x: Tensor, launch: Launch) -> Tensor:
 
 
 def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the tensors as the kernel takes them, and the lengths of several tiles.
+    """Return the tensors as the kernel takes them, padded to one head size, and the lengths of the tiles.
 
-    One tile is dense: (1, T, heads, size).
+    A single tile is a dense call, of tensors (1, T, heads, size) and without lengths.
     """
-    size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZES) * _HEAD_SIZES
+    size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZE_MULTIPLE) * _HEAD_SIZE_MULTIPLE
     tensors = tuple(pad_heads(x, size) for x in tensors)
     if len(launch.tiling) == 1:
         return [x.unsqueeze(0) for x in tensors], {}
@@ -112,7 +112,7 @@ def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], d
 
 
 def _mask_arguments(launch: Launch) -> dict[str, Any]:
-    """Return the mask in the kernel's words, where None is no limit; a causal mask is a flag of its own."""
+    """Return the mask as the kernel's arguments, where None is no limit; a causal mask is a flag of its own."""
     if launch.left is None and launch.right == 0:
         return {"causal": True}
     return {"window_size_left": launch.left, "window_size_right": launch.right}

@@ -13,8 +13,8 @@ from longspan.attention.rows import accumulation_dtype
 from longspan.attention.tiles import Launch, Tile, visible_keys
 
 _BYTES_AT_ONCE = 256 << 20  # of the scores of a piece and all that is made of them
-# Of a score in its dtype at the fullest moment, in backward: weight, its gradient, slope of softcap, factor.
-_NUMBERS = 4
+# Numbers that backward holds of a score at most, in the score's dtype: weight, its gradient, slope of softcap, factor.
+_NUMBERS_PER_SCORE = 4
 _HASH_BYTES = 2 * 8 + 1  # of a score where dropout hashes it: two words, and whether it is kept
 
 
@@ -66,8 +66,11 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _cut_tiles(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout | None) -> Iterator[Tile]:
-    """Yield the tiles of a launch, cut by rows so that the scores of one take at most `_BYTES_AT_ONCE`."""
-    bytes_of_score = _NUMBERS * dtype.itemsize + (0 if dropout is None else _HASH_BYTES)
+    """Yield the tiles of a launch, cut by rows to `_BYTES_AT_ONCE` for the scores of one and what is made of them.
+
+    A single row may take more: it is not cut.
+    """
+    bytes_of_score = _NUMBERS_PER_SCORE * dtype.itemsize + (0 if dropout is None else _HASH_BYTES)
     for tile in launch.tiles:
         yield from tile.pieces(max(1, _BYTES_AT_ONCE // (bytes_of_score * heads * tile.keys)))
 

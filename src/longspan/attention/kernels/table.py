@@ -75,8 +75,8 @@ class Kernel:
             got += "" if call.value_size == call.head_size else f" with values of {call.value_size}"
             return f"needs a head size of {self.head_sizes}, got {got}"
         if unsupported := call.features - self.features:
-            spans_alone = call.spans and call.mask.window is None  # kernels compute spans as windows
-            extra = " and ".join("spans" if spans_alone and name == "window" else name for name in sorted(unsupported))
+            only_spans = call.spans and call.mask.window is None  # kernels compute spans as windows
+            extra = " and ".join("spans" if only_spans and name == "window" else name for name in sorted(unsupported))
             return f"needs a call without {extra}, got {extra}"
         if call.deterministic and not self.deterministic:
             return "needs torch.use_deterministic_algorithms(False), got deterministic mode"

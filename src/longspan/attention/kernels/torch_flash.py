@@ -14,7 +14,7 @@ from longspan.attention.call import AttendCall, Saved
 from longspan.attention.rows import concat_heads, pad_heads
 from longspan.attention.tiles import Launch
 
-MOST = 2**31 - 1  # elements of the sums for dq
+MAX_SUM_ELEMENTS = 2**31 - 1  # of the sums for dq
 _BLOCK_ROWS = 128
 
 
@@ -39,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv).
 
-    Heads are padded to a size that the kernel has, and go through it as many at a time as it can count.
+    Heads are padded to a size that the kernel has, and go through it in slices whose sums it can index.
     """
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
@@ -72,12 +72,12 @@ def _call_backward(saved: Sequence[Tensor], launch: Launch, call: AttendCall) ->
 def _max_kv_heads(q: Tensor, k: Tensor, launch: Launch) -> int:
     """Return how many key heads, with their query heads, the kernel can sum dq for in one call.
 
-    It counts the numbers of that sum in 32 bits, in whole blocks of rows and of 64 columns. Past MOST of them it writes
-    to other places (an illegal address on an H200, torch 2.11).
+    It indexes the elements of that sum in 32 bits, in whole blocks of rows and of 64 columns. Past MAX_SUM_ELEMENTS of
+    them it writes to wrong addresses (an illegal address on an H200, torch 2.11).
     """
     rows = q.shape[0] + _BLOCK_ROWS * len(launch.tiling)
-    numbers_of_key_head = rows * (q.shape[1] // k.shape[1]) * -(-q.shape[2] // 64) * 64
-    return max(1, MOST // numbers_of_key_head)
+    elements_of_key_head = rows * (q.shape[1] // k.shape[1]) * -(-q.shape[2] // 64) * 64
+    return max(1, MAX_SUM_ELEMENTS // elements_of_key_head)
 
 
 def _is_causal(launch: Launch) -> bool:
@@ -85,7 +85,7 @@ def _is_causal(launch: Launch) -> bool:
 
 
 def _mask_arguments(launch: Launch) -> dict[str, int]:
-    """Return the mask in the kernel's words: a limit that is left out is none, and a causal mask has its own flag."""
+    """Return the mask as the kernel's arguments: without those of no limit; a causal mask has a flag of its own."""
     if _is_causal(launch):
         return {}
     limits = {"window_size_left": launch.left, "window_size_right": launch.right}

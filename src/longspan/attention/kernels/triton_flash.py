@@ -50,7 +50,8 @@ KEY_GRADIENTS: dict[int, tuple[Blocks, ...]] = {
     256: (Blocks(32, 64, 8, 2), Blocks(16, 32, 4, 1)),
     512: (Blocks(32, 64, 8, 1), Blocks(16, 32, 4, 1), Blocks(16, 16, 4, 1)),
 }
-_SMALLEST, _BOTH_SUMS = 64, 256  # narrowest width of the tables; the widest head whose dk and dv are made together
+_MIN_TABLE_WIDTH = 64  # the narrowest of the tables
+_MAX_JOINT_WIDTH = 256  # the widest head whose dk and dv are summed in one program
 _fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of its blocks fits
 
 
@@ -75,7 +76,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     q, k, v = (_contiguous_heads(x) for x in (q, k, v))
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    numbers = (*_strides(q, k, v, out), *lse.stride())
+    strides = (*_strides(q, k, v, out), *lse.stride())
 
     def launch_blocks(blocks: Blocks) -> None:
         """Launch the forward kernel: a program for each block of rows and query head."""
@@ -83,7 +84,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
         _flash_kernels().forward[len(block_list), q.shape[1]](
             *(q, k, v, out, lse, block_list, *launch.cu_seqlens, q.shape[1] // k.shape[1]),
             *_score_arguments(launch, call),
-            *numbers,
+            *strides,
             **_call_constants(q, v, launch, call),
             **_block_constants(blocks),
         )
@@ -117,10 +118,10 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     def launch_key_gradients(blocks: Blocks) -> None:
         """Launch the kernel of dk and dv: a program for each block of keys and key head.
 
-        For wide heads one after the other, as both sums do not fit the registers.
+        Wide heads take two launches, one for each sum, as both do not fit the registers.
         """
         block_list = launch.blocks(blocks.keys, of_keys=True)
-        one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _BOTH_SUMS
+        one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _MAX_JOINT_WIDTH
         for wants in ((True, False), (False, True)) if one_by_one else ((True, True),):
             _flash_kernels().key_gradients[len(block_list), k.shape[1]](
                 *(*tensors, dk, dv, block_list, *shared, *_strides(dk, dv)),
@@ -138,9 +139,9 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 def _launch_fitting_blocks(
     name: str, table: Mapping[int, tuple[Blocks, ...]], q: Tensor, v: Tensor, launch_blocks: Callable[[Blocks], None]
 ) -> None:
-    """Launch with the first blocks of the table for which the device has the shared memory."""
+    """Launch with the first blocks of the table that fit the device's shared memory; later calls begin with them."""
     key = (name, _padded_size(q), _padded_size(v), q.dtype, q.device)
-    choices = table[max(_SMALLEST, _padded_size(q), _padded_size(v))]
+    choices = table[max(_MIN_TABLE_WIDTH, _padded_size(q), _padded_size(v))]
     for index in range(_fitting.get(key, 0), len(choices)):
         try:
             launch_blocks(choices[index])

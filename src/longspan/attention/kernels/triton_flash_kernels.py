@@ -111,8 +111,8 @@ def forward(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, V_WIDTH), tl.float32)
-    for at in range(first_key, end_key, KEYS):
-        key = at + tl.arange(0, KEYS)
+    for block_start in range(first_key, end_key, KEYS):
+        key = block_start + tl.arange(0, KEYS)
         k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block)) * scale
         if HAS_CAP:
@@ -122,10 +122,10 @@ def forward(
         higher = tl.maximum(largest, tl.max(scores, 1))
         top = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
         weights = tl.exp2(scores - top[:, None])
-        fade = tl.exp2(largest - top)
-        total = total * fade + tl.sum(weights, 1)
+        rescale = tl.exp2(largest - top)  # the sums so far were taken with the largest score so far
+        total = total * rescale + tl.sum(weights, 1)
         v_block = _load_rows(v, key, v_row, keys, V_SIZE, V_WIDTH)
-        result = tl.dot(weights.to(v_block.dtype), v_block, result * fade[:, None])
+        result = tl.dot(weights.to(v_block.dtype), v_block, result * rescale[:, None])
         largest = higher
     _store_rows(out, row, out_row, rows, result / total[:, None], V_SIZE, V_WIDTH)
     tl.store(lse + row.to(tl.int64) * lse_row, largest / _LOG2_E + tl.log(total), mask=row < rows)
@@ -204,8 +204,8 @@ def query_gradients(
     if HAS_RIGHT:
         end_key = tl.minimum(first_aligned + ROWS + right, keys)
     result = tl.zeros((ROWS, WIDTH), tl.float32)
-    for at in range(first_key, end_key, KEYS):
-        key = at + tl.arange(0, KEYS)
+    for block_start in range(first_key, end_key, KEYS):
+        key = block_start + tl.arange(0, KEYS)
         k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
         scores = tl.dot(q_block, tl.trans(k_block)) * scale
         slope = 1.0
@@ -265,7 +265,7 @@ def key_gradients(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Compute dk, dv or both of KEYS keys, all their query heads one after another: nothing is added at once.
+    """Compute dk, dv or both of KEYS keys, all their query heads one after another: no other program adds to them.
 
     With the weights w of `query_gradients`, dv = Σ rows w · dout and dk = scale · Σ rows w · (dout · v − delta) · q,
     times the soft cap's slope. `first_row` and `end_row` leave out the blocks of rows that see none of these keys.
@@ -296,8 +296,8 @@ def key_gradients(
         dv_sum = tl.zeros((KEYS, V_WIDTH), tl.float32)
     for member in range(group):
         head = kv_head * group + member
-        for at in range(first_row, end_row, ROWS):
-            row = at + tl.arange(0, ROWS)
+        for block_start in range(first_row, end_row, ROWS):
+            row = block_start + tl.arange(0, ROWS)
             aligned = row + shift
             q_block = _load_rows(q + head * q_head, row, q_row, rows, SIZE, WIDTH)
             dout_block = _load_rows(dout + head * dout_head, row, dout_row, rows, V_SIZE, V_WIDTH)
