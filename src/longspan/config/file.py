@@ -179,7 +179,7 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
 def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
     """Write a hint for an unknown key: the section that has a key of that name, else this section's nearest key.
 
-    `nearest_hint` quotes a key by its name alone; the section is put before it, after the first quote.
+    `nearest_hint` quotes a key without its section; the section is put before it, after the first quote.
     """
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]
     return (

@@ -37,12 +37,12 @@ class Interrupted(KeyboardInterrupt):
 def interruptible() -> Iterator[None]:
     """Let signals that stop raise Interrupted inside, but not within a second of the last one that did.
 
-    Ignored signals stay ignored. In threads other than the main one, which alone receives signals, nothing is done.
+    Ignored signals stay ignored. Nothing is done in threads other than the main one: only that one receives signals.
     """
     raised_at = [-SAME_PRESS]  # the time of the last Interrupted
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        """Raise Interrupted, but once for the signals of one press, as a terminal may send more than one."""
+        """Raise Interrupted, unless a signal did so a moment ago: a terminal may send several at one press of keys."""
         now = time.monotonic()
         leave_closed_output()  # the signal may be that of a terminal that closed
         if now - raised_at[0] > SAME_PRESS:

@@ -63,7 +63,7 @@ class Plan:
 
     @cached_property
     def efficiency(self) -> float:
-        """The share of rows in use: tokens / (slots x micro-batches x rows of the fullest slot), between 0 and 1.
+        """Return the share of rows in use, from 0 to 1: tokens / (slots x micro-batches x rows of the fullest slot).
 
         A plan that is balanced by time need not fill its slots.
         """

@@ -127,7 +127,8 @@ class Packer:
     def seconds(self, assignment: Ints) -> float:
         """Return the seconds of the step; sums are exactly rounded, so that all hosts prefer the same assignment.
 
-        In lockstep the slowest group of each micro-batch counts. In free mode the busiest group does, without the
+        In lockstep the slowest group of each micro-batch counts, or the messages of sharded parameters if they take
+        longer (`sharding_seconds`). In free mode the busiest group does, without the
         micro-batches in which it has no documents.
         """
         matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
@@ -136,7 +137,7 @@ class Packer:
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
 
     def micro_batches(self, assignment: Ints) -> list[MicroBatch]:
-        """Make the micro-batches of an assignment: a group of the documents of each place, ids rising, none without."""
+        """Make the micro-batches of an assignment: for each place with documents a group, with rising ids."""
         documents_of: dict[int, list[int]] = {}
         for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
             documents_of.setdefault(place, []).append(document)
@@ -161,16 +162,18 @@ class Packer:
         Groups are placed later, so all are priced inside a node.
         """
         groups, count = len(self.inside), self._count_micro_batches(assignment)
-        batch, fresh = assignment // groups, assignment.copy()
+        batch, new_assignment = assignment // groups, assignment.copy()
         documents_of_batches = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
         for m, documents in enumerate(documents_of_batches):
             ids: list[int] = documents.tolist()
             bins = pack_least_loaded([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
-            fresh[documents] = assignment[documents] if bins is None else m * groups + np.array(bins, dtype=np.int64)
+            if bins is not None:
+                new_assignment[documents] = m * groups + np.array(bins, dtype=np.int64)
         seconds_before, seconds_after = (
-            self._seconds_of_places(places, inside=True, count=count).max(axis=1) for places in (assignment, fresh)
+            self._seconds_of_places(places, inside=True, count=count).max(axis=1)
+            for places in (assignment, new_assignment)
         )
-        return np.where((seconds_after < seconds_before)[batch], fresh, assignment)
+        return np.where((seconds_after < seconds_before)[batch], new_assignment, assignment)
 
     def _place_bins(self, assignment: Ints) -> Ints:
         """Give the bins of each micro-batch to groups, the slowest bins first.

@@ -218,7 +218,7 @@ class Request(PlanOptions):
         ]
 
     def _with_type(self, group: Group, way: Cost) -> Group:
-        """Return the group with the type of `way` in place of "auto", and its two levels if that is a2a+p2p.
+        """Return the group with the type that `way` prices in place of "auto", and its two levels if that is a2a+p2p.
 
         A group of one slot, which sends nothing, gets p2p. Layers of a list that name a type keep it.
         """

@@ -56,7 +56,7 @@ def plan_evaluation(
 
 
 def evaluation_options(options: PlanOptions) -> PlanOptions:
-    """Return the options with the cost of forward passes alone."""
+    """Return the options with the cost of forward passes only."""
     return replace(options, cost=options.cost.forward_only())
 
 
@@ -265,7 +265,8 @@ def _fill_passes(
 def _find_fastest_type(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
     """Simulate a plan under each communication type; return the fastest simulation and the options of its type.
 
-    The limit of rows that suits the pipeline is searched under the first type only, and taken for all types.
+    The limit of rows that suits the pipeline is searched under the first type only, as each limit takes a plan and a
+    simulation; the other types get the same limit.
     """
     lengths, home = evaluation.lengths, evaluation.home
     first_options, *further_options = list_type_options(evaluation.options, home, cp)
