@@ -158,7 +158,7 @@ class LocalRanks:
             rank_end.close()
 
     def are_ready(self, timeout: float) -> bool:
-        """Return whether all ranks live, and have reported that what the last call changed is as before.
+        """Return whether all ranks live, and have reported that they undid what the last call changed.
 
         A rank without an answer has made no call yet, so no report of it is waited for.
         """

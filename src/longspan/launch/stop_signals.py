@@ -57,8 +57,9 @@ def interruptible() -> Iterator[None]:
 
 
 def disregard_signals(numbers: Collection[int]) -> None:
-    """Let signals do nothing in this process until it sets a handler for them; processes that it starts do not inherit
-    this, as they would inherit ignored signals.
+    """Let signals do nothing in this process until it sets a handler for them.
+
+    Processes that it starts do not inherit this, as they would inherit ignored signals.
 
     >>> disregard_signals([signal.SIGUSR1])
     """
@@ -85,12 +86,12 @@ def leave_closed_output(descriptors: Collection[int] = (1, 2)) -> None:
 
 
 def block_signals() -> AbstractContextManager[None]:
-    """While open, signals wait; a process that is started inside gets none until it opens `unblock_signals`."""
+    """Hold back signals while this is open; a process that starts inside gets none until it opens `unblock_signals`."""
     return _mask_signals(signal.SIG_BLOCK)
 
 
 def unblock_signals() -> AbstractContextManager[None]:
-    """While open, signals reach this thread; those that came before do so now."""
+    """Let signals reach this thread while this is open; those that came before do so now."""
     return _mask_signals(signal.SIG_UNBLOCK)
 
 
@@ -132,7 +133,7 @@ class Forwarding:
         _restore_handlers(self._old_handlers)
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
-        """Send a notice or a first request to end on to the ranks; kill them at a second request.
+        """Pass a notice, or the first request to end, on to the ranks; kill them at a second request.
 
         A second one within a second is of the same press, and does nothing.
         """

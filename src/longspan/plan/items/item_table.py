@@ -70,7 +70,7 @@ class ModalityRows:
         return tuple(np.diff(self.base).tolist())
 
     def find_rows(self, documents: Sequence[int], segments: Segments) -> ItemRows:
-        """Find the rows of items among those of a member of a group over these documents of the plan.
+        """Find which of its rows a member of a group must take from items; the group has these documents of the plan.
 
         Positions of all documents are keys on one line, `document · stride + position`, so that two sorted searches
         give the spans of items that each segment meets. Returned are, for each row of an item, its index among the

@@ -116,8 +116,8 @@ class Packer:
         fewest_bins = self._sort_bins(pack_first_fit(self.lengths, self.room))
         yield self._place_bins(self._level_groups(fewest_bins))
         groups, multiple = len(self.inside), self.request.micro_batch_multiple
-        least_rounds = self._round_up(1 + int(fewest_bins.max()) // groups)
-        for count in (least_rounds, least_rounds + multiple):
+        fewest_micro_batches = self._round_up(1 + int(fewest_bins.max()) // groups)
+        for count in (fewest_micro_batches, fewest_micro_batches + multiple):
             level = pack_least_loaded(self.lengths, self.work, count * groups, self.room)
             if level is not None:
                 yield self._place_bins(self._level_groups(self._sort_bins(level)))
@@ -203,7 +203,10 @@ class Packer:
     def _seconds_of_places(
         self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None
     ) -> Floats:
-        """Return the seconds of each place (micro-batches, groups); `inside`: whether each group is inside a node."""
+        """Return the seconds of each place (micro-batches, groups); `inside`: whether each group is inside a node.
+
+        `count` is the number of micro-batches (None: as many as the assignment has).
+        """
         count = count or self._count_micro_batches(assignment)
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))

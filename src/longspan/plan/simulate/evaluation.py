@@ -252,13 +252,14 @@ def _fill_passes(
     groups, types = slots // cp, options.cp_comm_type
     kind = types if isinstance(types, str) else tuple(types)
     sizes = options.hierarchical_context_parallel_sizes
-    levels = {} if sizes is None else {"hierarchical_context_parallel_sizes": level_sizes(sizes, cp)}
+    levels = None if sizes is None else level_sizes(sizes, cp)
+    slots_of_groups = [tuple(range(g * cp, (g + 1) * cp)) for g in range(groups)]
     passes = -(-len(lengths) // (groups * accumulation))
     batches: list[MicroBatch] = []
     for start in range(0, passes * accumulation * groups, groups):
         documents = [d % len(lengths) for d in range(start, start + groups)]
-        plain_groups = (Group(tuple(range(g * cp, (g + 1) * cp)), (d,), (lengths[d],)) for g, d in enumerate(documents))
-        batches.append(MicroBatch(tuple(replace(group, cp_comm_type=kind, **levels) for group in plain_groups)))
+        batch = (Group(slots_of_groups[g], (d,), (lengths[d],), kind, levels) for g, d in enumerate(documents))
+        batches.append(MicroBatch(tuple(batch)))
     return batches
 
 
