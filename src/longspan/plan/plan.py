@@ -206,14 +206,14 @@ def _check_cap(plan: Plan) -> None:
     if cap is None:
         return
     rows = slot_rows(plan.micro_batches, plan.slots, plan.row_multiple)
-    over = np.argwhere(rows > cap)
-    if len(over):
-        m, slot = (int(i) for i in over[0])
+    above_cap = np.argwhere(rows > cap)
+    if len(above_cap):
+        m, slot = (int(i) for i in above_cap[0])
         groups = [index for index, _ in plan.micro_batches[m].groups_of(slot)]
         rounded = f" in multiples of {plan.row_multiple}" if plan.row_multiple > 1 else ""
         raise PlanError(
             f"slot {slot} holds {rows[m, slot]} rows{rounded} in micro-batch {m} (groups {_excerpt(groups)}), above "
-            f"max_tokens_per_slot {cap}; {len(over)} of {rows.size} places are above it"
+            f"max_tokens_per_slot {cap}; {len(above_cap)} of {rows.size} places are above it"
         )
 
 

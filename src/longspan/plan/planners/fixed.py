@@ -75,8 +75,10 @@ def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) 
     says why.
     """
     cap, types = options.rows, check_comm_types(options.cp_comm_type)
-    fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
-    return next((d for d in fit if heads_allow(d, options.heads, types, home.tp)), home.slots)
+    fitting_degrees = (
+        d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d)
+    )
+    return next((d for d in fitting_degrees if heads_allow(d, options.heads, types, home.tp)), home.slots)
 
 
 @dataclass(frozen=True, eq=False)

@@ -141,12 +141,12 @@ class Request(PlanOptions):
         if self.rows is None or not self.lengths or max(self.lengths) <= self.rows * cp:
             return
         longest = max(self.lengths)
-        over = sum(length > self.rows * cp for length in self.lengths)
+        too_long = sum(length > self.rows * cp for length in self.lengths)
         multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
         raise PlanError(
             f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
-            f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({plural(over, 'such document')}); raise "
-            f"max_tokens_per_slot to {self._least_cap(longest, cp)}, {limit or 'raise cp'}, or cut the document"
+            f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({plural(too_long, 'such document')}); "
+            f"raise max_tokens_per_slot to {self._least_cap(longest, cp)}, {limit or 'raise cp'}, or cut the document"
         )
 
     def _least_cap(self, longest: int, cp: int) -> int:

@@ -56,8 +56,8 @@ class MixerShape:
     @property
     def chunked_flops(self) -> int:
         """FLOPs of a row forward in chunks, as kernels compute it: also products inside the chunk."""
-        inside = 6 * self.key_size + 4 * self.value_size if self.delta else 2 * (self.key_size + self.value_size)
-        return self.scan_flops + self.heads * CHUNK * inside
+        inside_chunk = 6 * self.key_size + 4 * self.value_size if self.delta else 2 * (self.key_size + self.value_size)
+        return self.scan_flops + self.heads * CHUNK * inside_chunk
 
     @property
     def summary_flops(self) -> int:

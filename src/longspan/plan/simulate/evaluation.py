@@ -76,9 +76,9 @@ def _lower_limits(lengths: Sequence[int], home: Layout, options: PlanOptions, wi
     """
     multiple, share = options.row_multiple, sum(lengths) / home.slots
     least_rows = -(-max(lengths) // (widest * multiple)) * multiple
-    limit = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
-    doubled = [least_rows << doubling for doubling in range(32) if least_rows << doubling < limit]
-    yield from (rows for rows in reversed(doubled) if rows * home.pp * MOST_ROUNDS >= share)
+    highest = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
+    limits = [least_rows << doubling for doubling in range(32) if least_rows << doubling < highest]
+    yield from (rows for rows in reversed(limits) if rows * home.pp * MOST_ROUNDS >= share)
 
 
 NAMED = 4  # degrees after the best, in a line of reasons
@@ -274,11 +274,11 @@ def _find_fastest_type(evaluation: _Evaluation, cp: int) -> tuple[Simulation, Pl
     plan = plan_evaluation(
         lambda options: plan_fixed(lengths, home, cp, options=options), lengths, home, first_options, cp
     )
-    planned = [(evaluation.simulation(plan), first_options)]
+    simulations = [(evaluation.simulation(plan), first_options)]
     for options in further_options:
-        limited = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
-        planned.append((evaluation.simulation(plan_fixed(lengths, home, cp, options=limited)), options))
-    return min(planned, key=lambda pair: pair[0].seconds)
+        limited_options = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
+        simulations.append((evaluation.simulation(plan_fixed(lengths, home, cp, options=limited_options)), options))
+    return min(simulations, key=lambda pair: pair[0].seconds)
 
 
 def _simulate_dynamic_plan(

@@ -128,7 +128,7 @@ def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], 
 
 
 def _input_time(
-    action: Action, stage: int, stages: int, chunks: int, ended: dict[tuple[Action, int], float]
+    action: Action, stage: int, stages: int, chunks: int, end_times: dict[tuple[Action, int], float]
 ) -> float | None:
     """Return when the input of an action is there: 0.0 for the model's own input, None for not yet.
 
@@ -138,11 +138,11 @@ def _input_time(
     kind, chunk, micro_batch = action
     position = chunk * stages + stage  # among all parts of the model
     if kind == "backward" and position == stages * chunks - 1:
-        return ended.get((Action("forward", chunk, micro_batch), stage))
+        return end_times.get((Action("forward", chunk, micro_batch), stage))
     position_before = position - 1 if kind == "forward" else position + 1
     if position_before < 0:
         return 0.0
-    return ended.get((Action(kind, position_before // stages, micro_batch), position_before % stages))
+    return end_times.get((Action(kind, position_before // stages, micro_batch), position_before % stages))
 
 
 @dataclass(frozen=True, eq=False)
