@@ -80,7 +80,7 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
     if config.lora.rank:
         config = _set_defaults(config, {"train.lr": LORA_LR})
     config = _set_defaults(config, {"encoder.train": encoder_default(config)})
-    if config.data.pack_to:
+    if config.data.pack_to:  # packs are cut by tokens, so documents need no limit
         config = _set_defaults(config, {"data.max_document_tokens": 0})
     if not config.data.sources:
         config = _set_defaults(config, {"data.path": STDLIB})
@@ -162,13 +162,13 @@ def settings_line(config: RunConfig) -> str:
 
     A run of epochs shows these instead of steps and warm-up, which follow from them once the corpus is known.
     """
-    shown = _SHOWN
+    shown_keys = _SHOWN
     if config.train.epochs:
         train_keys = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
-        shown = _SHOWN | {"train": ("epochs", *train_keys)}
+        shown_keys = _SHOWN | {"train": ("epochs", *train_keys)}
     parts = [
         f"[{section}] {', '.join(f'{key} = {_value_text(getattr(getattr(config, section), key))}' for key in keys)}"
-        for section, keys in shown.items()
+        for section, keys in shown_keys.items()
     ]
     if config.lora.rank:
         parts.append(f"[lora] rank = {config.lora.rank}, alpha = {config.lora.alpha or 2 * config.lora.rank:g}")

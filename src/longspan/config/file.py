@@ -128,8 +128,8 @@ def _set_section(config: RunConfig, section: str, values: object, *, source: str
     if section == "data" and "sources" in values:  # tables, which are no value of a key
         values = dict(values)
         sources = _data_sources(values.pop("sources"), source)
-    section_now = _set_keys(getattr(config, section), section, values, source, _key_hint)
-    return replace(config, **{section: section_now if sources is None else replace(section_now, sources=sources)})
+    new_section = _set_keys(getattr(config, section), section, values, source, _key_hint)
+    return replace(config, **{section: new_section if sources is None else replace(new_section, sources=sources)})
 
 
 def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
@@ -179,7 +179,7 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
 def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
     """Write a hint for an unknown key: the section that has a key of that name, else this section's nearest key.
 
-    `nearest_hint` quotes a key by its name alone; the section is put before it, after the first quote.
+    `nearest_hint` quotes a key without its section; the section is put before it, after the first quote.
     """
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]
     return (
@@ -211,7 +211,10 @@ def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
 
 
 def read_choice_word(value: object, kind: Any) -> object:
-    """Return the choice of a key that true ("full" or "modules") or false ("none") means; other values unchanged."""
+    """Return the choice that true ("full" or "modules") or false ("none") stands for; other values are unchanged.
+
+    This is for keys that hold one of several words.
+    """
     if get_origin(kind) is not Literal or not _is_bool_or_text(value) or str(value).lower() not in ("true", "false"):
         return value
     words = ("full", "modules") if str(value).lower() == "true" else ("none",)

@@ -113,7 +113,7 @@ def key_values(section: Any) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a value of a key with tables in it as dictionaries."""
+    """Return a key's value, with dictionaries in place of the tables in it."""
     if isinstance(value, tuple):
         return tuple(key_values(item) if is_dataclass(item) else item for item in value)
     return value

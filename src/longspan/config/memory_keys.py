@@ -14,7 +14,9 @@ Checkpointing = Literal["none", "full", "selective"]
 
 
 def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
-    """Return whether a run chooses its measures by a plan of memory: on CPUs (no `gpu`) only with `memory_bytes`.
+    """Return whether a plan of memory chooses how a run saves memory, such as which layers it recomputes.
+
+    On CPUs (no `gpu`) it does so only with `memory_bytes`.
 
     >>> chooses_measures(TrainConfig(), gpu=True), chooses_measures(TrainConfig(), gpu=False)
     (True, False)

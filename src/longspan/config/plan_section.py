@@ -214,8 +214,7 @@ def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     """Fill the keys of a section that are not given from its parent's; sizes of a2a+p2p are not fitted to the degree.
 
     A degree that is given makes plans of that degree also if the parent's have several, and a degree "auto" is chosen
-    with its communication type. Evaluation takes training's attention kernel from the prepared model, and packs
-    documents at a degree "auto" also if training pads them.
+    with its communication type. Evaluation takes training's attention kernel from the prepared model.
     """
     values = parent.plan_keys | {"planner": _default_planner(section.context_parallel_size, parent)}
     if section.context_parallel_size == AUTO:
@@ -225,13 +224,13 @@ def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     return replace(section, **{key: x for key, x in values.items() if getattr(section, key) in (NOT_GIVEN, "")})
 
 
-def _fit_levels(filled: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
+def _fit_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
     """Return the parent's a2a and p2p levels, fitted to the degree if planner or degree differ from the parent's.
 
     Evaluation as a whole takes training's degree if its own is "auto". A set whose degree is "auto" has the parent's
     levels as they are.
     """
-    planner, degree = filled.planner, filled.context_parallel_size
+    planner, degree = section.planner, section.context_parallel_size
     if isinstance(parent, ContextConfig) and isinstance(degree, str):
         degree = parent.context_parallel_size
     same = (planner, degree) == (parent.planner, parent.context_parallel_size)
@@ -244,7 +243,7 @@ def _default_planner(degree: int | str, parent: PlanSection) -> str:
     """Return the planner of a section whose planner is not given: the parent's if the section has no degree either.
 
     With a degree, documents are packed at that one degree (fixed), unless the parent pads. Evaluation as a whole packs
-    at a degree "auto" also where training pads.
+    at a degree "auto" even if training pads, because "auto" compares degrees by plans of packed documents.
     """
     if degree in (NOT_GIVEN, 0):
         return parent.planner

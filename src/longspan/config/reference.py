@@ -71,11 +71,11 @@ _COLUMNS = ("| key | type | default | meaning |", "|---|---|---|---|")
 def reference_page() -> str:
     """Write the page, in Markdown: a table of the keys that most runs set, and one of the others of each section."""
     kinds = section_kinds()
-    often = [_key_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
+    common_rows = [_key_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
     sections = (_section_text(f"[{name}]", kind, _other_keys(name, kind)) for name, kind in kinds.items())
     arrays = ((TABLES, SourceConfig), ("eval", EvalConfig))
     tables = (_section_text(f"[[{name}]]", kind, section_keys(kind)) for name, kind in arrays)
-    return "\n".join([_HEAD, *_COLUMNS, *often, "", _RARELY, *sections, *tables])
+    return "\n".join([_HEAD, *_COLUMNS, *common_rows, "", _RARELY, *sections, *tables])
 
 
 def _other_keys(section: str, kind: type) -> Iterable[Key]:

@@ -74,9 +74,10 @@ def _temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def imports_for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
-    """While open, the fork server imports what ranks need, in this environment; on leaving it is ended.
+    """Let the fork server import what ranks need, in this environment, while this is open; end it on leaving.
 
-    So a command's own imports and checks take none of its ranks' time. An error in them ends the server too.
+    The server imports while the command does its own imports and checks, so ranks need not wait for it later. An error
+    in these ends the server too.
 
     >>> with imports_for_ranks({}):
     ...     run_local(train_rank, 4, (config,))

@@ -32,7 +32,7 @@ class _LateModule(ModuleType):
 
 @contextmanager
 def late_modules(*names: str) -> Iterator[None]:
-    """Inside, put stand-ins for modules: their functions can be imported, and import the real module when called.
+    """Put stand-ins for modules while this is open: their functions import the real modules only when they are called.
 
     >>> with late_modules("scipy.optimize"):
     ...     import transformers.loss.loss_utils

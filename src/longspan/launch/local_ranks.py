@@ -41,7 +41,8 @@ LOOPBACK = "127.0.0.1"  # where local ranks and their launcher listen: nothing o
 def start_store_server() -> Any:
     """Return a store in this process on a free port, which all ranks share and only processes of this host reach.
 
-    No other host may: messages of a store may be Python objects. torch's own server would listen on every network.
+    No other host may reach it: values in a store may be pickled objects, which can run code where they are read.
+    torch's own server would listen on every network.
     """
     from torch.distributed import TCPStore
 
@@ -131,11 +132,11 @@ class LocalRanks:
         self.failed: list[LocalRank] = []  # in the order in which their failures arrived
         self._payload, self._threads, self._state = payload, threads, state
         self._n, self._ignored = n, tuple(ignored)
-        self._all: list[LocalRank] = []  # every rank that was started; a call may use fewer
+        self._all_ranks: list[LocalRank] = []  # every rank that was started; a call may use fewer
 
     def start(self) -> None:
         """Start every rank."""
-        self.ranks = self._all  # the same list, which `_start_rank` fills
+        self.ranks = self._all_ranks  # the same list, which `_start_rank` fills
         for index in range(self._n):
             # The first start waits for the fork server's imports, so signals may interrupt it; no other is interrupted.
             with block_signals() if index else nullcontext():
@@ -149,7 +150,7 @@ class LocalRanks:
         process = self._context.Process(target=rank_main, args=args, name=f"rank {index}")
         try:
             process.start()
-            self._all.append(LocalRank(index, process, own_end))
+            self._all_ranks.append(LocalRank(index, process, own_end))
         except BaseException:
             own_end.close()  # a process that started in spite of the error reads the end of its pipe, and ends
             raise
@@ -157,7 +158,7 @@ class LocalRanks:
             rank_end.close()
 
     def are_ready(self, timeout: float) -> bool:
-        """Return whether all ranks live, and have reported that what the last call changed is as before.
+        """Return whether all ranks live, and have reported that they undid what the last call changed.
 
         A rank without an answer has made no call yet, so no report of it is waited for.
         """
@@ -172,7 +173,7 @@ class LocalRanks:
     def start_call(self, payload: bytes, n: int) -> None:
         """Send the first n ranks a call, which they make over a new store."""
         self.store: Any = start_store_server()
-        self.ranks, self.failed, self.failure = self._all[:n], [], None
+        self.ranks, self.failed, self.failure = self._all_ranks[:n], [], None
         for rank in self.ranks:
             rank.send_task(self._task(rank.index, n, payload))
 
@@ -269,13 +270,13 @@ class LocalRanks:
                 os.kill(rank.process.pid, number)
 
     def end(self) -> None:
-        """End every process: ranks that have not answered are killed, others end when their pipes close."""
+        """End every process that was started: ranks without an answer are killed, others end as their pipes close."""
         for rank in self.ranks:
             if rank.waiting:
                 rank.process.kill()
-        for rank in self._all:
+        for rank in self._all_ranks:
             rank.pipe.close()
-        for rank in self._all:
+        for rank in self._all_ranks:
             rank.process.join(5)
             if rank.process.exitcode is None:
                 rank.process.kill()

@@ -17,19 +17,19 @@ _CHECK_SECONDS = 0.1
 _gone = threading.Event()
 
 
-def stop_without_launcher(wait: Callable[[], object], *, says: bool) -> None:
+def stop_without_launcher(wait: Callable[[], object], *, with_message: bool) -> None:
     """Send this process SIGTERM once `wait` has returned, which is called in a thread, and SIGKILL much later.
 
-    >>> stop_without_launcher(lambda: connection.wait([parent.sentinel]), says=rank == 0)
+    >>> stop_without_launcher(lambda: connection.wait([parent.sentinel]), with_message=rank == 0)
 
-    With `says` it writes what happened to standard error, as one rank of a launch should.
+    `with_message`: also write what happened to standard error, which one rank of a launch should do.
     """
 
     def stop() -> None:
         """Wait until the launcher is gone; then stop this process by SIGTERM, and kill it after PATIENCE seconds."""
         wait()
         _gone.set()
-        if says:
+        if with_message:
             leave_closed_output()
             os.write(2, b"longspan: the process that started the ranks is gone: they stop, and a run saves first\n")
         os.kill(os.getpid(), signal.SIGTERM)
@@ -53,4 +53,4 @@ def stop_without_torchrun() -> None:
             while os.getppid() == torchrun:
                 time.sleep(_CHECK_SECONDS)
 
-        stop_without_launcher(wait, says=os.environ.get("LOCAL_RANK") == "0")
+        stop_without_launcher(wait, with_message=os.environ.get("LOCAL_RANK") == "0")

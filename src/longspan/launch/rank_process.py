@@ -153,7 +153,7 @@ def _cuda_is_unusable() -> bool:
 
 
 def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
-    """Become a new Python process, which imports everything itself, with the same number and open files."""
+    """Become a new Python process, which imports everything itself, with the same process id and open files."""
     if spec.rank == 0:
         os.write(err.number, b"ranks take longer to start: a module that they import uses CUDA as it is imported\n")
     parent = multiprocessing.parent_process()
@@ -244,7 +244,7 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int 
     faulthandler.register(DUMP, file=log, all_threads=False)
     faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
     if launcher is not None:
-        stop_without_launcher(lambda: connection.wait([launcher]), says=spec.rank == 0)
+        stop_without_launcher(lambda: connection.wait([launcher]), with_message=spec.rank == 0)
     if spec.task is not None:  # before anything of torch is used
         os.environ.clear()
         os.environ.update(spec.task.environment)

@@ -37,12 +37,12 @@ class Interrupted(KeyboardInterrupt):
 def interruptible() -> Iterator[None]:
     """Let signals that stop raise Interrupted inside, but not within a second of the last one that did.
 
-    Ignored signals stay ignored. In threads other than the main one, which alone receives signals, nothing is done.
+    Ignored signals stay ignored. Nothing is done in threads other than the main one: only that one receives signals.
     """
     raised_at = [-SAME_PRESS]  # the time of the last Interrupted
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        """Raise Interrupted, but once for the signals of one press, as a terminal may send more than one."""
+        """Raise Interrupted, unless a signal did so a moment ago: a terminal may send several at one press of keys."""
         now = time.monotonic()
         leave_closed_output()  # the signal may be that of a terminal that closed
         if now - raised_at[0] > SAME_PRESS:
@@ -57,8 +57,9 @@ def interruptible() -> Iterator[None]:
 
 
 def disregard_signals(numbers: Collection[int]) -> None:
-    """Let signals do nothing in this process until it sets a handler for them; processes that it starts do not inherit
-    this, as they would inherit ignored signals.
+    """Let signals do nothing in this process until it sets a handler for them.
+
+    Processes that it starts do not inherit this, as they would inherit ignored signals.
 
     >>> disregard_signals([signal.SIGUSR1])
     """
@@ -85,12 +86,12 @@ def leave_closed_output(descriptors: Collection[int] = (1, 2)) -> None:
 
 
 def block_signals() -> AbstractContextManager[None]:
-    """While open, signals wait; a process that is started inside gets none until it opens `unblock_signals`."""
+    """Hold back signals while this is open; a process that starts inside gets none until it opens `unblock_signals`."""
     return _mask_signals(signal.SIG_BLOCK)
 
 
 def unblock_signals() -> AbstractContextManager[None]:
-    """While open, signals reach this thread; those that came before do so now."""
+    """Let signals reach this thread while this is open; those that came before do so now."""
     return _mask_signals(signal.SIG_UNBLOCK)
 
 
@@ -132,7 +133,7 @@ class Forwarding:
         _restore_handlers(self._old_handlers)
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
-        """Send a notice or a first request to end on to the ranks; kill them at a second request.
+        """Pass a notice, or the first request to end, on to the ranks; kill them at a second request.
 
         A second one within a second is of the same press, and does nothing.
         """

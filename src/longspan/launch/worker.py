@@ -60,14 +60,12 @@ class Worker:
 
         Close `connection` afterwards.
         """
-        try:
-            if not patience:
-                raise TimeoutError  # an OSError: killed at once
-            self.connection.send(None)
-            self.process.wait(patience)
-        except (OSError, subprocess.TimeoutExpired):
-            with suppress(OSError):
-                self.process.kill()
+        with suppress(OSError, subprocess.TimeoutExpired):
+            if patience:
+                self.connection.send(None)
+                self.process.wait(patience)
+        with suppress(OSError):
+            self.process.kill()  # does nothing to a process that has ended
         self.process.wait()
 
 

@@ -35,10 +35,10 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def check_size(documents: int, longest: int) -> None:
     """Raise PlanError if sums of squared lengths might not fit 63 bits, in which work is counted."""
-    most = (2**63 - 1) // max(1, longest) ** 2
-    if documents > most:
+    limit = (2**63 - 1) // max(1, longest) ** 2
+    if documents > limit:
         raise PlanError(
-            f"{documents} documents of up to {longest} rows cannot be priced in 64-bit integers; plan at most {most} "
+            f"{documents} documents of up to {longest} rows cannot be priced in 64-bit integers; plan at most {limit} "
             f"of that length at once, or cut them"
         )
 

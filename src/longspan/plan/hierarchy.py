@@ -45,7 +45,7 @@ def group_levels(group: Group) -> Levels:
 
 
 def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
-    """Fit the configured sizes (a2a, p2p), or the a2a size alone, to a group of this degree.
+    """Fit the configured sizes (a2a, p2p), or only the a2a size, to a group of this degree.
 
     Groups of a plan may have other degrees than the configured product: the a2a size becomes the largest number that
     divides the configured one and the degree.

@@ -63,7 +63,7 @@ class Plan:
 
     @cached_property
     def efficiency(self) -> float:
-        """The share of rows in use: tokens / (slots x micro-batches x rows of the fullest slot), between 0 and 1.
+        """Return the share of rows in use, from 0 to 1: tokens / (slots x micro-batches x rows of the fullest slot).
 
         A plan that is balanced by time need not fill its slots.
         """
@@ -206,14 +206,14 @@ def _check_cap(plan: Plan) -> None:
     if cap is None:
         return
     rows = slot_rows(plan.micro_batches, plan.slots, plan.row_multiple)
-    over = np.argwhere(rows > cap)
-    if len(over):
-        m, slot = (int(i) for i in over[0])
+    above_cap = np.argwhere(rows > cap)
+    if len(above_cap):
+        m, slot = (int(i) for i in above_cap[0])
         groups = [index for index, _ in plan.micro_batches[m].groups_of(slot)]
         rounded = f" in multiples of {plan.row_multiple}" if plan.row_multiple > 1 else ""
         raise PlanError(
             f"slot {slot} holds {rows[m, slot]} rows{rounded} in micro-batch {m} (groups {_excerpt(groups)}), above "
-            f"max_tokens_per_slot {cap}; {len(over)} of {rows.size} places are above it"
+            f"max_tokens_per_slot {cap}; {len(above_cap)} of {rows.size} places are above it"
         )
 
 
@@ -251,7 +251,7 @@ def _ratio_to_bound(plan: Plan, times: Timeline) -> str:
 
 
 def _closing_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
-    """Return a line on the closing seconds of a plan in free mode, which come once a step, or no line without any.
+    """Return the line on the closing seconds of a plan in free mode, which come once a step; no line if there are none.
 
     In lockstep parameters are gathered and gradients summed in every micro-batch, whose seconds include that.
     """

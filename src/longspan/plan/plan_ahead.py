@@ -72,8 +72,8 @@ class PlanAhead:
         planning, first_missing = self._require_planning(), self._window.stop
         self._window = range(step, step + 1 + self.ahead)
         planning.keep_window(self._generation, self._window)
-        for following in range(first_missing, self._window.stop):
-            planning.send_request(self._make_request(following))
+        for following_step in range(first_missing, self._window.stop):
+            planning.send_request(self._make_request(following_step))
 
     def plan(self, step: int) -> Plan:
         """Return the plan of this step, waited for if need be; the plans of the next steps are begun.

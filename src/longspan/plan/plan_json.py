@@ -62,16 +62,16 @@ def _read_group(where: str, item: Any, lengths: tuple[Any, ...]) -> Group:
     return Group(**values)
 
 
-def _read_object(where: str, value: Any, needed: set[str], more: set[str]) -> dict[str, Any]:
-    """Copy a JSON object. Raises PlanError if a key that is needed is missing or one is unknown."""
+def _read_object(where: str, value: Any, required: set[str], optional: set[str]) -> dict[str, Any]:
+    """Copy a JSON object. Raises PlanError if a required key is missing or one is unknown."""
     if not isinstance(value, dict):
         raise PlanError(f"{where} must be an object, got {type(value).__name__}")
     values = dict(cast(dict[str, Any], value))
-    missing, unknown = sorted(needed - set(values)), sorted(set(values) - needed - more)
+    missing, unknown = sorted(required - set(values)), sorted(set(values) - required - optional)
     if missing:
         raise PlanError(f"{where} lacks {', '.join(missing)}")
     if unknown:
-        raise PlanError(f"{where} has unknown {', '.join(unknown)}; known are {', '.join(sorted(needed | more))}")
+        raise PlanError(f"{where} has unknown {', '.join(unknown)}; known are {', '.join(sorted(required | optional))}")
     return values
 
 

@@ -208,6 +208,7 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
     plan = _load_planner(main, payload)
     while True:
         request = requests.take_request()
+        # The plan of an older generation is not made: the run has jumped to another step, and does not wait for it.
         answer = plan(request) if request.generation >= requests.newest else None
         connection.send((request, answer if isinstance(answer, Failure) else None))
         connection.send_bytes(answer if isinstance(answer, bytes) else b"")

@@ -93,7 +93,7 @@ class Refinement:
         return [step.parts for step in self._steps], [step.seconds for step in self._steps]
 
     def ratios(self) -> dict[Part | str, float]:
-        """Return measured over predicted seconds: of the "whole" step, and of each part that the last steps have.
+        """Return the ratios of measured to predicted seconds: of the "whole" step, and of each part of the last steps.
 
         {} before LEAST_STEPS steps. Parts of less than `SHOWN` of the time are left out.
         """
@@ -111,7 +111,7 @@ class Refinement:
 
     @classmethod
     def from_json(cls, values: Any, cost: Cost) -> "Refinement | None":
-        """Read the refinement that a checkpoint kept; None for one of another cost, whose predictions it corrects.
+        """Read the refinement that a checkpoint kept; None if it corrects the predictions of another cost.
 
         Raises PlanError for values that `to_json` cannot have written.
         """

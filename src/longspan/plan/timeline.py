@@ -71,7 +71,7 @@ class GroupTable:
 
     def seconds(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds that each group takes of each of its slots (G,), by its own type and partition."""
-        together = self.together(node_size)
+        together = self.fewest_together(node_size)
         seconds = np.zeros(len(self.degree))
         for index, (kind, a2a_size, partition) in enumerate(self.ways):
             of_this_way = self.way == index
@@ -92,7 +92,7 @@ class GroupTable:
 
         A group has inf where heads or degree forbid the type; a group of one slot, which sends nothing, has any type.
         """
-        together = self.together(node_size)
+        together = self.fewest_together(node_size)
         inside = together == self.degree
         squares = self.attention_squares(cost)
         seconds = cost.group_seconds(self.tokens, squares, self.degree, inside, self.documents, together=together)
@@ -105,8 +105,11 @@ class GroupTable:
         """
         return self.unpadded if cost.network else self.squares
 
-    def together(self, node_size: int) -> Ints:
-        """Return the fewest slots of each group that share a node; its degree if all do (G,)."""
+    def fewest_together(self, node_size: int) -> Ints:
+        """Return the slots of each group on the node that has the fewest of them; its degree on a single node (G,).
+
+        Slots of a node count together only where they are neighbours in the group.
+        """
         if not len(self.degree):
             return np.zeros(0, dtype=np.int64)
         node = self.slot // node_size
@@ -118,7 +121,7 @@ class GroupTable:
 
     def inside(self, node_size: int) -> NDArray[np.bool_]:
         """Return whether all slots of each group share a node (G,)."""
-        return self.together(node_size) == self.degree
+        return self.fewest_together(node_size) == self.degree
 
 
 def _group_way(group: Group) -> Way:
@@ -200,7 +203,8 @@ def timeline(
 def _lockstep_times(busy: Floats, cost: Cost) -> tuple[Floats, Floats, float]:
     """Return when each slot starts and ends each micro-batch, and the last end, where all wait for the slowest.
 
-    `busy` is without launches. The last end is summed exactly, so that every host gets the same.
+    `busy` is without launches. A micro-batch takes no less than the messages of sharded parameters, which run meanwhile
+    (`sharding_seconds`). The last end is summed exactly, so that every host gets the same.
     """
     slowest = np.maximum(busy.max(axis=1), cost.sharding_seconds) + cost.micro_batch_seconds
     end = np.cumsum(slowest)

@@ -133,12 +133,12 @@ class EncoderShape:
         again = again if trained != "none" else 0  # nothing is trained: there is no backward pass
         pair = ((14 if trained == "all" else 4) + 4 * again) * self.width / attention
         rows = self.rows or 1
-        patches = (self.patch_count(rows) + self.class_rows) / rows
+        patches_per_row = (self.patch_count(rows) + self.class_rows) / rows
         flops = self._weight_flops(rows, trained) + again * self._weight_flops(rows, "none")
         return Cost(
             linear_seconds=flops / rows / machine.encoder_flops_per_second
-            + pair * patches * self.window_layers * self.window**2,
-            attention_seconds=pair * self.full_layers * patches**2,
+            + pair * patches_per_row * self.window_layers * self.window**2,
+            attention_seconds=pair * self.full_layers * patches_per_row**2,
             micro_batch_seconds=machine.wave_seconds,
             source=machine.source,
         )
@@ -290,7 +290,7 @@ class EncoderLoad:
     def of(
         cls, plan: Plan, images: Sequence[Sequence[int]], cost: Cost, *, max_rows: int | None = None
     ) -> "EncoderLoad":
-        """Compute the load of these images: rows of each, by document of the plan; waves hold `max_rows` of a slot.
+        """Compute the load of these images: rows of each, by document of the plan; a slot holds `max_rows` in a wave.
 
         >>> load = EncoderLoad.of(plan, [[256] * 16] * len(plan.lengths), shape.cost())  # doctest: +SKIP
         """

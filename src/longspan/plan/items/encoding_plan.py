@@ -131,7 +131,9 @@ def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, plannin
     needed = find_needed_rows(rows, needed_by)
     wave_of_row = _wave_of_row(rows, micro_batches)
     ahead = tuple(find_needed_rows(rows, needed_by, depth) for depth in range(1, needed_by.depths + 1))
-    ids = {rank: _order_rows([needed[rank], *(deeper[rank] for deeper in ahead)]) for rank in home.ranks}
+    ids = {
+        rank: _order_rows([needed[rank], *(needed_at_depth[rank] for needed_at_depth in ahead)]) for rank in home.ranks
+    }
     waves: list[Wave] = []
     for index, micro_batch in enumerate(micro_batches):
         rows_by_rank = find_encoded_rows(rows, micro_batch, planning.home)

@@ -70,14 +70,14 @@ class ModalityRows:
         return tuple(np.diff(self.base).tolist())
 
     def find_rows(self, documents: Sequence[int], segments: Segments) -> ItemRows:
-        """Find the rows of items among those of a member of a group over these documents of the plan.
+        """Find which of its rows a member of a group must take from items; the group has these documents of the plan.
 
         Positions of all documents are keys on one line, `document · stride + position`, so that two sorted searches
         give the spans of items that each segment meets. Returned are, for each row of an item, its index among the
         member's rows and its row id.
         """
         document = np.asarray(documents, dtype=np.int64)[segments.document]
-        end = (document + 1) * self.stride  # a document may be laid out longer, up to where the next one has keys
+        end = (document + 1) * self.stride  # where the keys of the next document begin: a padded one may reach further
         start, stop = (np.minimum(document * self.stride + at, end) for at in (segments.start, segments.stop))
         first_span = np.searchsorted(self.spans.stop, start, side="right")
         end_span = np.searchsorted(self.spans.start, stop, side="left")
@@ -98,7 +98,7 @@ class ItemTable:
 
     `targets` counts what each document predicts: every position whose next token is not a placeholder. Raises
     DataError, naming item, document and modality, for spans that overlap, lie outside their document or are empty.
-    `numbers` are the items' indices in a longer list of which they are a part, for error messages.
+    `numbers` are the items' indices in a longer list that they are a part of, for error messages.
     """
 
     def __init__(self, lengths: Iterable[int], items: Iterable[Item], numbers: Iterable[int] | None = None) -> None:
@@ -193,7 +193,7 @@ class ItemTable:
         return _Spans(*(make_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
 
     def _check_item(self, index: int, item: Item) -> None:
-        """Raise DataError for an item of a document that is not there, or whose spans do not ascend inside its own."""
+        """Raise DataError for an item whose document is not there, or whose spans do not ascend inside that one."""
         if not 0 <= item.document < len(self.lengths):
             raise DataError(
                 f"item {index} ({item.modality}) is of document {item.document}; there are "
@@ -212,10 +212,12 @@ class ItemTable:
 
     def _check_overlaps(self, table: Integers) -> None:
         """Raise DataError for two items that take the same position; `table` is sorted by the start of spans."""
-        overlaps = np.flatnonzero(table[1:, 0] < table[:-1, 1])
+        start, stop, _, _, document, index = table.T
+        overlaps = np.flatnonzero(start[1:] < stop[:-1])
         if len(overlaps):
-            earlier_item, later_item = (int(table[overlaps[0] + i, 5]) for i in range(2))
-            position = int(table[overlaps[0] + 1, 0] - table[overlaps[0] + 1, 4] * self._stride)
+            earlier, later = int(overlaps[0]), int(overlaps[0]) + 1
+            earlier_item, later_item = int(index[earlier]), int(index[later])
+            position = int(start[later] - document[later] * self._stride)
             raise DataError(
                 f"{self.item_text(earlier_item)} and {self.item_text(later_item)} both take position {position}; every "
                 "position is one item's"

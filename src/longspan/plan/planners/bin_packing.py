@@ -39,9 +39,10 @@ def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) -> list[int] | None:
-    """Choose the bin of each document: of `bins` bins with `room` rows each the one with the least work that has room.
+    """Choose the bin of each document: the one with the least work, of those of the `bins` bins that have room for it.
 
-    None if a document fits no bin. Lengths (rows) must be in falling order; `work` are the seconds of each document.
+    A bin has room for `room` rows. None if a document fits no bin. Lengths (rows) must be in falling order; `work` are
+    the seconds of each document.
     `idle` is a heap of (load, bin). Bins that are too full for a document wait in `full` until the documents have
     become short enough for the room that is left in them.
     """

@@ -75,8 +75,10 @@ def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) 
     says why.
     """
     cap, types = options.rows, check_comm_types(options.cp_comm_type)
-    fit = (d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d))
-    return next((d for d in fit if heads_allow(d, options.heads, types, home.tp)), home.slots)
+    fitting_degrees = (
+        d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d)
+    )
+    return next((d for d in fitting_degrees if heads_allow(d, options.heads, types, home.tp)), home.slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +118,8 @@ class Packer:
         fewest_bins = self._sort_bins(pack_first_fit(self.lengths, self.room))
         yield self._place_bins(self._level_groups(fewest_bins))
         groups, multiple = len(self.inside), self.request.micro_batch_multiple
-        least_rounds = self._round_up(1 + int(fewest_bins.max()) // groups)
-        for count in (least_rounds, least_rounds + multiple):
+        fewest_micro_batches = self._round_up(1 + int(fewest_bins.max()) // groups)
+        for count in (fewest_micro_batches, fewest_micro_batches + multiple):
             level = pack_least_loaded(self.lengths, self.work, count * groups, self.room)
             if level is not None:
                 yield self._place_bins(self._level_groups(self._sort_bins(level)))
@@ -127,7 +129,8 @@ class Packer:
     def seconds(self, assignment: Ints) -> float:
         """Return the seconds of the step; sums are exactly rounded, so that all hosts prefer the same assignment.
 
-        In lockstep the slowest group of each micro-batch counts. In free mode the busiest group does, without the
+        In lockstep the slowest group of each micro-batch counts, or the messages of sharded parameters if they take
+        longer (`sharding_seconds`). In free mode the busiest group does, without the
         micro-batches in which it has no documents.
         """
         matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
@@ -136,7 +139,7 @@ class Packer:
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
 
     def micro_batches(self, assignment: Ints) -> list[MicroBatch]:
-        """Make the micro-batches of an assignment: a group of the documents of each place, ids rising, none without."""
+        """Make the micro-batches of an assignment: for each place with documents a group, with rising ids."""
         documents_of: dict[int, list[int]] = {}
         for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
             documents_of.setdefault(place, []).append(document)
@@ -161,16 +164,18 @@ class Packer:
         Groups are placed later, so all are priced inside a node.
         """
         groups, count = len(self.inside), self._count_micro_batches(assignment)
-        batch, fresh = assignment // groups, assignment.copy()
+        batch, new_assignment = assignment // groups, assignment.copy()
         documents_of_batches = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
         for m, documents in enumerate(documents_of_batches):
             ids: list[int] = documents.tolist()
             bins = pack_least_loaded([self.lengths[i] for i in ids], [self.work[i] for i in ids], groups, self.room)
-            fresh[documents] = assignment[documents] if bins is None else m * groups + np.array(bins, dtype=np.int64)
+            if bins is not None:
+                new_assignment[documents] = m * groups + np.array(bins, dtype=np.int64)
         seconds_before, seconds_after = (
-            self._seconds_of_places(places, inside=True, count=count).max(axis=1) for places in (assignment, fresh)
+            self._seconds_of_places(places, inside=True, count=count).max(axis=1)
+            for places in (assignment, new_assignment)
         )
-        return np.where((seconds_after < seconds_before)[batch], fresh, assignment)
+        return np.where((seconds_after < seconds_before)[batch], new_assignment, assignment)
 
     def _place_bins(self, assignment: Ints) -> Ints:
         """Give the bins of each micro-batch to groups, the slowest bins first.
@@ -200,7 +205,10 @@ class Packer:
     def _seconds_of_places(
         self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None
     ) -> Floats:
-        """Return the seconds of each place (micro-batches, groups); `inside`: whether each group is inside a node."""
+        """Return the seconds of each place (micro-batches, groups); `inside`: whether each group is inside a node.
+
+        `count` is the number of micro-batches (None: as many as the assignment has).
+        """
         count = count or self._count_micro_batches(assignment)
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))

@@ -68,8 +68,10 @@ class Request(PlanOptions):
         rank; 0 means unknown. An a2a size below 1 counts as 1 here, and is refused when the degree is known.
         """
         sizes, heads = self.hierarchical_context_parallel_sizes, (self.heads or 0) // self.tp
-        inner = 1 if sizes is None or "a2a+p2p" not in self.types else sizes if isinstance(sizes, int) else sizes[0]
-        cost = replace(self.cost, node_size=self.node_size).under(self.types, max(1, inner), heads=heads)
+        a2a_size = 1
+        if sizes is not None and "a2a+p2p" in self.types:
+            a2a_size = max(1, sizes if isinstance(sizes, int) else sizes[0])
+        cost = replace(self.cost, node_size=self.node_size).under(self.types, a2a_size, heads=heads)
         return cost.for_partition(self.partition)
 
     def _check_mode(self, home: Layout) -> None:
@@ -139,12 +141,12 @@ class Request(PlanOptions):
         if self.rows is None or not self.lengths or max(self.lengths) <= self.rows * cp:
             return
         longest = max(self.lengths)
-        over = sum(length > self.rows * cp for length in self.lengths)
+        too_long = sum(length > self.rows * cp for length in self.lengths)
         multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
         raise PlanError(
             f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
-            f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({plural(over, 'such document')}); raise "
-            f"max_tokens_per_slot to {self._least_cap(longest, cp)}, {limit or 'raise cp'}, or cut the document"
+            f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({plural(too_long, 'such document')}); "
+            f"raise max_tokens_per_slot to {self._least_cap(longest, cp)}, {limit or 'raise cp'}, or cut the document"
         )
 
     def _least_cap(self, longest: int, cp: int) -> int:
@@ -201,7 +203,7 @@ class Request(PlanOptions):
         return replace(plan, predicted_seconds=seconds, lower_bound_seconds=bound)
 
     def resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Replace "auto" by the fastest type of each group of several slots, with its levels.
+        """Replace "auto" by the fastest type of each group of several slots, with its levels (on a tie the first).
 
         Where neither the options nor the cost's network, made for one model, know the query heads, the groups keep
         "auto": `attend`, which sees the heads, chooses.
@@ -218,7 +220,7 @@ class Request(PlanOptions):
         ]
 
     def _with_type(self, group: Group, way: Cost) -> Group:
-        """Return the group with the type of `way` in place of "auto", and its two levels if that is a2a+p2p.
+        """Return the group with the type that `way` prices in place of "auto", and its two levels if that is a2a+p2p.
 
         A group of one slot, which sends nothing, gets p2p. Layers of a list that name a type keep it.
         """

@@ -35,7 +35,7 @@ class ConfigReader:
 
     @classmethod
     def read_whole(cls, config: Any) -> "ConfigReader":
-        """Read a whole model's configuration, of which those of a text model and of encoders may be sections."""
+        """Read a whole model's configuration, which may have those of a text model and of encoders as sections."""
         where = type(config).__name__
         if isinstance(config, (str, Path)):
             config, where = _read_config_json(Path(config))

@@ -255,10 +255,10 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     visited = read.count("num_experts_per_tok", "num_experts_per_token")
     width = read.count("moe_intermediate_size") or read.count("intermediate_size")  # of an expert
     gated = read.family.startswith(_GATED_SHARED_EXPERT) and bool(read.count("shared_expert_intermediate_size"))
-    narrow = read.count("moe_latent_size")  # experts of Nemotron-H may read a narrower row
-    weights = products * ((narrow or hidden) * visited * width + hidden * _shared_width(read, width))
-    experts, expert_weights = read.experts()[1], products * (narrow or hidden) * width
-    all_weights = weights + 2 * hidden * narrow + hidden * (experts + gated)
+    narrow_width = read.count("moe_latent_size")  # experts of Nemotron-H may read a narrower row
+    weights = products * ((narrow_width or hidden) * visited * width + hidden * _shared_width(read, width))
+    experts, expert_weights = read.experts()[1], products * (narrow_width or hidden) * width
+    all_weights = weights + 2 * hidden * narrow_width + hidden * (experts + gated)
     # No last product: the router's weights multiply what experts return, so that backward needs it.
     return Weights(all_weights, 0, visited * expert_weights, max(0, experts - visited) * expert_weights)
 

@@ -56,8 +56,8 @@ class MixerShape:
     @property
     def chunked_flops(self) -> int:
         """FLOPs of a row forward in chunks, as kernels compute it: also products inside the chunk."""
-        inside = 6 * self.key_size + 4 * self.value_size if self.delta else 2 * (self.key_size + self.value_size)
-        return self.scan_flops + self.heads * CHUNK * inside
+        inside_chunk = 6 * self.key_size + 4 * self.value_size if self.delta else 2 * (self.key_size + self.value_size)
+        return self.scan_flops + self.heads * CHUNK * inside_chunk
 
     @property
     def summary_flops(self) -> int:
@@ -65,7 +65,7 @@ class MixerShape:
 
         A summary is the final state that the run gives from an empty state, and what the run does to a state before it.
         """
-        if self.delta:
+        if self.delta:  # two products, as with k and k vᵀ in a scan: with the state, and with the matrix that moves it
             return 4 * self.heads * self.key_size * (self.key_size + self.value_size)
         return 2 * self.state
 
@@ -193,7 +193,8 @@ def _mamba2_shape(read: ConfigReader, hidden: int) -> MixerShape:
 def _mamba2_heads(read: ConfigReader) -> int:
     """Return the heads of a Mamba 2 layer; 0 for Mamba 1.
 
-    `n_mamba_heads` counts only beside groups, as in Zamba 2: the first Zamba has that key too, and layers of Mamba 1.
+    `n_mamba_heads` counts only where `mamba_ngroups` is set, as in Zamba 2: the first Zamba has that key for layers of
+    Mamba 1.
     """
     heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
     return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))

@@ -137,8 +137,8 @@ def _read_mixer(read: ConfigReader) -> MixerShape | None:
     """Read the state-space layer of a configuration, None without one, and check that all its layers can be priced.
 
     Raises PlanError for layers that are not priced, and for missing counts. Counts of attention and of MLPs are needed
-    if some layer has such a part, or if the configuration names no layers. Latent attention is priced only beside a
-    mixer, as in Kimi's models, and with the size of a value head.
+    if some layer has such a part, or if the configuration names no layers. Latent attention is priced only in a
+    model with a mixer, as Kimi's are, and with the size of a value head.
     """
     mixer, types, kinds = read_mixer_shape(read), layer_types(read), layer_kinds(read)
     unpriced: list[str] = []

@@ -56,7 +56,7 @@ def plan_evaluation(
 
 
 def evaluation_options(options: PlanOptions) -> PlanOptions:
-    """Return the options with the cost of forward passes alone."""
+    """Return the options with the cost of forward passes only."""
     return replace(options, cost=options.cost.forward_only())
 
 
@@ -76,9 +76,9 @@ def _lower_limits(lengths: Sequence[int], home: Layout, options: PlanOptions, wi
     """
     multiple, share = options.row_multiple, sum(lengths) / home.slots
     least_rows = -(-max(lengths) // (widest * multiple)) * multiple
-    limit = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
-    doubled = [least_rows << doubling for doubling in range(32) if least_rows << doubling < limit]
-    yield from (rows for rows in reversed(doubled) if rows * home.pp * MOST_ROUNDS >= share)
+    highest = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
+    limits = [least_rows << doubling for doubling in range(32) if least_rows << doubling < highest]
+    yield from (rows for rows in reversed(limits) if rows * home.pp * MOST_ROUNDS >= share)
 
 
 NAMED = 4  # degrees after the best, in a line of reasons
@@ -252,31 +252,33 @@ def _fill_passes(
     groups, types = slots // cp, options.cp_comm_type
     kind = types if isinstance(types, str) else tuple(types)
     sizes = options.hierarchical_context_parallel_sizes
-    levels = {} if sizes is None else {"hierarchical_context_parallel_sizes": level_sizes(sizes, cp)}
+    levels = None if sizes is None else level_sizes(sizes, cp)
+    slots_of_groups = [tuple(range(g * cp, (g + 1) * cp)) for g in range(groups)]
     passes = -(-len(lengths) // (groups * accumulation))
     batches: list[MicroBatch] = []
     for start in range(0, passes * accumulation * groups, groups):
         documents = [d % len(lengths) for d in range(start, start + groups)]
-        plain_groups = (Group(tuple(range(g * cp, (g + 1) * cp)), (d,), (lengths[d],)) for g, d in enumerate(documents))
-        batches.append(MicroBatch(tuple(replace(group, cp_comm_type=kind, **levels) for group in plain_groups)))
+        batch = (Group(slots_of_groups[g], (d,), (lengths[d],), kind, levels) for g, d in enumerate(documents))
+        batches.append(MicroBatch(tuple(batch)))
     return batches
 
 
 def _find_fastest_type(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
     """Simulate a plan under each communication type; return the fastest simulation and the options of its type.
 
-    The limit of rows that suits the pipeline is searched under the first type only, and taken for all types.
+    The limit of rows that suits the pipeline is searched under the first type only, as each limit takes a plan and a
+    simulation; the other types get the same limit.
     """
     lengths, home = evaluation.lengths, evaluation.home
     first_options, *further_options = list_type_options(evaluation.options, home, cp)
     plan = plan_evaluation(
         lambda options: plan_fixed(lengths, home, cp, options=options), lengths, home, first_options, cp
     )
-    planned = [(evaluation.simulation(plan), first_options)]
+    simulations = [(evaluation.simulation(plan), first_options)]
     for options in further_options:
-        limited = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
-        planned.append((evaluation.simulation(plan_fixed(lengths, home, cp, options=limited)), options))
-    return min(planned, key=lambda pair: pair[0].seconds)
+        limited_options = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
+        simulations.append((evaluation.simulation(plan_fixed(lengths, home, cp, options=limited_options)), options))
+    return min(simulations, key=lambda pair: pair[0].seconds)
 
 
 def _simulate_dynamic_plan(

@@ -59,8 +59,8 @@ class RowBytes:
 
         `checkpointing` has the values of `train.activation_checkpointing`; heads are `exchanged` under a2a. Layers
         of Zamba 2 read the embedding too, which stages hand on and keep. Each of `depths` of multi-token prediction
-        counts with its last layer, and keeps the two rows that the input of its layers is projected from, before and
-        after they are joined. Raises PlanError without hidden_size, and under "none" for layers whose rows are not
+        adds its own layers, and keeps the two rows that the input of its layers is projected from, before and after
+        they are joined. Raises PlanError without hidden_size, and under "none" for layers whose rows are not
         counted.
         """
         read = ConfigReader.of(config)
@@ -71,9 +71,9 @@ class RowBytes:
             )
         row = read.count("hidden_size") * bytes_per_value
         with_embedding = has_shared_blocks(read)
-        settings = MemorySettings(compute_bytes=bytes_per_value)
+        tapes = LayerTapes(read, MemorySettings(compute_bytes=bytes_per_value))
         # One row; under a2a it is exchanged too, with its key/value heads as they are, without copies.
-        tapes, load = LayerTapes(read, settings), SlotLoad(1, int(exchanged), float(exchanged))
+        load = SlotLoad(rows=1, exchanged_rows=int(exchanged), exchanged_key_rows=float(exchanged))
         kinds = layer_kinds(read) + depth_kinds(read) * depths
         return cls(
             activations=sum(

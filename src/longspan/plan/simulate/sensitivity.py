@@ -57,8 +57,8 @@ def plan_sensitivity(
 
     right_plan = make(cost)
     right_rows, right_seconds = rows_by_way(right_plan), plan_seconds(right_plan)
-    for constant, factor, wrong in wrong_costs(cost, share):
-        plan = make(wrong)
+    for constant, factor, wrong_cost in wrong_costs(cost, share):
+        plan = make(wrong_cost)
         rows = rows_by_way(plan)
         moved = sum((right_rows - rows).values()) / max(1, right_plan.tokens)
         yield Sensitivity(constant, factor, plan, moved, plan_seconds(plan) / right_seconds - 1)

@@ -67,7 +67,7 @@ def run_pipeline(
 
 
 def _pipeline_order(micro_batches: int, stages: int, chunks: int, backward: bool) -> tuple[tuple[Action, ...], ...]:
-    """List the actions of every stage, in order; without `backward` forward passes alone."""
+    """List the actions of every stage, in order; without `backward` forward passes only."""
     return tuple(tuple(_stage_order(stage, micro_batches, stages, chunks, backward)) for stage in range(stages))
 
 
@@ -106,8 +106,8 @@ def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], 
     """Run all stages, each action when its stage is free and its input is there; return when the last one ends.
 
     A stage goes on until an input is missing; then others run, as long as any makes progress. `clock` is when each
-    stage is free, `done` how many of its actions are. A micro-batch's seconds are those of all layers, of which a chunk
-    of a stage has its share.
+    stage is free, `done` how many of its actions are. A micro-batch's seconds are those of all layers, which the chunks
+    of all stages share evenly.
     """
     stages, end_times = len(order), dict[tuple[Action, int], float]()
     clock, done = [0.0] * stages, [0] * stages
@@ -128,7 +128,7 @@ def _play_schedule(seconds: dict[str, Floats], order: tuple[tuple[Action, ...], 
 
 
 def _input_time(
-    action: Action, stage: int, stages: int, chunks: int, ended: dict[tuple[Action, int], float]
+    action: Action, stage: int, stages: int, chunks: int, end_times: dict[tuple[Action, int], float]
 ) -> float | None:
     """Return when the input of an action is there: 0.0 for the model's own input, None for not yet.
 
@@ -138,11 +138,11 @@ def _input_time(
     kind, chunk, micro_batch = action
     position = chunk * stages + stage  # among all parts of the model
     if kind == "backward" and position == stages * chunks - 1:
-        return ended.get((Action("forward", chunk, micro_batch), stage))
+        return end_times.get((Action("forward", chunk, micro_batch), stage))
     position_before = position - 1 if kind == "forward" else position + 1
     if position_before < 0:
         return 0.0
-    return ended.get((Action(kind, position_before // stages, micro_batch), position_before % stages))
+    return end_times.get((Action(kind, position_before // stages, micro_batch), position_before % stages))
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,8 +212,10 @@ def simulate(
         seconds=seconds,
         lower_bound_seconds=_lower_bound(plan, cost, pp) + once,
         bubble=run.bubble,
+        # 1e-300: where a step takes no time, nothing is divided by 0.
         idle=max(0.0, 1 - float(times.busy.sum()) / max(plan.slots * (times.step_seconds - once), 1e-300)),
         peak_rows=peak,
+        # Peak rows are of the whole model, which is pp · vpp parts: each of them holds `on_each_stage` of a row.
         activation_bytes=peak * (row_bytes.activations + pp * vpp * row_bytes.on_each_stage),
         inside_bytes=inside,
         across_bytes=across,
@@ -222,12 +224,12 @@ def simulate(
     )
 
 
-def simulate_run(plans: Sequence[Plan], **how: int | bool | Cost | RowBytes | None) -> tuple[Simulation, ...]:
+def simulate_run(plans: Sequence[Plan], **keywords: int | bool | Cost | RowBytes | None) -> tuple[Simulation, ...]:
     """Simulate every step of a run through `simulate`, with the same keywords.
 
     >>> sum(step.seconds for step in simulate_run(plans, pp=2))
     """
-    return tuple(simulate(plan, **how) for plan in plans)  # pyright: ignore[reportArgumentType]
+    return tuple(simulate(plan, **keywords) for plan in plans)  # pyright: ignore[reportArgumentType]
 
 
 def _pass_cost(cost: Cost, backward: bool) -> Cost:
@@ -268,7 +270,8 @@ def _lower_bound(plan: Plan, cost: Cost, pp: int) -> float:
 def _peak_rows(rows: NDArray[np.int64], run: PipelineRun, parts: int) -> NDArray[np.float64]:
     """Return the most rows that each slot's first stage, which holds most, keeps for its backward passes (slots,).
 
-    A forward pass adds its micro-batch's rows, a backward pass frees them; the peak is of their running sum.
+    A forward pass adds its micro-batch's rows, a backward pass frees them; the peak is of their running sum. A pass
+    runs one of `parts` equal parts of the model, so a row counts as 1 / parts of a row of the whole model.
     """
     sign = np.array([1 if action.kind == "forward" else -1 for action in run.actions[0]], np.int64)
     rows_of_actions = rows[[action.micro_batch for action in run.actions[0]]]

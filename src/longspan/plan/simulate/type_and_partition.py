@@ -84,7 +84,7 @@ def _with_type(options: PlanOptions, kind: str, sizes: int | tuple[int, int] | N
 def _possible_levels(options: PlanOptions, home: Layout, cp: int | None) -> Iterator[int | tuple[int, int]]:
     """Yield the numbers of neighbours that may exchange heads under a2a+p2p: they divide a node and a rank's heads.
 
-    At a degree `cp` both levels are yielded, in a dynamic plan (None) the first alone, which divides the slots. Nothing
+    At a degree `cp` both levels are yielded, in a dynamic plan (None) only the first, which divides the slots. Nothing
     is yielded if the heads are not known, nor for contiguous rows, whose rings are uneven.
     """
     if options.heads is None or options.partition == "contiguous":
@@ -112,7 +112,7 @@ class PricedWay:
 
 @dataclass(frozen=True)
 class PartitionChoice:
-    """Every way that was possible, the chosen one first, then by time; and the words for what was not."""
+    """Every way that was possible, the chosen one first, then by time; and a text for each that was not possible."""
 
     ways: tuple[PricedWay, ...]
     left_out: tuple[str, ...]
@@ -159,6 +159,7 @@ def which_partition(
     if not ways:
         raise PlanError(f"no way to deal out rows is possible: {'; '.join(refused.values())}")
     least_seconds = min(way.seconds for way in ways)
+    # Ways come in order of preference, so of those that take about as long the first is chosen.
     choice = next(way for way in ways if way.seconds <= CLOSE * least_seconds)
     further_ways = sorted((way for way in ways if way is not choice), key=lambda way: way.seconds)
     return PartitionChoice((choice, *further_ways), tuple(f"{name} is not possible" for name in refused))
