@@ -92,7 +92,7 @@ class Chains:
 
     @cached_property
     def forward(self) -> "Passing":
-        """Which runs pass their final state on: all but the last of a chain.
+        """Return which runs pass their final state on: all but the last of a chain.
 
         The first of a chain sends no transition, for the state that enters it is zero.
         """
@@ -100,7 +100,7 @@ class Chains:
 
     @cached_property
     def backward(self) -> "Passing":
-        """Which runs pass the gradient at their entering state back: all but the first of a chain.
+        """Return which runs pass the gradient at their entering state back: all but the first of a chain.
 
         The last of a chain sends no transition, for no gradient comes from behind it.
         """
@@ -118,7 +118,9 @@ class Passing:
         self.chains: Chains = chains
         self._leaves, self._carries = leaves, carries
         local_indices = chains.local_indices
-        self.leaving: Integers = np.flatnonzero(leaves[local_indices])  # of this member's runs, in held order
+        self.leaving: Integers = np.flatnonzero(
+            leaves[local_indices]
+        )  # numbers of this member's runs, as `local_indices`
         self.carrying: Integers = np.flatnonzero(carries[local_indices])
         self.any: bool = bool(leaves.any())  # whether the members have anything to give each other
         self._counts: dict[tuple[int, int], list[int]] = {}

@@ -181,9 +181,9 @@ class _Convolved(torch.autograd.Function):
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
         width = convolution.weight.shape[1] - 1
         rows = [x[part_chains.part.start : part_chains.part.stop] for part_chains in chains]
-        started = [_send_halo(x_part, part_chains, width) for x_part, part_chains in zip(rows, chains, strict=True)]
+        handles = [_send_halo(x_part, part_chains, width) for x_part, part_chains in zip(rows, chains, strict=True)]
         outs, arrived = list[Tensor](), list[Tensor]()
-        for x_part, part_chains, handle in zip(rows, chains, started, strict=True):
+        for x_part, part_chains, handle in zip(rows, chains, handles, strict=True):
             halo = find_halo(part_chains, width)
             y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.isolated) if len(x_part) else x_part
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
@@ -192,7 +192,7 @@ class _Convolved(torch.autograd.Function):
             outs.append(y)
             arrived.append(arrived_rows)
         ctx.save_for_backward(x, *parameters, *arrived)
-        ctx.chains, ctx.kernel, ctx.silu, ctx.parameters = chains, kernel, silu, len(parameters)
+        ctx.chains, ctx.kernel, ctx.silu, ctx.parameter_count = chains, kernel, silu, len(parameters)
         return join_part_rows(outs, x)
 
     @staticmethod
@@ -205,7 +205,7 @@ class _Convolved(torch.autograd.Function):
         pass, so that all members meet in one order.
         """
         x, *saved = ctx.saved_tensors
-        parameters, arrived = saved[: ctx.parameters], saved[ctx.parameters :]
+        parameters, arrived = saved[: ctx.parameter_count], saved[ctx.parameter_count :]
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, ctx.silu)
         width = convolution.weight.shape[1] - 1
         parts = [
@@ -218,14 +218,14 @@ class _Convolved(torch.autograd.Function):
             )
             for part_chains, arrived_rows in reversed(list(zip(ctx.chains, arrived, strict=True)))
         ]
-        started = [_send_halo_gradients(part.arrived_gradients(ctx.kernel), part.chains, width) for part in parts]
+        handles = [_send_halo_gradients(part.arrived_gradients(ctx.kernel), part.chains, width) for part in parts]
         part_gradients = [part.gradients(ctx.kernel) for part in parts]
-        for part, gradients_of_part, handle in zip(parts, part_gradients, started, strict=True):
+        for part, gradients_of_part, handle in zip(parts, part_gradients, handles, strict=True):
             if handle is not None:
                 gradients_of_part[0].index_add_(0, find_halo(part.chains, width).rows, handle.wait())
         parameter_gradients = [
             _sum_gradients([gradients_of_part[1 + i] for gradients_of_part in part_gradients])
-            for i in range(ctx.parameters)
+            for i in range(ctx.parameter_count)
         ]
         return (
             None,

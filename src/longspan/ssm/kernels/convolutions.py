@@ -98,7 +98,8 @@ def _torch_backward(
 ) -> ConvolutionGradients:
     """Compute the gradients of rows and parameters by running the convolution again.
 
-    Rows always get a gradient; parameters that need none get None. `arrived` rows get theirs elsewhere.
+    Rows always get a gradient; parameters that need none get None. `arrived` rows get theirs from
+    `_torch_arrived_gradients`, since these have to be sent first.
     """
     weight, bias, silu = convolution
     with torch.enable_grad():
@@ -288,7 +289,7 @@ def _package_backward(
 def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> tuple[Tensor, Tensor | None]:
     """Return the rows to convolve and their initial state (1, C, width), if any: the arrived rows for a single run.
 
-    Several runs are laid out as one, each behind the rows before it.
+    Several runs are laid out as one, each behind the rows before it, as causal_conv1d takes a state for one run only.
     """
     x = x if x.is_contiguous() else x.contiguous()
     if len(runs.lengths) > 1:
@@ -296,7 +297,7 @@ def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before)
     if not len(arrived):
         return x, None
     state = x.new_zeros((before.width, x.shape[1]))
-    state[before.column - 1] = arrived
+    state[before.column - 1] = arrived  # columns count from 1
     return x, state.t().unsqueeze(0)
 
 

@@ -57,6 +57,7 @@ class KimiBackward:
         q, k, v, _, beta = add_batch_dim(inputs)
         indices = run_indices(self._runs)
         recompute = fla_function("ops.kda.wy_fast", "recompute_w_u_fwd")
+        # qg: queries decayed from the chunk's start, kg: keys decayed to its end.
         w, _, qg, kg = recompute(q=q, k=k, v=v, beta=beta, A=self._kk, gk=self._g, **indices)
         chunk_kernel = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd_dAv")
         _, dv = chunk_kernel(q=q, k=k, v=v, do=self._do, A=self._qk, scale=scale, chunk_size=CHUNK, **indices)
