@@ -143,7 +143,7 @@ def test_rows_before_runs_travel_while_own_rows_are_convolved() -> None:
     passes = {name: noting(name) for name in ("forward", "write_first", "arrived_gradients", "backward")}
     kernel = dataclasses.replace(TORCH_CONVOLUTION, **passes)
     x = torch.zeros(int(chains.lengths.sum()), 2, requires_grad=True)
-    out = conv._Convolved.apply((chains,), kernel, True, x, torch.ones(2, 4))  # pyright: ignore
+    out = conv._CausalConv.apply((chains,), kernel, True, x, torch.ones(2, 4))  # pyright: ignore
     assert noted == ["sent", "forward", "arrived", "write_first"]
     noted.clear()
     out.sum().backward()  # pyright: ignore

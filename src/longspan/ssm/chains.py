@@ -169,11 +169,14 @@ class Passing:
         sizes = np.diff(np.append(first_runs, len(runs.place)))
         is_local = np.zeros(len(first_runs), dtype=bool)
         is_local[np.searchsorted(first_runs, self.chains.local_indices, side="right") - 1] = True
-        chosen = np.flatnonzero(is_local & (sizes > 1))
-        chosen = chosen[np.argsort(-sizes[chosen], kind="stable")]
-        first_runs, sizes = first_runs[chosen], sizes[chosen]
-        table = np.full((len(chosen), int(sizes.max(initial=0))), -1, dtype=np.int64)
-        table_row, place = np.repeat(np.arange(len(chosen)), sizes), expand_runs(np.zeros_like(chosen), sizes)
+        chain_numbers = np.flatnonzero(is_local & (sizes > 1))
+        chain_numbers = chain_numbers[np.argsort(-sizes[chain_numbers], kind="stable")]
+        first_runs, sizes = first_runs[chain_numbers], sizes[chain_numbers]
+        table = np.full((len(chain_numbers), int(sizes.max(initial=0))), -1, dtype=np.int64)
+        table_row, place = (
+            np.repeat(np.arange(len(chain_numbers)), sizes),
+            expand_runs(np.zeros_like(chain_numbers), sizes),
+        )
         table[table_row, place] = expand_runs(first_runs, first_runs + sizes)
         return table
 

@@ -142,8 +142,8 @@ class DecayBackward:
         """Compute the states that enter chunks once more, which forward did not keep."""
         _, k, v, _, _ = self._inputs
         self._h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
-        sums = chunk_additions(k, v, self._decays.decay_to_end(), self._runs)
-        scan_chunks(sums, self._decays.whole, self._saved.states, self._runs, into=self._h)
+        additions = chunk_additions(k, v, self._decays.decay_to_end(), self._runs)
+        scan_chunks(additions, self._decays.whole, self._saved.states, self._runs, into=self._h)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states."""

@@ -48,8 +48,8 @@ def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device)
     counts, starts = -(-size // chunk), np.cumsum(size) - size
     order = np.argsort(-counts, kind="stable")
     run, place = np.repeat(order, counts[order]), expand_runs(np.zeros_like(order), counts[order])
-    by_place = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
-    run, place = run[by_place, None], place[by_place]
+    place_order = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
+    run, place = run[place_order, None], place[place_order]
     row_of_run = place[:, None] * chunk + np.arange(chunk)
     rows = np.where(row_of_run < size[run], starts[run] + row_of_run, total).reshape(-1)
     filled_places, back = np.flatnonzero(rows < total), np.empty(total, dtype=np.int64)
@@ -95,9 +95,9 @@ def scan(
         new_values, state_share = solution.split([v.shape[-1], k.shape[-1]], -1)
     inner = None if q is None or fades is None else _products_under_decay(cut_rows(q), k, fades)
     decayed_q = None if q is None else cut_rows(q) * decay.exp()
-    writing, fading = (k * later_decay.exp()).mT, chunk_decay.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
+    decayed_k, fading = (k * later_decay.exp()).mT, chunk_decay.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
 
-    state, outs, chunks_done = initial.index_select(0, chunks.order), [v[:0, :, :, : v.shape[-1]]], 0
+    state, outs, chunks_done = initial.index_select(0, chunks.order), list[Tensor](), 0
     for size in chunks.sizes:
         chunk_range = slice(chunks_done, chunks_done + size)
         entering = state[:size]
@@ -108,7 +108,7 @@ def scan(
         )
         if decayed_q is not None and inner is not None:
             outs.append(decayed_q[chunk_range] @ entering + inner[chunk_range] @ values)
-        leaving = fading[chunk_range] * entering + writing[chunk_range] @ values
+        leaving = fading[chunk_range] * entering + decayed_k[chunk_range] @ values
         state = torch.cat([leaving, state[size:]])
         chunks_done += size
     final = state.index_select(0, chunks.inverse)
