@@ -118,11 +118,10 @@ class Passing:
         self.chains: Chains = chains
         self._leaves, self._carries = leaves, carries
         local_indices = chains.local_indices
-        self.leaving: Integers = np.flatnonzero(
-            leaves[local_indices]
-        )  # numbers of this member's runs, as `local_indices`
+        self.leaving: Integers = np.flatnonzero(leaves[local_indices])  # in the order of `local_indices`
         self.carrying: Integers = np.flatnonzero(carries[local_indices])
         self.any: bool = bool(leaves.any())  # whether the members have anything to give each other
+        # Results of `count_rows` and of `first_rows`, by their arguments.
         self._counts: dict[tuple[int, int], list[int]] = {}
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
 

@@ -172,7 +172,8 @@ def _set_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[
     flags = {key: value for key, value in values.items() if key in keys}
     if flags.get("context_parallel_size") == 0:
         flags["context_parallel_size"] = context.context_parallel_size
-    return replace(entry, **take_keys(PlanSection(**flags), entry).plan_keys | flags)
+    filled_keys = take_keys(PlanSection(**flags), entry).plan_keys
+    return replace(entry, **filled_keys | flags)  # a flag that sets "" has been filled, and is put back
 
 
 def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:

@@ -98,8 +98,7 @@ def _torch_backward(
 ) -> ConvolutionGradients:
     """Compute the gradients of rows and parameters by running the convolution again.
 
-    Rows always get a gradient; parameters that need none get None. `arrived` rows get theirs from
-    `_torch_arrived_gradients`, since these have to be sent first.
+    Rows always get a gradient; parameters that need none get None. `arrived` rows got theirs before, to be sent first.
     """
     weight, bias, silu = convolution
     with torch.enable_grad():
@@ -155,8 +154,8 @@ def write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution,
 
 def arrived_gradients(dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> Tensor:
     """Compute gradients of the rows that arrived, by our kernel; see `ConvolutionKernel`."""
-    # Triton's blocks have a power of two columns.
-    gradients, columns = torch.empty_like(arrived), 1 << (first.arrived.shape[1] - 1).bit_length()
+    columns = 1 << (first.arrived.shape[1] - 1).bit_length()  # a power of two, as Triton's blocks have
+    gradients = torch.empty_like(arrived)
     grid, arguments, sizes = _launch_arguments(dout, x, arrived, convolution, first)
     _first_rows_kernel("arrived_gradients_kernel")[grid](gradients, *arguments, **sizes, COLUMNS=columns)
     return gradients
@@ -256,10 +255,9 @@ def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isola
     """Convolve rows by causal_conv1d, without the rows of other members; several runs are laid out as one."""
     rows, state = _rows_and_state(x, x[:0], runs, isolated)
     weight, bias, silu = convolution
-    y = _conv_package().causal_conv1d_fwd_function(
-        _channels_last(rows), weight.contiguous(), bias, None, state, None, silu
-    )
-    y = y.squeeze(0).t()
+    # None: seq_idx, and memory for a final state.
+    arguments = (_channels_last(rows), weight.contiguous(), bias, None, state, None)
+    y = _conv_package().causal_conv1d_fwd_function(*arguments, silu).squeeze(0).t()
     return y if len(runs.lengths) == 1 else y.index_select(0, isolated.local)
 
 
@@ -280,8 +278,9 @@ def _package_backward(
         state,
         None,  # the gradient of a final state
         None,  # memory for the rows' gradients
+        False,  # whether the state gets a gradient
     )
-    drows, dweight, dbias, _ = _conv_package().causal_conv1d_bwd_function(*arguments, False, silu)
+    drows, dweight, dbias, _ = _conv_package().causal_conv1d_bwd_function(*arguments, silu)
     drows = drows.squeeze(0).t()
     return drows if is_single else drows.index_select(0, before.local), dweight, dbias
 

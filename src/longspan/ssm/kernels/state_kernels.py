@@ -96,7 +96,7 @@ def maps_kernel(
 
     state = tl.where(unit[:, None] == key[None, :], 1.0, 0.0)
     b_u = tl.load(values, mask=inside & (row < length)[None, :], other=0.0)
-    chunk_decay, decay = _chunk_decays(decays, length, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+    chunk_decay, decay = _load_decays(decays, length, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
     for start in range(0, length, CHUNK):
         rows_left = length - start
         mask = (row < rows_left)[:, None] & key_mask
@@ -105,7 +105,7 @@ def maps_kernel(
         values += CHUNK * HEADS * WIDTH
         decays += CHUNK * HEADS * (SIZE if BY_CHANNEL else 1)
         next_u = tl.load(values, mask=inside & (row < rows_left - CHUNK)[None, :], other=0.0)
-        next_chunk_decay, next_decay = _chunk_decays(decays, rows_left - CHUNK, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+        next_chunk_decay, next_decay = _load_decays(decays, rows_left - CHUNK, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
         new_values = b_u - tl.dot(state.to(b_w.dtype), tl.trans(b_w))
         if not BY_CHANNEL:
             new_values *= tl.exp2(chunk_decay - decay)[None, :]
@@ -169,7 +169,7 @@ def entry_gradients_kernel(
     rows_left = length - begin
     b_do = tl.load(outputs, mask=inside & (row < rows_left)[None, :], other=0.0)
     b_dv = tl.load(values, mask=inside & (row < rows_left)[None, :], other=0.0)
-    chunk_decay, decay = _chunk_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+    chunk_decay, decay = _load_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
     for rows_done in range(0, length, CHUNK):
         mask = (row < length - begin + rows_done)[:, None] & key_mask  # only the run's last chunk may be short
         b_k = tl.load(keys, mask=mask, other=0.0)
@@ -181,7 +181,7 @@ def entry_gradients_kernel(
         rows_left = tl.minimum(begin - rows_done, CHUNK)  # rows of the chunk before, which is whole, or 0
         next_do = tl.load(outputs, mask=inside & (row < rows_left)[None, :], other=0.0)
         next_dv = tl.load(values, mask=inside & (row < rows_left)[None, :], other=0.0)
-        next_chunk_decay, next_decay = _chunk_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+        next_chunk_decay, next_decay = _load_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
         gradient, decayed_do = tl.dot(state.to(b_k.dtype), tl.trans(b_k)), b_do.to(tl.float32) * scale
         if not BY_CHANNEL:
             gradient *= tl.exp2(chunk_decay - decay)[None, :]
@@ -201,30 +201,30 @@ def entry_gradients_kernel(
 
 
 @triton.jit
-def _chunk_decays(
+def _load_decays(
     decays,
-    left,
+    rows_left,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """Load a chunk's summed log-decays (base 2): its last row's, and all rows'; the run has `left` rows from it on.
+    """Load a chunk's summed log-decays (base 2), its last row's and all rows'; from it on the run has `rows_left` rows.
 
-    Where each channel has a decay (BY_CHANNEL), rows come decayed already, and both are the last row's, a number for
-    each key. A chunk without rows, past the run's end, has zeros.
+    Where each channel has a decay (BY_CHANNEL), rows come decayed already, so that only the last row's are needed, one
+    for each key number, and both results are these. A chunk without rows, past the run's end, has zeros.
     """
-    last_row = tl.minimum(left, CHUNK) - 1
+    last_row = tl.minimum(rows_left, CHUNK) - 1
     if BY_CHANNEL:
         key = tl.arange(0, KEYS)
-        end = tl.load(decays + last_row * HEADS * SIZE + key, mask=key < tl.where(left > 0, SIZE, 0), other=0.0)
-        row_decays = end
+        last = tl.load(decays + last_row * HEADS * SIZE + key, mask=key < tl.where(rows_left > 0, SIZE, 0), other=0.0)
+        row_decays = last
     else:
         row = tl.arange(0, CHUNK)
-        end = tl.load(decays + last_row * HEADS, mask=left > 0, other=0.0)
-        row_decays = tl.load(decays + row * HEADS, mask=row < left, other=0.0)
-    return end, row_decays
+        last = tl.load(decays + last_row * HEADS, mask=rows_left > 0, other=0.0)
+        row_decays = tl.load(decays + row * HEADS, mask=row < rows_left, other=0.0)
+    return last, row_decays
 
 
 @triton.jit
