@@ -6,12 +6,14 @@ from tests.attention.test_mutations import MUTATIONS as OF_ATTENTION
 from tests.bridge.test_mutations import MUTATIONS as OF_BRIDGES
 from tests.corpus.images.test_mutations import MUTATIONS as OF_IMAGE_ROWS
 from tests.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
+from tests.hf.test_trainer import MUTATIONS as OF_TRAINERS
 from tests.model.experts.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.lora.test_mixers import MUTANTS as OF_ADAPTED_MIXERS
 from tests.model.lora.test_mutations import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_adapters import MUTATIONS as OF_WHOLE_DEPTHS
 from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
 from tests.model.mtp.test_mutations import MUTATIONS as OF_DEPTHS
+from tests.model.mtp.test_mutations import OF_TOKENS
 from tests.model.tensor_parallel.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
 from tests.model.tensor_parallel.test_split_mixers import OF_SHARED
 from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS
@@ -21,6 +23,7 @@ from tests.model.vision.test_mutations import SPANS as OF_SPANS
 from tests.model.vision.test_mutations import VIDEOS as OF_VIDEOS
 from tests.model.vision.test_tower_attention import MUTATIONS as OF_TOWERS
 from tests.mutation import mutate, restore
+from tests.ssm.test_parity import MUTANTS as OF_STATES
 from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
 from tests.train.steps.shared_stages.test_parity import MUTANTS as OF_SHARED_STAGES
@@ -31,6 +34,8 @@ CHANGES = [
     *OF_ATTENTION,
     *OF_BRIDGES,
     *OF_DEPTHS.values(),
+    *OF_TOKENS.values(),
+    *OF_TRAINERS.values(),
     *OF_WHOLE_DEPTHS.values(),
     *OF_DEPTHS_BESIDE_IMAGES.values(),
     *OF_ADAPTED_ENCODERS.values(),
@@ -47,6 +52,7 @@ CHANGES = [
     *OF_OTHERS.values(),
     *(mutation[:3] for mutation in OF_MODALITIES.values()),
     *(mutation[2:] for mutation in OF_EXPERTS.values()),
+    *((f"ssm.{module}", old, new) for module, old, new in OF_STATES.values()),
     *(
         change
         for table in (OF_ADAPTERS, OF_LOSSES, OF_IMAGE_ROWS, OF_EVALUATIONS)

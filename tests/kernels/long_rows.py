@@ -27,7 +27,7 @@ from longspan.model.float8.quantise import quantise_columns, quantise_rows
 from longspan.model.float8.weights import Float8Weight
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
-from longspan.ssm.kernels.convolutions import Before, Convolution, FirstRows, write_first
+from longspan.ssm.kernels.convolutions import Convolution, FirstRows, RowsBefore, write_first
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.delta_states import run_maps
 from longspan.ssm.kernels.runs import LocalRuns
@@ -350,7 +350,9 @@ def first_rows_of_runs(device: str, elements: int) -> Errors:
     arrived = torch.randn(width, WIDTH, device=device, dtype=torch.bfloat16)
     joined = torch.cat([arrived, x[start:]]).double()
     source = torch.arange(2 * width, device=device)
-    before = Before(width, (source + width) % (2 * width), source[width:], source[:width] * 0, source[1 : width + 1])
+    before = RowsBefore(
+        width, (source + width) % (2 * width), source[width:], source[:width] * 0, source[1 : width + 1]
+    )
     first = FirstRows(
         places + start,
         before,

@@ -110,21 +110,21 @@ def test_folds_are_those_of_the_recurrence() -> None:
     "old, new",
     [
         (
-            "apply_maps(pick_rows(transitions, number), pick_rows(result, pieces_before), pick_rows(states, number))",
+            "apply_maps(pick_rows(transitions, maps), pick_rows(result, pieces_before), pick_rows(states, maps))",
             "pick_rows(result, pieces_before)",
         ),
         (
-            "apply_maps(next_transitions, pick_rows(b, with_place), pick_rows(states, number))",
-            "apply_maps(next_transitions, pick_rows(b, with_place), pick_rows(b, with_place))",
+            "apply_maps(next_transitions, pick_rows(b, continuing), pick_rows(states, maps))",
+            "apply_maps(next_transitions, pick_rows(b, continuing), pick_rows(b, continuing))",
         ),
-        ("next_transitions @ pick_rows(m, with_place)", "pick_rows(m, with_place) @ next_transitions"),
+        ("next_transitions @ pick_rows(m, continuing)", "pick_rows(m, continuing) @ next_transitions"),
         (
-            "pick_rows(result, with_place), pick_rows(entry_gradients, number)",
-            "pick_rows(result, with_place), 0 * pick_rows(entry_gradients, number)",
+            "pick_rows(result, continuing), pick_rows(entry_gradients, maps)",
+            "pick_rows(result, continuing), 0 * pick_rows(entry_gradients, maps)",
         ),
         (
-            "pick_rows(transitions, number).mT,\n                    pick_rows(result, pieces_after)",
-            "pick_rows(transitions, number),\n                    pick_rows(result, pieces_after)",
+            "pick_rows(transitions, maps).mT,\n                    pick_rows(result, pieces_after)",
+            "pick_rows(transitions, maps),\n                    pick_rows(result, pieces_after)",
         ),
     ],
 )

@@ -38,7 +38,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module in modules:
-            # Never None here: of such modules `gathered_bytes` is 0, and nothing is to be gathered once.
+            # Never None: where it is not known, `gathered_bytes` is 0, and the caller does not gather once.
             module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
         free_groups(modules)
 
@@ -75,19 +75,19 @@ class _GatheredHooks:
         self._state, self._gathering = state, False
         self._groups = [*reduction_groups([state._modules[0]])]
         policy = state._mp_policy
-        self._dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
+        self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self._casts_outputs: bool = policy.output_dtype is not None
 
     def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run FSDP2's hook where a parameter is not gathered yet; else only cast the inputs.
 
-        Where outputs are cast, FSDP2's hook always runs, for its hook behind the pass casts them. Returning None leaves
-        the inputs as they are.
+        Where outputs are cast, both of FSDP2's hooks always run, as the one after the pass casts them. Returning None
+        leaves the inputs as they are.
         """
         self._gathering = self._casts_outputs or not all(group.is_unsharded for group in self._groups)
         if self._gathering:
             return self.pre_forward(module, args, kwargs)
-        if self._dtype is None or all(_has_dtype(x, self._dtype) for x in (*args, *kwargs.values())):
+        if self._input_dtype is None or all(_has_dtype(x, self._input_dtype) for x in (*args, *kwargs.values())):
             return None
         return self._state._cast_forward_inputs(args, kwargs)
 
@@ -119,7 +119,7 @@ def gathered_bytes(model: nn.Module) -> int:
         modules = fsdp_modules(model)
         known = all(reshards_after_forward(module) is not None for module in modules)
         _GATHERED_BYTES[model] = sum(
-            data.numel() * group.mesh_info.shard_mesh_size * _number_bytes(group, parameter)
+            data.numel() * group.mesh_info.shard_mesh_size * _bytes_per_element(group, parameter)
             for group in (reduction_groups(modules) if known else ())
             for parameter in group.fsdp_params
             for data in (parameter._sharded_param_data,)
@@ -127,8 +127,8 @@ def gathered_bytes(model: nn.Module) -> int:
     return _GATHERED_BYTES[model]
 
 
-def _number_bytes(group: Any, parameter: Any) -> int:
-    """Return the bytes that passes hold for each number of a parameter: gathered, and one more for a float8 copy."""
+def _bytes_per_element(group: Any, parameter: Any) -> int:
+    """Return the bytes that passes hold for each element of a parameter: gathered, and one more for a float8 copy."""
     owner = parameter._module_info
     dtype = group.mp_policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
     has_copy = find_float8_weight(owner.module, owner.param_name) is not None

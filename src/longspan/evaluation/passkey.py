@@ -49,7 +49,7 @@ def passkey_text(key: int, before: int, after: int) -> str:
     return " ".join(parts)
 
 
-class Pieces(NamedTuple):
+class TextPieces(NamedTuple):
     """The ids of what documents of one tokenizer share, and the tokenizer for what they do not."""
 
     engine: Tokenizer
@@ -59,7 +59,7 @@ class Pieces(NamedTuple):
     question: Integers
 
     @classmethod
-    def of(cls, tokenizer: Any) -> "Pieces":
+    def of(cls, tokenizer: Any) -> "TextPieces":
         """Encode the pieces by a TextTokenizer, a fast tokenizer of transformers, or one of the library tokenizers.
 
         Raises DataError for another object, and for a tokenizer that writes different keys with the same ids.
@@ -131,7 +131,7 @@ class PasskeyDocument:
     `key_at` is how many tokens of filler stand before the key, `filler` how many there are.
     """
 
-    pieces: Pieces
+    pieces: TextPieces
     key: int
     length: int
     depth: float
@@ -233,8 +233,8 @@ class PasskeyDocuments(Sequence[PasskeyDocument]):
         shape = len(self.asked_lengths), len(self.depths), self.samples
         wrong, losses = (measured[name] for name in ("passkey_wrong", "passkey_loss"))
         pairs = zip(wrong, self.documents, strict=True)
-        right = [mean.sum == 0 and mean.count == len(document.answer) for mean, document in pairs]
-        retrieved = np.array(right).reshape(shape).sum(-1)  # (lengths, depths)
+        is_retrieved = [mean.sum == 0 and mean.count == len(document.answer) for mean, document in pairs]
+        retrieved = np.array(is_retrieved).reshape(shape).sum(-1)  # (lengths, depths)
         sums = np.array([mean.sum for mean in losses]).reshape(shape).sum(-1)
         counts = np.array([mean.count for mean in losses]).reshape(shape).sum(-1)
         return PasskeyGrid(
@@ -267,7 +267,7 @@ def passkey_documents(
     """
     lengths, depths = tuple(dict.fromkeys(map(int, lengths))), tuple(dict.fromkeys(map(float, depths)))
     check_passkey(lengths, depths, samples)
-    pieces = Pieces.of(tokenizer)
+    pieces = TextPieces.of(tokenizer)
     documents = tuple(
         _make_document(pieces, length, depth, passkey_number(seed, length, depth, sample))
         for length in lengths
@@ -277,7 +277,7 @@ def passkey_documents(
     return PasskeyDocuments(documents, lengths, depths, samples)
 
 
-def _make_document(pieces: Pieces, length: int, depth: float, key: int) -> PasskeyDocument:
+def _make_document(pieces: TextPieces, length: int, depth: float, key: int) -> PasskeyDocument:
     """Make a document with its key at a depth. Raises DataError for a length without room for its fixed parts."""
     answer = pieces.encode_answer(key)
     fixed = sum(map(len, (pieces.opening, pieces.encode_key(key), pieces.question, answer)))
@@ -292,7 +292,7 @@ def _make_document(pieces: Pieces, length: int, depth: float, key: int) -> Passk
     )
 
 
-def _nearest_sentence_end(pieces: Pieces, position: float, filler: int) -> int:
+def _nearest_sentence_end(pieces: TextPieces, position: float, filler: int) -> int:
     """Return the place between two sentences that is nearest to a position in `filler` tokens of filler.
 
     Places and positions are in tokens; the beginning and the end of the filler are such places too.

@@ -17,7 +17,7 @@ from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_
 FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
 
 
-class _Measured(NamedTuple):
+class _MeasuredRows(NamedTuple):
     """Rows of a micro-batch that have a target: documents and positions (n,) on the host, the others on the device."""
 
     documents: Integers
@@ -39,7 +39,7 @@ class RowSums:
         self.error: Exception | None = None
         self._options = options
         self._edges = bucket_edges(max(lengths, default=1))
-        self._waiting: list[_Measured] = []
+        self._measured_rows: list[_MeasuredRows] = []
         self._losses: Floats = np.zeros(len(lengths))  # of each document
         self._positions: Floats = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
         self._bytes = self._hits = self._rows = 0  # of targets: bytes of text, right predictions, number
@@ -58,14 +58,14 @@ class RowSums:
             return total
         documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         targets = batch.labels[rows]
-        measured = _Measured(documents, positions, [], [], [])
+        measured = _MeasuredRows(documents, positions, [], [], [])
         weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else None
         for chunk in self._compute_target_rows(hidden, head, (rows, documents, positions, targets), weights):
             measured.losses.append(chunk.losses)
             measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
             measured.columns.append(self._add_metrics(chunk))
             total += chunk.losses.sum()
-        self._waiting.append(measured)
+        self._measured_rows.append(measured)
         self._rows += len(rows)
         if (token_bytes := self._options.token_bytes) is not None:
             self._bytes += int(token_bytes[targets].sum())
@@ -118,7 +118,7 @@ class RowSums:
 
     def collect_measured_sums(self) -> None:
         """Bring what was measured to the host and add it up there, in the order in which it was measured."""
-        for measured in self._waiting:
+        for measured in self._measured_rows:
             losses = torch.cat(measured.losses).cpu().numpy()
             self._hits += int(torch.cat(measured.hits).sum())
             np.add.at(self._losses, measured.documents, losses)
@@ -128,7 +128,7 @@ class RowSums:
             bucket = np.searchsorted(self._edges, measured.positions, side="right") - 1
             np.add.at(self._positions[0], bucket, losses)
             self._positions[1] += np.bincount(bucket, minlength=len(self._edges))
-        self._waiting.clear()
+        self._measured_rows.clear()
 
     def sum_over_ranks(self, world: World, *, failed: bool = False) -> "Totals":
         """Sum over all ranks; every rank gets the sums.

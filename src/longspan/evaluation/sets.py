@@ -1,7 +1,7 @@
 """The evaluation sets of a run, each with its documents and metrics, opened before the first step on all ranks.
 
 Texts under a set's path are tokenized with the run's tokenizer into RUN/evaluation/NAME, once, and again where they
-changed. Sets of other kinds are made: `MADE` has a function for each path that stands for one.
+changed. Sets of other kinds are made: `SET_MAKERS` has a function for each path that stands for one.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ class EvaluationSet:
 
     @property
     def longest(self) -> tuple[int, str]:
-        """The tokens of the set's longest document, and the name of the file that the document comes from."""
+        """Return the tokens of the set's longest document, and the name of the file that the document comes from."""
         lengths = self.documents.lengths
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         return int(lengths[longest]), self.documents.origin(longest)
@@ -84,7 +84,7 @@ def _make_passkey_set(entry: EvalConfig, config: RunConfig) -> EvaluationSet:
 
 
 # What makes the set of a path that stands for no files; entered by all ranks, and the same on each.
-MADE: dict[str, Callable[[EvalConfig, RunConfig], EvaluationSet]] = {PASSKEY: _make_passkey_set}
+SET_MAKERS: dict[str, Callable[[EvalConfig, RunConfig], EvaluationSet]] = {PASSKEY: _make_passkey_set}
 
 
 def check_paths(config: RunConfig, world: World) -> None:
@@ -93,7 +93,7 @@ def check_paths(config: RunConfig, world: World) -> None:
     def list_files() -> None:
         """List the files of each set, which raises where there are none."""
         for entry in config.eval:
-            if entry.path not in MADE:
+            if entry.path not in SET_MAKERS:
                 _corpus_settings(config, entry).files(Path(config.run.dir))
 
     run_on_first_rank(world, list_files, DataError)
@@ -104,7 +104,7 @@ def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -
 
     All ranks call it together, once the run has its tokenizer. Raises DataError for texts that cannot be read.
     """
-    if (make := MADE.get(entry.path)) is not None:
+    if (make := SET_MAKERS.get(entry.path)) is not None:
         return run_on_every_rank(world, lambda: make(entry, config), DataError)
     corpus = _shared_corpus(config, entry, world, log)
     documents = corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed))

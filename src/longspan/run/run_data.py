@@ -19,7 +19,7 @@ from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, EvaluationError, LongspanError
 from longspan.evaluation.metrics import check_metrics, load_metrics
-from longspan.evaluation.sets import MADE, EvaluationSet, check_paths, describe_trained_files, open_set
+from longspan.evaluation.sets import SET_MAKERS, EvaluationSet, check_paths, describe_trained_files, open_set
 from longspan.layout import Layout
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
@@ -119,7 +119,7 @@ def check_set_lengths(
     for entry in (s for s in sets if s.name):
         tokens, origin = entry.longest
         check_longest_of_set(config, entry.config, home, tokens, origin, heads)
-        is_made = entry.config.path in MADE
+        is_made = entry.config.path in SET_MAKERS
         check_set_length(model, config.model, longest, entry.name, tokens, passkey=is_made)
 
 

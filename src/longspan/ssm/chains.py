@@ -92,7 +92,7 @@ class Chains:
 
     @cached_property
     def forward(self) -> "Passing":
-        """Which runs pass their final state on: all but the last of a chain.
+        """Return which runs pass their final state on: all but the last of a chain.
 
         The first of a chain sends no transition, for the state that enters it is zero.
         """
@@ -100,7 +100,7 @@ class Chains:
 
     @cached_property
     def backward(self) -> "Passing":
-        """Which runs pass the gradient at their entering state back: all but the first of a chain.
+        """Return which runs pass the gradient at their entering state back: all but the first of a chain.
 
         The last of a chain sends no transition, for no gradient comes from behind it.
         """
@@ -118,9 +118,10 @@ class Passing:
         self.chains: Chains = chains
         self._leaves, self._carries = leaves, carries
         local_indices = chains.local_indices
-        self.leaving: Integers = np.flatnonzero(leaves[local_indices])  # of this member's runs, in held order
+        self.leaving: Integers = np.flatnonzero(leaves[local_indices])  # in the order of `local_indices`
         self.carrying: Integers = np.flatnonzero(carries[local_indices])
         self.any: bool = bool(leaves.any())  # whether the members have anything to give each other
+        # Results of `count_rows` and of `first_rows`, by their arguments.
         self._counts: dict[tuple[int, int], list[int]] = {}
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
 
@@ -167,11 +168,14 @@ class Passing:
         sizes = np.diff(np.append(first_runs, len(runs.place)))
         is_local = np.zeros(len(first_runs), dtype=bool)
         is_local[np.searchsorted(first_runs, self.chains.local_indices, side="right") - 1] = True
-        chosen = np.flatnonzero(is_local & (sizes > 1))
-        chosen = chosen[np.argsort(-sizes[chosen], kind="stable")]
-        first_runs, sizes = first_runs[chosen], sizes[chosen]
-        table = np.full((len(chosen), int(sizes.max(initial=0))), -1, dtype=np.int64)
-        table_row, place = np.repeat(np.arange(len(chosen)), sizes), expand_runs(np.zeros_like(chosen), sizes)
+        chain_numbers = np.flatnonzero(is_local & (sizes > 1))
+        chain_numbers = chain_numbers[np.argsort(-sizes[chain_numbers], kind="stable")]
+        first_runs, sizes = first_runs[chain_numbers], sizes[chain_numbers]
+        table = np.full((len(chain_numbers), int(sizes.max(initial=0))), -1, dtype=np.int64)
+        table_row, place = (
+            np.repeat(np.arange(len(chain_numbers)), sizes),
+            expand_runs(np.zeros_like(chain_numbers), sizes),
+        )
         table[table_row, place] = expand_runs(first_runs, first_runs + sizes)
         return table
 

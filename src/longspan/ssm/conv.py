@@ -20,11 +20,11 @@ from longspan.errors import LayoutError
 from longspan.layout.segments import Integers, expand_runs
 from longspan.ssm.chains import Chains, shard_chains
 from longspan.ssm.kernels.convolutions import (
-    Before,
     Convolution,
     ConvolutionGradients,
     ConvolutionKernel,
     FirstRows,
+    RowsBefore,
     choose_convolution,
 )
 from longspan.ssm.state_pass import check_is_shard, join_part_rows
@@ -56,8 +56,8 @@ class Halo:
         self.rows: Tensor = to_device(np.concatenate(rows), chains.device)
         self.travels: bool = width > 0 and bool((runs.place > 0).any())  # whether any member sends any row
         arrived = self._arrival_table(chains, owners[me])
-        self.before: Before = self._lay_out_runs(chains.lengths, arrived)
-        self.isolated: Before = self._lay_out_runs(chains.lengths, np.full_like(arrived, -1))
+        self.before: RowsBefore = self._lay_out_runs(chains.lengths, arrived)
+        self.isolated: RowsBefore = self._lay_out_runs(chains.lengths, np.full_like(arrived, -1))
         self.first: FirstRows = self._index_first_rows(chains.lengths, arrived)
 
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
@@ -88,7 +88,7 @@ class Halo:
         table[np.arange(width) >= width - sizes[:, None]] = arrived
         return table
 
-    def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> Before:
+    def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> RowsBefore:
         """Index runs of these lengths as one sequence, each run behind the rows that arrive for it.
 
         Sources count the local rows, then the arriving ones, then one row of zeros for what no member has. The columns
@@ -103,7 +103,7 @@ class Halo:
         filled_cells = np.flatnonzero(arrived >= 0)  # of the table, in which each arriving row stands once
         run, column = np.divmod(filled_cells[np.argsort(arrived.reshape(-1)[filled_cells])], max(self._width, 1))
         indices = source, np.flatnonzero(source < rows), run, column + 1
-        return Before(self._width, *(to_device(x, self._device) for x in indices))
+        return RowsBefore(self._width, *(to_device(x, self._device) for x in indices))
 
     def _index_first_rows(self, lengths: Integers, arrived: Integers) -> FirstRows:
         """Index the first rows, `width` at most, of the runs that rows arrive for: only these read arrived rows."""
@@ -145,7 +145,7 @@ def causal_conv(
     if kernel.name == "torch" and len({y.dtype for y in (x, *parameters)}) > 1:
         dtypes = ", ".join(str(y.dtype).removeprefix("torch.") for y in (x, *parameters))
         raise LayoutError(f"causal_conv got x, weight and bias of {dtypes}; torch's convolution needs one dtype")
-    return _Convolved.apply(shard_chains(shard), kernel, silu, x, *parameters)  # pyright: ignore[reportReturnType]
+    return _CausalConv.apply(shard_chains(shard), kernel, silu, x, *parameters)  # pyright: ignore[reportReturnType]
 
 
 def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: SequenceShard) -> None:
@@ -168,7 +168,7 @@ def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: Sequenc
         raise LayoutError(f"causal_conv got x, weight and bias on {devices}; put them on one device")
 
 
-class _Convolved(torch.autograd.Function):
+class _CausalConv(torch.autograd.Function):
     """All parts of a shard: rows before runs, and their gradients, travel while a member's own rows are convolved."""
 
     @staticmethod
@@ -181,9 +181,9 @@ class _Convolved(torch.autograd.Function):
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
         width = convolution.weight.shape[1] - 1
         rows = [x[part_chains.part.start : part_chains.part.stop] for part_chains in chains]
-        started = [_send_halo(x_part, part_chains, width) for x_part, part_chains in zip(rows, chains, strict=True)]
+        handles = [_send_halo(x_part, part_chains, width) for x_part, part_chains in zip(rows, chains, strict=True)]
         outs, arrived = list[Tensor](), list[Tensor]()
-        for x_part, part_chains, handle in zip(rows, chains, started, strict=True):
+        for x_part, part_chains, handle in zip(rows, chains, handles, strict=True):
             halo = find_halo(part_chains, width)
             y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.isolated) if len(x_part) else x_part
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
@@ -192,7 +192,7 @@ class _Convolved(torch.autograd.Function):
             outs.append(y)
             arrived.append(arrived_rows)
         ctx.save_for_backward(x, *parameters, *arrived)
-        ctx.chains, ctx.kernel, ctx.silu, ctx.parameters = chains, kernel, silu, len(parameters)
+        ctx.chains, ctx.kernel, ctx.silu, ctx.parameter_count = chains, kernel, silu, len(parameters)
         return join_part_rows(outs, x)
 
     @staticmethod
@@ -205,7 +205,7 @@ class _Convolved(torch.autograd.Function):
         pass, so that all members meet in one order.
         """
         x, *saved = ctx.saved_tensors
-        parameters, arrived = saved[: ctx.parameters], saved[ctx.parameters :]
+        parameters, arrived = saved[: ctx.parameter_count], saved[ctx.parameter_count :]
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, ctx.silu)
         width = convolution.weight.shape[1] - 1
         parts = [
@@ -218,14 +218,14 @@ class _Convolved(torch.autograd.Function):
             )
             for part_chains, arrived_rows in reversed(list(zip(ctx.chains, arrived, strict=True)))
         ]
-        started = [_send_halo_gradients(part.arrived_gradients(ctx.kernel), part.chains, width) for part in parts]
+        handles = [_send_halo_gradients(part.arrived_gradients(ctx.kernel), part.chains, width) for part in parts]
         part_gradients = [part.gradients(ctx.kernel) for part in parts]
-        for part, gradients_of_part, handle in zip(parts, part_gradients, started, strict=True):
+        for part, gradients_of_part, handle in zip(parts, part_gradients, handles, strict=True):
             if handle is not None:
                 gradients_of_part[0].index_add_(0, find_halo(part.chains, width).rows, handle.wait())
         parameter_gradients = [
             _sum_gradients([gradients_of_part[1 + i] for gradients_of_part in part_gradients])
-            for i in range(ctx.parameters)
+            for i in range(ctx.parameter_count)
         ]
         return (
             None,

@@ -50,7 +50,7 @@ class ForwardFold:
         table, local_numbers = self._passing.local_chains, self._passing.local_numbers
         gathered = self._gathered.wait()
         state = entering[:0]
-        for place in range(1, self._passing.local_places.stop):
+        for place in range(1, self._passing.local_places.stop):  # up to this member's last run in any chain
             runs_before, runs = table[:, place - 1], table[:, place]
             count = int((runs >= 0).sum())  # chains that go on, which come first
             states = gathered.states(runs_before[:count])
@@ -88,7 +88,9 @@ class BackwardFold:
         gathered = self._gathered.wait()
         table, local_numbers = passing.local_chains, passing.local_numbers
         gradient = leaving[:0]
-        for place in range(table.shape[1] - 1, passing.local_places.start, -1):
+        for place in range(
+            table.shape[1] - 1, passing.local_places.start, -1
+        ):  # down to the run after this member's first
             runs = table[:, place]
             count = int((runs >= 0).sum())
             continuing = len(gradient)  # chains with a run after this one, which come first

@@ -48,11 +48,11 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
 
 INPUTS = "model.mtp.layer_inputs"
 OF_TOKENS: dict[str, tuple[str, str, str]] = {
-    "the rows' own ids": (INPUTS, "input_ids=ids[None], **others", "input_ids=named['input_ids'], **others"),
+    "the rows' own ids": (INPUTS, "input_ids=ids[None], **other", "input_ids=arguments['input_ids'], **other"),
     "no gradient of the embedding": (INPUTS, "_Embedded(embedded)", "_Embedded(embedded.detach())"),
     "the inputs of another layer": (INPUTS, "layers[self._copied.index]", "layers[0]"),
     "a layer without keys of its own": (
-        "model.seams.depth_layer",
+        "model.exactness.depth_layer",
         "(index for index in range(last - 1",
         "(last for index in range(last - 1",
     ),

@@ -79,15 +79,15 @@ def _load_set_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
     return {entry.name: load_metrics(entry.metrics, entry.metrics_key) for entry in entries}
 
 
-def choose_compiled_parts(word: str, configuration: PreTrainedConfig, tokens_of_rank: float) -> str:
-    """Return the value of train.compiled to evaluate with: in place of "auto", "none" for an evaluation soon done.
+def choose_compiled_parts(compiled: str, configuration: PreTrainedConfig, tokens_of_rank: float) -> str:
+    """Return the parts to compile, those of train.compiled; in place of "auto", "none" for an evaluation soon done.
 
     >>> choose_compiled_parts("auto", configuration, 50_000)
     'none'
     """
     text = configuration.get_text_config()
     pays = tokens_of_rank * text.hidden_size * text.num_hidden_layers >= WORTH_COMPILING
-    return word if word != AUTO or pays else "none"
+    return compiled if compiled != AUTO or pays else "none"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _Fit:
 def _fit_subject(
     request: EvalRequest, checked: CheckedWeights, sets: tuple[NamedDocuments, ...], world: World, log: LogLine
 ) -> _Fit:
-    """Fit a subject to its longest document. Raises ConfigError where positions or a given layout are too small.
+    """Fit a subject to its longest document. Raises ConfigError where positions or the cap of a flag are too small.
 
     Positions of the model are scaled first, then images are counted, then each set's plan is fitted to this home; what
     changed from the run's configuration is listed.
@@ -114,8 +114,8 @@ def _fit_subject(
     longest = max(longest_set.documents.lengths)
     origin = longest_set.documents.origins[longest_set.longest]
     scaled = bool(request.flag_keys & {"model.rope_scaling", "model.rope_factor"})
-    is_made = isinstance(longest_set.documents, PasskeyDocuments)
-    cut_by = "--passkey.lengths of at most" if is_made else "--max-document-tokens"
+    is_passkey = isinstance(longest_set.documents, PasskeyDocuments)
+    cut_by = "--passkey.lengths of at most" if is_passkey else "--max-document-tokens"
     configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
     folder = checked.tokenizer.folder
     sets = run_on_every_rank(
@@ -137,8 +137,8 @@ def _fit_subject(
         entry, set_changes = fit_set(config, entry, world.home, heads, set_longest, request.flag_keys)
         choice = PlanChoice.evaluation(config, entry, heads=heads)
         is_cap_fixed = "context.eval_max_tokens_per_slot" in request.flag_keys
-        room = 0 if is_cap_fixed else set_longest  # a cap that a flag gives is not raised
-        for at_degree in _list_choices(choice, request.degrees, room):
+        longest_to_hold = 0 if is_cap_fixed else set_longest  # a cap that a flag gives is not raised
+        for at_degree in _list_choices(choice, request.degrees, longest_to_hold):
             at_degree.check_longest_document(set_longest, world.home, f"the longest document ({set_longest} tokens)")
         entries.append(entry)
         changes |= dict.fromkeys(set_changes)
@@ -190,7 +190,7 @@ class _Evaluator:
     ) -> Iterator[SetResult]:
         """Yield the result of each set at each degree."""
         is_automatic = self.fit.config.run.timeout_seconds == AUTO and is_priced_here(self.fit.config, cost, self.world)
-        limits = TimeLimits(self.world, is_automatic=is_automatic)  # the first evaluation of a model has the longest
+        limits = TimeLimits(self.world, is_automatic=is_automatic)
         bytes_of_ids = token_bytes(self.fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
         for named_documents, entry in zip(self.fit.sets, self.fit.entries, strict=True):
             choice = PlanChoice.evaluation(self.fit.config, entry, cost=cost, heads=query_heads(model.config))
@@ -210,7 +210,7 @@ class _Evaluator:
                     attention_kernel=entry.attention_kernel or None,
                     stopped=partial(self._stop_reason, stop),
                     progress=partial(progress, _progress_title(self.fit, named_documents, at_degree)),
-                    around=partial(limits.around_evaluation, ""),
+                    around=partial(limits.around_evaluation, ""),  # one key: the first evaluation has the longest limit
                 )
                 result = evaluate(model, named_documents.documents, at_degree, self.world, options)
                 yield SetResult(result, sources, text_bytes)

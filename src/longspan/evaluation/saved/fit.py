@@ -34,7 +34,7 @@ class Change:
         return f"{self.key} {_value_text(self.before)} -> {_value_text(self.now)} ({self.why})"
 
 
-class _Changing:
+class _FittedSection:
     """A section whose values change, except those of `flag_keys`; `prefix` begins the names of its keys."""
 
     def __init__(self, section: Any, prefix: str, flag_keys: Collection[str]) -> None:
@@ -43,7 +43,7 @@ class _Changing:
         self.changes: list[Change] = []
 
     def change_key(self, key: str, now: Any, why: str) -> None:
-        """Change a key of the section and note why, unless a flag sets it or it has that value."""
+        """Change a key of the section and note why, unless a flag sets it or it has that value already."""
         old = getattr(self.section, key)
         if now != old and key not in self.flag_keys:
             self.section = replace(self.section, **{key: now})
@@ -51,14 +51,14 @@ class _Changing:
 
 
 def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
-    """Fit the configuration to a number of ranks: a degree that no flag set ("parallel.tp") becomes one that fits.
+    """Fit the configuration to a number of ranks: a degree that is not of `flag_keys` becomes one that fits.
 
     >>> fit_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, ())[0].parallel.tp
     2
 
     tp x pp is the largest product of divisors of the run's degrees that divides the ranks.
     """
-    home = _Changing(config.parallel, "parallel.", _strip_prefix("parallel.", flag_keys))
+    home = _FittedSection(config.parallel, "parallel.", _strip_prefix("parallel.", flag_keys))
     tp, pp = _choose_tp_and_pp(config.parallel, ranks, flag_keys)
     home.change_key("tp", tp, f"{plural(ranks, 'rank')}")
     home.change_key("pp", pp, f"{plural(ranks, 'rank')}")
@@ -70,20 +70,20 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     slots, remainder = divmod(ranks, home.section.tp * home.section.pp)
     if not remainder:  # else `check_config` refuses the degrees
         _fit_slots(home, slots)
-    encoder = _Changing(config.encoder, "encoder.", _strip_prefix("encoder.", flag_keys))
-    degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # its heads are dealt out evenly to these
+    encoder = _FittedSection(config.encoder, "encoder.", _strip_prefix("encoder.", flag_keys))
+    degrees = [tp for tp in _divisors(config.encoder.tp) if ranks % tp == 0]  # which share its heads evenly
     encoder.change_key("tp", degrees[-1], f"{plural(ranks, 'rank')}")
     config = replace(config, parallel=home.section, encoder=encoder.section)
     return config, (*home.changes, *encoder.changes)
 
 
-def _fit_slots(home: _Changing, slots: int) -> None:
+def _fit_slots(home: _FittedSection, slots: int) -> None:
     """Change dp_replicate, the copies of the weights, to divide the slots, and ep to divide the slots of each copy."""
     parallel: ParallelConfig = home.section
     home.change_key("dp_replicate", _nearest_below(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
     width, remainder = divmod(slots, home.section.dp_replicate)
     if not remainder:  # else `check_config` refuses the dp_replicate of a flag
-        degrees = [ep for ep in _divisors(width) if parallel.ep % ep == 0]  # experts are dealt out evenly to these
+        degrees = [ep for ep in _divisors(width) if parallel.ep % ep == 0]  # which share experts evenly
         home.change_key(
             "ep", _nearest_below(parallel.ep, degrees), f"{plural(width, 'slot')} of each copy of the weights"
         )
@@ -108,7 +108,7 @@ def fit_node_size(
     config: RunConfig, node_size: int, flag_keys: Collection[str]
 ) -> tuple[RunConfig, tuple[Change, ...]]:
     """Replace the node size that the run had by this machine's; one that is "auto" or that a flag set stays."""
-    context = _Changing(config.context, "context.", _strip_prefix("context.", flag_keys))
+    context = _FittedSection(config.context, "context.", _strip_prefix("context.", flag_keys))
     if config.context.node_size != AUTO:
         context.change_key("node_size", node_size, f"hosts of {plural(node_size, 'slot')}")
     return replace(config, context=context.section), tuple(context.changes)
@@ -125,7 +125,7 @@ def fit_set(
     are rounded up to a multiple that plans need. A max_tokens_per_slot of "auto" becomes ROWS, or more if the document
     needs more, and does not count as a change. `heads` is None while the query heads are not known.
     """
-    fit = _Changing(entry, entry.prefix, _strip_prefix("context.eval_", flag_keys))
+    fit = _FittedSection(entry, entry.prefix, _strip_prefix("context.eval_", flag_keys))
     types, slots = PlanChoice.evaluation(config, entry).comm_types, plural(home.slots, "slot")
     degrees = [divisor for divisor in _divisors(home.slots) if heads_allow(divisor, heads, types, home.tp)]
     degree = PlanChoice.evaluation(config, entry).widest_degree(home)
@@ -172,7 +172,8 @@ def _set_flags(entry: EvalConfig, context: ContextConfig, flag_keys: Collection[
     flags = {key: value for key, value in values.items() if key in keys}
     if flags.get("context_parallel_size") == 0:
         flags["context_parallel_size"] = context.context_parallel_size
-    return replace(entry, **take_keys(PlanSection(**flags), entry).plan_keys | flags)
+    filled_keys = take_keys(PlanSection(**flags), entry).plan_keys
+    return replace(entry, **filled_keys | flags)  # a flag that sets "" has been filled, and is put back
 
 
 def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:

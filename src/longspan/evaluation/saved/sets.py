@@ -29,7 +29,7 @@ from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import sample_documents
 from longspan.errors import DataError
 from longspan.evaluation.passkey import PasskeyDocuments
-from longspan.evaluation.sets import MADE
+from longspan.evaluation.sets import SET_MAKERS
 from longspan.train.plans.order import make_step_order
 
 HELD_OUT = ""  # name of the set of documents that a run holds out
@@ -82,7 +82,7 @@ def open_run_set(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
     Raises DataError where there are none.
     """
     entry = next(entry for entry in config.eval if entry.name == name)
-    if (make := MADE.get(entry.path)) is not None:
+    if (make := SET_MAKERS.get(entry.path)) is not None:
         return NamedDocuments(name, make(entry, config).documents)
     folder = run_dir / "evaluation" / name
     try:

@@ -35,7 +35,7 @@ def mamba_lack(recurrence: Recurrence) -> str:
     return package_lack(NAME, _NEEDED, recurrence.device)
 
 
-class _Chunks:
+class _MambaChunks:
     """Inputs in whole chunks: b, c (1, L, G, K), x (1, L, H, V), sums of log-decays inside chunks (1, H, N, C)."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
@@ -83,7 +83,7 @@ class MambaForward:
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
         """Lay the inputs out in chunks."""
-        self._inputs, self._chunks = inputs, _Chunks(inputs, runs, scale)
+        self._inputs, self._chunks = inputs, _MambaChunks(inputs, runs, scale)
         self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ class MambaBackward:
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
         """Compute, for each chunk, the gradient of its outputs by the state that enters it: (N, H, V, K)."""
         self._inputs, self._scale, self._states = inputs, scale, saved.states.mT.contiguous()
-        self._chunks = chunks = _Chunks(inputs, runs, scale)
+        self._chunks = chunks = _MambaChunks(inputs, runs, scale)
         self._dout = chunks.lay_out(saved.dout.to(inputs.v.dtype))
         compute_gradients = _mamba_function("ssd_chunk_scan", "_chunk_scan_bwd_dstates")
         self._added_gradients = compute_gradients(chunks.c, chunks.sums, self._dout, dtype=torch.float32).squeeze(0)

@@ -68,8 +68,8 @@ def write_first_kernel(
     One program does BLOCK channels of the first BEFORE rows of one run.
     """
     run = tl.program_id(1)
-    # 64 bits: where channels lie apart by as much as all rows, channel times stride passes 2^31.
-    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
+    # 64 bits: in a transposed tensor channels lie as far apart as there are rows, and channel times stride passes 2^31.
+    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
     for row in tl.static_range(BEFORE):
         inside = (channel < CHANNELS) & (count > row)
@@ -112,7 +112,7 @@ def arrived_gradients_kernel(
     channels of all (up to COLUMNS) rows before one run.
     """
     run = tl.program_id(1)
-    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # channels may lie all rows apart
+    channel = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # 64 bits, as in `write_first_kernel`
     start, count, table = tl.load(starts + run), tl.load(counts + run), tables + run * BEFORE
     column = tl.arange(0, COLUMNS)[:, None]  # of the rows before the run
     total = tl.zeros((COLUMNS, BLOCK), dtype=tl.float32)

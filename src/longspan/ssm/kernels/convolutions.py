@@ -29,7 +29,7 @@ from longspan.ssm.kernels.packages import (
 from longspan.ssm.kernels.runs import LocalRuns
 
 
-class Before(NamedTuple):
+class RowsBefore(NamedTuple):
     """Where the `width` rows before each run lie; see `Halo`.
 
     `source` (T + runs · width,) lists for each run the rows before it, then its own, as indices into [local rows |
@@ -60,7 +60,7 @@ class FirstRows(NamedTuple):
     """
 
     rows: Tensor
-    before: Before
+    before: RowsBefore
     starts: Tensor
     counts: Tensor
     arrived: Tensor
@@ -82,23 +82,23 @@ class ConvolutionKernel:
 
     name: str
     lacks: Callable[[Tensor, Tensor], str]
-    forward: Callable[[Tensor, Convolution, LocalRuns, Before], Tensor]
-    backward: Callable[[Tensor, Tensor, Tensor, Convolution, LocalRuns, Before], ConvolutionGradients]
+    forward: Callable[[Tensor, Convolution, LocalRuns, RowsBefore], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, Convolution, LocalRuns, RowsBefore], ConvolutionGradients]
     write_first: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], None]
     arrived_gradients: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], Tensor]
 
 
-def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: RowsBefore) -> Tensor:
     """Convolve the local rows with zeros before every run."""
     return _convolve_runs(x, x[:0], convolution, isolated)
 
 
 def _torch_backward(
-    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
+    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
 ) -> ConvolutionGradients:
     """Compute the gradients of rows and parameters by running the convolution again.
 
-    Rows always get a gradient; parameters that need none get None. `arrived` rows get theirs elsewhere.
+    Rows always get a gradient; parameters that need none get None. `arrived` rows got theirs before, to be sent first.
     """
     weight, bias, silu = convolution
     with torch.enable_grad():
@@ -127,7 +127,7 @@ def _torch_arrived_gradients(
     return torch.autograd.grad(out, arrived, dout.index_select(0, first.rows))[0]
 
 
-def _convolve_runs(x: Tensor, arrived: Tensor, convolution: Convolution, before: Before) -> Tensor:
+def _convolve_runs(x: Tensor, arrived: Tensor, convolution: Convolution, before: RowsBefore) -> Tensor:
     """Run one convolution over all runs, laid out each behind the `width` rows before it.
 
     Output j reads inputs j to j + width, so the output of the row at index i of the layout is number i − width.
@@ -154,8 +154,8 @@ def write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution,
 
 def arrived_gradients(dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> Tensor:
     """Compute gradients of the rows that arrived, by our kernel; see `ConvolutionKernel`."""
-    # Triton's blocks have a power of two columns.
-    gradients, columns = torch.empty_like(arrived), 1 << (first.arrived.shape[1] - 1).bit_length()
+    columns = 1 << (first.arrived.shape[1] - 1).bit_length()  # a power of two, as Triton's blocks have
+    gradients = torch.empty_like(arrived)
     grid, arguments, sizes = _launch_arguments(dout, x, arrived, convolution, first)
     _first_rows_kernel("arrived_gradients_kernel")[grid](gradients, *arguments, **sizes, COLUMNS=columns)
     return gradients
@@ -184,7 +184,7 @@ def _first_rows_kernel(name: str) -> Any:
 _FLA_MODULE = "modules.causal_conv1d.ops"
 
 
-def _initial_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> Tensor | None:
+def _initial_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: RowsBefore) -> Tensor | None:
     """Return arrived rows before runs as a state (R, C, W), whose first column is not read; None if none arrived."""
     if not len(arrived):
         return None
@@ -206,14 +206,14 @@ def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | No
     }
 
 
-def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: RowsBefore) -> Tensor:
     """Convolve the local rows by fla's kernel; without an initial state each run begins with zeros."""
     arguments = _fla_arguments(convolution, runs, None)
     return fla_function(_FLA_MODULE, "causal_conv1d_fwd")(x=x.unsqueeze(0), **arguments)[0].squeeze(0)
 
 
 def _fla_backward(
-    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
+    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
 ) -> ConvolutionGradients:
     """Compute the gradients of rows and parameters by fla's kernel."""
     arguments = _fla_arguments(convolution, runs, _initial_state(x, arrived, runs, before))
@@ -251,19 +251,18 @@ def _conv1d_lack(x: Tensor, weight: Tensor) -> str:
     return package_lack("causal-conv1d", _NEEDED, x.device)
 
 
-def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: Before) -> Tensor:
+def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: RowsBefore) -> Tensor:
     """Convolve rows by causal_conv1d, without the rows of other members; several runs are laid out as one."""
     rows, state = _rows_and_state(x, x[:0], runs, isolated)
     weight, bias, silu = convolution
-    y = _conv_package().causal_conv1d_fwd_function(
-        _channels_last(rows), weight.contiguous(), bias, None, state, None, silu
-    )
-    y = y.squeeze(0).t()
+    # None: seq_idx, and memory for a final state.
+    arguments = (_channels_last(rows), weight.contiguous(), bias, None, state, None)
+    y = _conv_package().causal_conv1d_fwd_function(*arguments, silu).squeeze(0).t()
     return y if len(runs.lengths) == 1 else y.index_select(0, isolated.local)
 
 
 def _package_backward(
-    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: Before
+    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
 ) -> ConvolutionGradients:
     """Compute gradients of rows and parameters by causal_conv1d."""
     rows, state = _rows_and_state(x, arrived, runs, before)
@@ -279,16 +278,17 @@ def _package_backward(
         state,
         None,  # the gradient of a final state
         None,  # memory for the rows' gradients
+        False,  # whether the state gets a gradient
     )
-    drows, dweight, dbias, _ = _conv_package().causal_conv1d_bwd_function(*arguments, False, silu)
+    drows, dweight, dbias, _ = _conv_package().causal_conv1d_bwd_function(*arguments, silu)
     drows = drows.squeeze(0).t()
     return drows if is_single else drows.index_select(0, before.local), dweight, dbias
 
 
-def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before) -> tuple[Tensor, Tensor | None]:
+def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: RowsBefore) -> tuple[Tensor, Tensor | None]:
     """Return the rows to convolve and their initial state (1, C, width), if any: the arrived rows for a single run.
 
-    Several runs are laid out as one, each behind the rows before it.
+    Several runs are laid out as one, each behind the rows before it, as causal_conv1d takes a state for one run only.
     """
     x = x if x.is_contiguous() else x.contiguous()
     if len(runs.lengths) > 1:
@@ -296,7 +296,7 @@ def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: Before)
     if not len(arrived):
         return x, None
     state = x.new_zeros((before.width, x.shape[1]))
-    state[before.column - 1] = arrived
+    state[before.column - 1] = arrived  # columns count from 1
     return x, state.t().unsqueeze(0)
 
 

@@ -109,7 +109,7 @@ class DecayForward:
     def outputs(self, states: Tensor) -> Tensor:
         """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         q, k, v, _ = add_batch_dim(self._inputs)
-        h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
+        h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))  # states that enter chunks
         scan_chunks(self._additions, self._decays.whole, states, self._runs, into=h)
         compute_outputs = fla_function("ops.common.chunk_o", "chunk_fwd_o")
         arguments = {"q": q, "k": k, "v": v, "h": h, "g": self._decays.g}
@@ -142,8 +142,8 @@ class DecayBackward:
         """Compute the states that enter chunks once more, which forward did not keep."""
         _, k, v, _, _ = self._inputs
         self._h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
-        sums = chunk_additions(k, v, self._decays.decay_to_end(), self._runs)
-        scan_chunks(sums, self._decays.whole, self._saved.states, self._runs, into=self._h)
+        additions = chunk_additions(k, v, self._decays.decay_to_end(), self._runs)
+        scan_chunks(additions, self._decays.whole, self._saved.states, self._runs, into=self._h)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states."""
@@ -165,10 +165,10 @@ def chunk_additions(keys: Tensor, values: Tensor, weight: Tensor, runs: LocalRun
     Heads that share keys lie side by side, so that there is one product for them.
     """
     groups, size = keys.shape[1:]
-    faded = (values * weight).to(values.dtype)
+    weighted_values = (values * weight).to(values.dtype)
     rows = []
-    for x in (keys, faded):
-        if runs.padded_rows is not None:
+    for x in (keys, weighted_values):
+        if runs.padded_rows is not None:  # some chunk is short: zeros take the places of its missing rows
             x = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, runs.padded_rows)
         rows.append(x.reshape(runs.chunks, CHUNK, groups, -1).transpose(1, 2).flatten(0, 1))  # (N · G, C, ·)
     sums = torch.bmm(rows[0].mT, rows[1], out_dtype=torch.float32)

@@ -57,6 +57,7 @@ class KimiBackward:
         q, k, v, _, beta = add_batch_dim(inputs)
         indices = run_indices(self._runs)
         recompute = fla_function("ops.kda.wy_fast", "recompute_w_u_fwd")
+        # qg: queries decayed from the chunk's start, kg: keys decayed to its end.
         w, _, qg, kg = recompute(q=q, k=k, v=v, beta=beta, A=self._kk, gk=self._g, **indices)
         chunk_kernel = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd_dAv")
         _, dv = chunk_kernel(q=q, k=k, v=v, do=self._do, A=self._qk, scale=scale, chunk_size=CHUNK, **indices)
@@ -163,6 +164,7 @@ class DeltaBackward:
         arguments = {**self._shared_rows, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
         compute_gradients = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
         dq, dk_outputs, dw, dg_outputs = compute_gradients(**arguments, scale=self._scale, chunk_size=CHUNK, **indices)
+        # dv as du: rows add the values u − w S, so that u has their gradient.
         arguments = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}
         dk_wy, dv, dbeta, dg_wy = fla_function(_WY, "prepare_wy_repr_bwd")(**arguments, **indices)
         dg = chunk_cumsum((dg_outputs + dg_wy).squeeze(0), self._runs, reverse=True).unsqueeze(-1)

@@ -16,12 +16,12 @@ from longspan.ssm.kernels.packages import fla_function, run_indices
 from longspan.ssm.kernels.pieces import Pieces
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns, pick_rows
 
-Named = dict[str, Tensor]
+NamedRows = dict[str, Tensor]
 _COLUMNS = 64  # columns of a state that one program computes
 _NARROW = 128  # key numbers up to which a program of four warps keeps a state in registers
 
 
-def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
+def run_maps(rows: NamedRows, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     """Compute B (R, H, K, V) and M (R, H, K, K) of each run, where S_out = M S_in + B, in float32."""
     heads, size, width, count = *rows["w"].shape[2:], rows["u"].shape[-1], len(runs.lengths)
     states, transitions = (_new_state(rows, count, heads, size, n) for n in (width, size))
@@ -32,7 +32,7 @@ def run_maps(rows: Named, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     return states, transitions
 
 
-def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tensor:
+def compute_entry_gradients(rows: NamedRows, runs: LocalRuns, scale: float) -> Tensor:
     """Compute gradients (R, H, K, V), float32, of the outputs by the states that enter runs, at least one."""
     heads, size, width, count = *rows["w"].shape[2:], rows["dv"].shape[-1], len(runs.lengths)
     entry_gradients = _new_state(rows, count, heads, size, width)
@@ -49,7 +49,7 @@ def compute_entry_gradients(rows: Named, runs: LocalRuns, scale: float) -> Tenso
     return entry_gradients
 
 
-def _kernel_sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
+def _kernel_sizes(rows: NamedRows, width: int, chunk: int) -> dict[str, Any]:
     """Return the kernel's compile-time sizes, and its warps and stages: fewer warps and more stages for narrow keys.
 
     KEYS is a power of two, as Triton's blocks are, and 16 at least, as its products need.
@@ -62,12 +62,12 @@ def _kernel_sizes(rows: Named, width: int, chunk: int) -> dict[str, Any]:
     return {**sizes, **blocks, "num_warps": 4 if narrow else 8, "num_stages": 3 if narrow else 1}
 
 
-def _decay_rows(rows: Named) -> Tensor:
+def _decay_rows(rows: NamedRows) -> Tensor:
     """Return the log-decays, of one number a head or of one for each key number."""
     return rows["gk"] if "gk" in rows else rows["g"]
 
 
-def _new_state(rows: Named, *shape: int) -> Tensor:
+def _new_state(rows: NamedRows, *shape: int) -> Tensor:
     """Return an empty float32 tensor of this shape on the rows' device."""
     return rows["w"].new_empty(shape, dtype=torch.float32)
 
@@ -86,7 +86,7 @@ _MODULE = "ops.common.chunk_delta_h"
 class DeltaStates:
     """Forward: maps of pieces, and the states that enter chunks. `transitions`: M of the pieces that have maps."""
 
-    def __init__(self, rows: Named, pieces: Pieces) -> None:
+    def __init__(self, rows: NamedRows, pieces: Pieces) -> None:
         """Compute the map of each piece of a run that shares its document with others."""
         self._rows, self._pieces = rows, pieces
         map_runs, map_rows = pieces.pieces_with_maps
@@ -108,7 +108,7 @@ class DeltaStates:
         return *compute_chunk_states(self._rows, entering, self._pieces.runs), entering
 
 
-def compute_chunk_states(rows: Named, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
+def compute_chunk_states(rows: NamedRows, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     """Compute the state that enters each chunk, and the values that its rows add to it."""
     scan_states = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
     h, new_values, _ = scan_states(
@@ -120,7 +120,7 @@ def compute_chunk_states(rows: Named, states: Tensor, runs: LocalRuns) -> tuple[
 class DeltaGradients:
     """Backward: gradients of the outputs by the states that enter pieces, and gradients at the states of chunks."""
 
-    def __init__(self, rows: Named, pieces: Pieces, transitions: Tensor, scale: float) -> None:
+    def __init__(self, rows: NamedRows, pieces: Pieces, transitions: Tensor, scale: float) -> None:
         """Take what the kernels read; gradients by entering states are computed when they are first asked for."""
         self._rows, self._pieces, self._transitions, self._scale = rows, pieces, transitions, scale
         self._entry_gradients: Tensor | None = None

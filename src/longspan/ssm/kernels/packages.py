@@ -39,8 +39,8 @@ def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor
     and changes no base, since the kernels' gradients are those of natural log-decays.
     """
     sum_in_chunks = fla_function("ops.utils", "chunk_local_cumsum")
-    base = {"reverse": True} if reverse else {"scale": fla_function("ops.utils.constant", "RCP_LN2")}
-    return sum_in_chunks(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **base, **run_indices(runs))
+    options = {"reverse": True} if reverse else {"scale": fla_function("ops.utils.constant", "RCP_LN2")}
+    return sum_in_chunks(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **options, **run_indices(runs))
 
 
 def run_indices(runs: LocalRuns) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ def fla_lack(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_
 def fla_function(module: str, name: str) -> Any:
     """Return `fla.MODULE.NAME`; imported on first use, since the package may not be installed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ImportWarning)  # it names other packages that it could use
+        warnings.simplefilter("ignore", ImportWarning)  # fla warns of other packages that it could use
         return getattr(import_module(f"fla.{module}"), name)
 
 

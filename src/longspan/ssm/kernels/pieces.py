@@ -21,7 +21,7 @@ class Pieces:
     """Pieces of the runs that share a document with others; other runs are one piece each.
 
     `runs` are the pieces as runs. Only the pieces from `first` to before `stop`, which include all of shared runs, have
-    maps; these are numbered from `first` on.
+    maps, which are numbered from `first` on: map i is of piece `first` + i.
     """
 
     def __init__(self, runs: LocalRuns, heads: int) -> None:
@@ -60,13 +60,13 @@ class Pieces:
         first_pieces = self._starts[runs] - self.first
         b, m = pick_rows(states, first_pieces), pick_rows(transitions, first_pieces)
         for place in range(1, int(self._counts[runs].max(initial=1))):
-            with_place = np.flatnonzero(self._counts[runs] > place)
-            number = first_pieces[with_place] + place
-            next_transitions = pick_rows(transitions, number)
+            continuing = np.flatnonzero(self._counts[runs] > place)
+            maps = first_pieces[continuing] + place
+            next_transitions = pick_rows(transitions, maps)
             b = _replace_rows(
-                b, with_place, apply_maps(next_transitions, pick_rows(b, with_place), pick_rows(states, number))
+                b, continuing, apply_maps(next_transitions, pick_rows(b, continuing), pick_rows(states, maps))
             )
-            m = _replace_rows(m, with_place, next_transitions @ pick_rows(m, with_place))
+            m = _replace_rows(m, continuing, next_transitions @ pick_rows(m, continuing))
         return b, m
 
     def entering_states(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
@@ -81,11 +81,11 @@ class Pieces:
         put_runs(result, self._starts, of_runs)
         for place in range(1, int(self._counts.max())):
             pieces_before = self._starts[self._counts > place] + place - 1
-            number = pieces_before - self.first
+            maps = pieces_before - self.first
             put_runs(
                 result,
                 pieces_before + 1,
-                apply_maps(pick_rows(transitions, number), pick_rows(result, pieces_before), pick_rows(states, number)),
+                apply_maps(pick_rows(transitions, maps), pick_rows(result, pieces_before), pick_rows(states, maps)),
             )
         return result
 
@@ -98,12 +98,12 @@ class Pieces:
         last_pieces = self._starts[runs] + self._counts[runs] - 1
         result = pick_rows(entry_gradients, last_pieces - self.first)
         for place in range(1, int(self._counts[runs].max(initial=1))):
-            with_place = np.flatnonzero(self._counts[runs] > place)
-            number = last_pieces[with_place] - place - self.first
+            continuing = np.flatnonzero(self._counts[runs] > place)
+            maps = last_pieces[continuing] - place - self.first
             gradient_before = apply_maps(
-                pick_rows(transitions, number).mT, pick_rows(result, with_place), pick_rows(entry_gradients, number)
+                pick_rows(transitions, maps).mT, pick_rows(result, continuing), pick_rows(entry_gradients, maps)
             )
-            result = _replace_rows(result, with_place, gradient_before)
+            result = _replace_rows(result, continuing, gradient_before)
         return result
 
     def leaving_gradients(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
@@ -120,14 +120,14 @@ class Pieces:
         put_runs(result, last_pieces, leaving)
         for place in range(1, int(self._counts.max())):
             pieces_after = last_pieces[self._counts > place] - place + 1
-            number = pieces_after - self.first
+            maps = pieces_after - self.first
             put_runs(
                 result,
                 pieces_after - 1,
                 apply_maps(
-                    pick_rows(transitions, number).mT,
+                    pick_rows(transitions, maps).mT,
                     pick_rows(result, pieces_after),
-                    pick_rows(entry_gradients, number),
+                    pick_rows(entry_gradients, maps),
                 ),
             )
         return result

@@ -37,15 +37,15 @@ class LocalRuns:
         self.chunk: int = chunk
         self.shared: Flags = np.zeros(len(lengths), dtype=bool) if shared is None else shared
         self.pieces: dict[int, Any] = {}  # by the number of heads; `pieces.cut_into_pieces` fills it
-        self._of_chunks: dict[int, LocalRuns] = {}
+        self._runs_by_chunk: dict[int, LocalRuns] = {}
         self.rows: int = int(lengths.sum())
         self._chunks = -(-lengths // chunk)
 
     def cut_chunks(self, chunk: int) -> "LocalRuns":
         """Return the same runs cut into chunks of `chunk` rows, worked out once."""
-        if chunk not in self._of_chunks:
-            self._of_chunks[chunk] = LocalRuns(self.lengths, self.device, self.shared, chunk=chunk)
-        return self._of_chunks[chunk]
+        if chunk not in self._runs_by_chunk:
+            self._runs_by_chunk[chunk] = LocalRuns(self.lengths, self.device, self.shared, chunk=chunk)
+        return self._runs_by_chunk[chunk]
 
     @property
     def starts(self) -> Integers:

@@ -48,12 +48,12 @@ def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device)
     counts, starts = -(-size // chunk), np.cumsum(size) - size
     order = np.argsort(-counts, kind="stable")
     run, place = np.repeat(order, counts[order]), expand_runs(np.zeros_like(order), counts[order])
-    by_place = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
-    run, place = run[by_place, None], place[by_place]
+    place_order = np.argsort(place, kind="stable")  # first chunks of all runs, then second ones
+    run, place = run[place_order, None], place[place_order]
     row_of_run = place[:, None] * chunk + np.arange(chunk)
     rows = np.where(row_of_run < size[run], starts[run] + row_of_run, total).reshape(-1)
-    local_numbers, back = np.flatnonzero(rows < total), np.empty(total, dtype=np.int64)
-    back[rows[local_numbers]] = local_numbers
+    filled_places, back = np.flatnonzero(rows < total), np.empty(total, dtype=np.int64)
+    back[rows[filled_places]] = filled_places
     inverse = np.argsort(order, kind="stable")
     rows, back, order, inverse = (to_device(x, device) for x in (rows, back, order, inverse))
     return _Chunks(rows, back, np.bincount(place).tolist(), order, inverse)
@@ -95,9 +95,9 @@ def scan(
         new_values, state_share = solution.split([v.shape[-1], k.shape[-1]], -1)
     inner = None if q is None or fades is None else _products_under_decay(cut_rows(q), k, fades)
     decayed_q = None if q is None else cut_rows(q) * decay.exp()
-    writing, fading = (k * later_decay.exp()).mT, chunk_decay.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
+    decayed_k, fading = (k * later_decay.exp()).mT, chunk_decay.exp().mT  # (N, H, K, C), (N, H, K or 1, 1)
 
-    state, outs, chunks_done = initial.index_select(0, chunks.order), [v[:0, :, :, : v.shape[-1]]], 0
+    state, outs, chunks_done = initial.index_select(0, chunks.order), list[Tensor](), 0
     for size in chunks.sizes:
         chunk_range = slice(chunks_done, chunks_done + size)
         entering = state[:size]
@@ -108,7 +108,7 @@ def scan(
         )
         if decayed_q is not None and inner is not None:
             outs.append(decayed_q[chunk_range] @ entering + inner[chunk_range] @ values)
-        leaving = fading[chunk_range] * entering + writing[chunk_range] @ values
+        leaving = fading[chunk_range] * entering + decayed_k[chunk_range] @ values
         state = torch.cat([leaving, state[size:]])
         chunks_done += size
     final = state.index_select(0, chunks.inverse)
@@ -125,8 +125,8 @@ def _pair_decays(g: Tensor) -> Tensor:
     chunk's first row on would leave their rounding, in the gradient of g above all.
     """
     chunk = g.shape[2]
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu()  # whose g is in no sum of the column
-    return g.unsqueeze(3).expand(*g.shape[:3], chunk, -1).masked_fill(later[..., None], 0).cumsum(2).exp()
+    left_out = torch.ones(chunk, chunk, dtype=torch.bool, device=g.device).triu()  # i ≤ j: g_i is in no sum of column j
+    return g.unsqueeze(3).expand(*g.shape[:3], chunk, -1).masked_fill(left_out[..., None], 0).cumsum(2).exp()
 
 
 def _products_under_decay(a: Tensor, b: Tensor, fades: Tensor) -> Tensor:
@@ -193,19 +193,19 @@ class TorchBackward:
         self._dout = saved.dout
         with torch.enable_grad():
             self._leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
-            self._start = saved.states.detach().requires_grad_()
+            self._entering = saved.states.detach().requires_grad_()
             full_inputs = _repeat_heads(Inputs(*self._leaves), scale)  # pyright: ignore[reportArgumentType]
-            self._out, self._final = scan(*full_inputs, self._start, runs.lengths)
+            self._out, self._final = scan(*full_inputs, self._entering, runs.lengths)
 
     def entry_gradients(self, runs: Integers) -> Tensor:
         """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, by autograd.
 
-        They are zero where no output depends on a state, as without rows.
+        They are zero where no output depends on a state, as without rows. The graph is kept for `gradients`.
         """
         (entry_gradients,) = torch.autograd.grad(
-            self._out, self._start, self._dout, retain_graph=True, allow_unused=True
+            self._out, self._entering, self._dout, retain_graph=True, allow_unused=True
         )
-        entry_gradients = torch.zeros_like(self._start) if entry_gradients is None else entry_gradients
+        entry_gradients = torch.zeros_like(self._entering) if entry_gradients is None else entry_gradients
         return pick_rows(entry_gradients, runs)
 
     def prepare_chunks(self) -> None:

@@ -39,19 +39,19 @@ def scan_chunks_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < SIZE * WIDTH
     row, column = place // WIDTH, place % WIDTH
-    of_added = (head // SHARED) * SIZE * SHARED * WIDTH + row * SHARED * WIDTH + (head % SHARED) * WIDTH + column
-    of_state = head * SIZE * WIDTH + place
+    added_offsets = (head // SHARED) * SIZE * SHARED * WIDTH + row * SHARED * WIDTH + (head % SHARED) * WIDTH + column
+    state_offsets = head * SIZE * WIDTH + place
     first_chunk, end_chunk = tl.load(chunk_ends + run), tl.load(chunk_ends + run + 1)
-    state = tl.load(states + run * HEADS * SIZE * WIDTH + of_state, mask=inside, other=0.0)
+    state = tl.load(states + run * HEADS * SIZE * WIDTH + state_offsets, mask=inside, other=0.0)
     for step in range(end_chunk - first_chunk):
         chunk = end_chunk - 1 - step if BACKWARDS else first_chunk + step
         if KEEP:
-            state_before = into + chunk * HEADS * SIZE * WIDTH + of_state
+            state_before = into + chunk * HEADS * SIZE * WIDTH + state_offsets
             tl.store(state_before, state.to(state_before.dtype.element_ty), mask=inside)
         fading = tl.exp2(tl.load(decays + chunk * HEADS + head))
-        addition = tl.load(added + chunk * HEADS * SIZE * WIDTH + of_added, mask=inside, other=0.0)
+        addition = tl.load(added + chunk * HEADS * SIZE * WIDTH + added_offsets, mask=inside, other=0.0)
         state = fading * state + addition
-    tl.store(final + run * HEADS * SIZE * WIDTH + of_state, state, mask=inside)
+    tl.store(final + run * HEADS * SIZE * WIDTH + state_offsets, state, mask=inside)
 
 
 @triton.jit
@@ -74,16 +74,18 @@ def maps_kernel(
 ):
     """Compute B and M of each run, where S_out = M S_in + B.
 
-    One program does COLUMNS columns of one head's B or M, for one run, chunk after chunk: S ← decay · S + kᵀ (u − w S).
-    Columns of B begin at zeros and take the values u. Columns of M begin as those of the identity, and take no values.
-    What the next chunk reads is loaded while this one is computed.
+    One program does COLUMNS columns of one head's B or M, for one run, chunk after chunk: S ← decay · S + kᵀ (u − w S),
+    k by the decay to the chunk's end; with a decay by channel (BY_CHANNEL) k comes decayed already. `g` are log-decays
+    (base 2) summed from each chunk's start; SHARED heads have one key in common. Columns of B begin at zeros and take
+    the values u. Columns of M begin as those of the identity, and take no values. What the next chunk reads is loaded
+    while this one is computed.
     """
-    first_of_units: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS * COLUMNS
+    first_unit: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS * COLUMNS
     head, run = tl.program_id(1), tl.program_id(2).to(tl.int64)
     first_row = tl.load(ends + run)
     length = (tl.load(ends + run + 1) - first_row).to(tl.int32)
     value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # columns of B, then those of M
-    unit = value - first_of_units
+    unit = value - first_unit
     key, row = tl.arange(0, KEYS), tl.arange(0, CHUNK)
     key_mask, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
 
@@ -94,7 +96,7 @@ def maps_kernel(
 
     state = tl.where(unit[:, None] == key[None, :], 1.0, 0.0)
     b_u = tl.load(values, mask=inside & (row < length)[None, :], other=0.0)
-    chunk_decay, decay = _chunk_decays(decays, length, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+    chunk_decay, decay = _load_decays(decays, length, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
     for start in range(0, length, CHUNK):
         rows_left = length - start
         mask = (row < rows_left)[:, None] & key_mask
@@ -103,7 +105,7 @@ def maps_kernel(
         values += CHUNK * HEADS * WIDTH
         decays += CHUNK * HEADS * (SIZE if BY_CHANNEL else 1)
         next_u = tl.load(values, mask=inside & (row < rows_left - CHUNK)[None, :], other=0.0)
-        next_chunk_decay, next_decay = _chunk_decays(decays, rows_left - CHUNK, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+        next_chunk_decay, next_decay = _load_decays(decays, rows_left - CHUNK, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
         new_values = b_u - tl.dot(state.to(b_w.dtype), tl.trans(b_w))
         if not BY_CHANNEL:
             new_values *= tl.exp2(chunk_decay - decay)[None, :]
@@ -112,10 +114,10 @@ def maps_kernel(
         weights += CHUNK * HEADS * SIZE
         keys += CHUNK * (HEADS // SHARED) * SIZE
 
-    of_head = (run * HEADS + head) * SIZE + key[None, :]
-    tl.store(states + of_head * WIDTH + value[:, None], state, mask=inside & key_mask)
-    of_units = (unit >= 0)[:, None] & (unit < SIZE)[:, None]
-    tl.store(transitions + of_head * SIZE + unit[:, None], state, mask=of_units & key_mask)
+    state_rows = (run * HEADS + head) * SIZE + key[None, :]
+    tl.store(states + state_rows * WIDTH + value[:, None], state, mask=inside & key_mask)
+    is_unit = (unit >= 0)[:, None] & (unit < SIZE)[:, None]
+    tl.store(transitions + state_rows * SIZE + unit[:, None], state, mask=is_unit & key_mask)
 
 
 @triton.jit
@@ -155,23 +157,23 @@ def entry_gradients_kernel(
     key_mask, inside = (key < SIZE)[None, :], (value < WIDTH)[:, None]
 
     begin = tl.maximum((length - 1) // CHUNK, 0) * CHUNK  # first row of the last chunk, which may be shorter
-    at = first_row + begin + row
-    keys = k + (at[:, None] * (HEADS // SHARED) + head // SHARED) * SIZE + key[None, :]
-    reads = q + (at[:, None] * (HEADS // Q_SHARED) + head // Q_SHARED) * SIZE + key[None, :]
-    weights = w + (at[:, None] * HEADS + head) * SIZE + key[None, :]
-    of_values = (at[None, :] * HEADS + head) * WIDTH + value[:, None]
-    outputs, values = do + of_values, dv + of_values
+    rows = first_row + begin + row
+    keys = k + (rows[:, None] * (HEADS // SHARED) + head // SHARED) * SIZE + key[None, :]
+    queries = q + (rows[:, None] * (HEADS // Q_SHARED) + head // Q_SHARED) * SIZE + key[None, :]
+    weights = w + (rows[:, None] * HEADS + head) * SIZE + key[None, :]
+    value_offsets = (rows[None, :] * HEADS + head) * WIDTH + value[:, None]
+    outputs, values = do + value_offsets, dv + value_offsets
     decays = g + ((first_row + begin) * HEADS + head) * (SIZE if BY_CHANNEL else 1)
 
     state = tl.zeros((COLUMNS, KEYS), dtype=tl.float32)
     rows_left = length - begin
     b_do = tl.load(outputs, mask=inside & (row < rows_left)[None, :], other=0.0)
     b_dv = tl.load(values, mask=inside & (row < rows_left)[None, :], other=0.0)
-    chunk_decay, decay = _chunk_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+    chunk_decay, decay = _load_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
     for rows_done in range(0, length, CHUNK):
         mask = (row < length - begin + rows_done)[:, None] & key_mask  # only the run's last chunk may be short
         b_k = tl.load(keys, mask=mask, other=0.0)
-        b_q = tl.load(reads, mask=mask, other=0.0)
+        b_q = tl.load(queries, mask=mask, other=0.0)
         b_w = tl.load(weights, mask=mask, other=0.0)
         outputs -= CHUNK * HEADS * WIDTH
         values -= CHUNK * HEADS * WIDTH
@@ -179,7 +181,7 @@ def entry_gradients_kernel(
         rows_left = tl.minimum(begin - rows_done, CHUNK)  # rows of the chunk before, which is whole, or 0
         next_do = tl.load(outputs, mask=inside & (row < rows_left)[None, :], other=0.0)
         next_dv = tl.load(values, mask=inside & (row < rows_left)[None, :], other=0.0)
-        next_chunk_decay, next_decay = _chunk_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
+        next_chunk_decay, next_decay = _load_decays(decays, rows_left, HEADS, SIZE, CHUNK, KEYS, BY_CHANNEL)
         gradient, decayed_do = tl.dot(state.to(b_k.dtype), tl.trans(b_k)), b_do.to(tl.float32) * scale
         if not BY_CHANNEL:
             gradient *= tl.exp2(chunk_decay - decay)[None, :]
@@ -188,7 +190,7 @@ def entry_gradients_kernel(
         state = tl.dot((-gradient - b_dv).to(b_w.dtype), b_w, state)
         b_do, b_dv, chunk_decay, decay = next_do, next_dv, next_chunk_decay, next_decay
         keys -= CHUNK * (HEADS // SHARED) * SIZE
-        reads -= CHUNK * (HEADS // Q_SHARED) * SIZE
+        queries -= CHUNK * (HEADS // Q_SHARED) * SIZE
         weights -= CHUNK * HEADS * SIZE
 
     tl.store(
@@ -199,30 +201,30 @@ def entry_gradients_kernel(
 
 
 @triton.jit
-def _chunk_decays(
+def _load_decays(
     decays,
-    left,
+    rows_left,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):
-    """Load a chunk's summed log-decays (base 2): its last row's, and all rows'; the run has `left` rows from it on.
+    """Load a chunk's summed log-decays (base 2), its last row's and all rows'; from it on the run has `rows_left` rows.
 
-    Where each channel has a decay (BY_CHANNEL), rows come decayed already, and both are the last row's, a number for
-    each key. A chunk without rows, past the run's end, has zeros.
+    Where each channel has a decay (BY_CHANNEL), rows come decayed already, so that only the last row's are needed, one
+    for each key number, and both results are these. A chunk without rows, past the run's end, has zeros.
     """
-    last_row = tl.minimum(left, CHUNK) - 1
+    last_row = tl.minimum(rows_left, CHUNK) - 1
     if BY_CHANNEL:
         key = tl.arange(0, KEYS)
-        end = tl.load(decays + last_row * HEADS * SIZE + key, mask=key < tl.where(left > 0, SIZE, 0), other=0.0)
-        row_decays = end
+        last = tl.load(decays + last_row * HEADS * SIZE + key, mask=key < tl.where(rows_left > 0, SIZE, 0), other=0.0)
+        row_decays = last
     else:
         row = tl.arange(0, CHUNK)
-        end = tl.load(decays + last_row * HEADS, mask=left > 0, other=0.0)
-        row_decays = tl.load(decays + row * HEADS, mask=row < left, other=0.0)
-    return end, row_decays
+        last = tl.load(decays + last_row * HEADS, mask=rows_left > 0, other=0.0)
+        row_decays = tl.load(decays + row * HEADS, mask=row < rows_left, other=0.0)
+    return last, row_decays
 
 
 @triton.jit
