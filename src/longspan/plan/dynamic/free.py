@@ -148,7 +148,7 @@ class _Lanes:
         return self.problem.widest_degree(int(self.width[lanes].sum()))
 
     def _gang_seconds(self, item: int, lanes: Ints) -> float:
-        """Return the seconds of a document on a gang of these lanes, launch included, at the speed between nodes."""
+        """Return the seconds of a document on a gang, launch included, as if its lanes were in several nodes."""
         tokens, degree = int(self.problem.tokens[item]), self._gang_degree(lanes)
         seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
         return self.launch + float(seconds)

@@ -96,7 +96,7 @@ class FreeSlots:
         """Take `width` slots, at most `total`: from one block if one has them, else from as few as possible."""
         parts: Parts = []
         while width:
-            size = self._smallest_fit(width, whole=not parts) or self._largest_run()
+            size = self._smallest_fit(width, avoid_remnant=not parts) or self._largest_run()
             count = min(size, width)
             parts.append(self._take_next_slots(self.by_left[size].pop(), count))
             width -= count
@@ -104,7 +104,7 @@ class FreeSlots:
 
     def has_block(self, width: int) -> bool:
         """Return whether one block has at least `width` free slots."""
-        return bool(self._smallest_fit(width, whole=False))
+        return bool(self._smallest_fit(width, avoid_remnant=False))
 
     def remaining_runs(self) -> Parts:
         """Divide the slots that are left into runs that hold a group."""
@@ -114,15 +114,15 @@ class FreeSlots:
             for offset, count in even_runs(left, self.degrees)
         ]
 
-    def _smallest_fit(self, width: int, *, whole: bool) -> int:
+    def _smallest_fit(self, width: int, *, avoid_remnant: bool) -> int:
         """Return the fewest free slots of any block that has at least `width` of them; 0 if none has.
 
-        With `whole`, blocks come first in which taking `width` leaves no slot, or enough for another group.
+        With `avoid_remnant`, blocks come first in which taking `width` leaves no slot, or enough for another group.
         """
         for size in range(width, len(self.by_left)):
-            if self.by_left[size] and not (whole and 0 < size - width < self.degrees[0]):
+            if self.by_left[size] and not (avoid_remnant and 0 < size - width < self.degrees[0]):
                 return size
-        return self._smallest_fit(width, whole=False) if whole else 0
+        return self._smallest_fit(width, avoid_remnant=False) if avoid_remnant else 0
 
     def _largest_run(self) -> int:
         """Return the most free slots of a block."""
