@@ -74,7 +74,8 @@ class Correction:
     def correct_cost(self, cost: Cost) -> Cost:
         """Return a cost whose parts take their factors times as long, for as many bytes.
 
-        Latencies that a cost does not have by level go with the level inside a host.
+        Latencies that a cost does not have by level go with the level inside a host. `sharding_seconds` belong to no
+        part and stay.
         """
         if self == NO_CORRECTION:
             return cost
@@ -177,7 +178,7 @@ def _solve_within_bounds(shares: Floats, ratios: Floats, weights: Floats, *, pul
     while free.any():
         right_side_of_free = right_side[free] - matrix[np.ix_(free, ~free)] @ factors[~free]
         factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], right_side_of_free)
-        beyond = np.maximum(factors / BOUND, 1 / np.maximum(factors * BOUND, 1e-9))
+        beyond = np.maximum(factors / BOUND, 1 / np.maximum(factors * BOUND, 1e-9))  # 1e-9 for factors of 0 or less
         if beyond[free].max() <= 1 + 1e-9:
             break
         worst = int(np.where(free, beyond, 0).argmax())

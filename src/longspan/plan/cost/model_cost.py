@@ -99,7 +99,11 @@ def _is_machine(values: Any) -> bool:
 
 
 def _fill_exchange_bytes(cost: Cost, values: dict[str, Any]) -> Cost:
-    """Fill in `exchange_bytes` for four query heads to a key/value head, the default, where a file lacks them."""
+    """Fill in the `exchange_bytes` that an older file lacks, in proportion to its `ring_bytes`.
+
+    The proportion is the default cost's, of four query heads to a key/value head. A file without `ring_bytes` gets both
+    defaults.
+    """
     if "exchange_bytes" in values or "ring_bytes" not in values:
         return cost
     return replace(cost, exchange_bytes=cost.ring_bytes / DEFAULT_COST.ring_bytes * DEFAULT_COST.exchange_bytes)

@@ -23,7 +23,8 @@ class _FilledBins:
     Bins with most fillers come first, and rows of `tokens`, `squares` and `work` (bins, most fillers) are padded with
     zeros, so that the bins which have a filler in some column are a prefix. Columns p of `first_tokens`,
     `first_squares` and `first_documents` (bins, most fillers + 1) are the sums over the first p fillers. `merged` is
-    whether the bin's anchor is in one group with its shared fillers.
+    whether the bin's anchor is in one group with its shared fillers, to which it adds `anchor_tokens` rows and
+    `anchor_squares`; any other anchor takes `base_seconds` before that group, and `base_rows` of every slot.
     """
 
     def __init__(self, draft: Draft) -> None:

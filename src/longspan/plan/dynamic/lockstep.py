@@ -305,8 +305,8 @@ class _Drafting:
         least_loaded = LeastLoaded(self.bins, self.durations, self.problem)
         work: list[float] = self.problem.work.tolist()
         tokens: list[int] = self.problem.tokens.tolist()
-        placed = 0
-        while (placed := least_loaded.place_items(items, placed, tokens, work)) < len(items):
+        position = 0
+        while (position := least_loaded.place_items(items, position, tokens, work)) < len(items):
             self._add_micro_batch(self.durations[-1])
             self._add_bins(len(self.durations) - 1)
             least_loaded = LeastLoaded(self.bins, self.durations, self.problem)

@@ -200,11 +200,11 @@ class Problem:
         A sample has `SAMPLED_SLOTS` slots or more, at least four times as many as its longest document needs and as the
         smallest group has, and at least half as many items as `SAMPLED_SLOTS`.
         """
-        slots, widest = self.request.slots, -(-int(self.tokens[0]) // self.cap)
+        slots, needed = self.request.slots, -(-int(self.tokens[0]) // self.cap)
         if slots < 2 * SAMPLED_SLOTS:
             return 1
-        widest = self.degrees[bisect_left(self.degrees, widest)]
-        least = max(4 * widest, 4 * self.min_cp, SAMPLED_SLOTS)
+        needed = self.degrees[bisect_left(self.degrees, needed)]
+        least = max(4 * needed, 4 * self.min_cp, SAMPLED_SLOTS)
         return max(1, min(slots // least, 2 * len(self.tokens) // SAMPLED_SLOTS))
 
     @property
