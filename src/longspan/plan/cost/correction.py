@@ -1,8 +1,8 @@
 """Factors by which measured steps differ from a cost's prices, and their estimate from steps (`fit_correction`).
 
-A price is linear in the factors of its four parts: `linear` (all products but attention's, and launches), `attention`,
-and the messages of the two levels of the network, `inside` a host and `across` hosts. What is recorded of steps, and
-when a correction takes effect, is `plan/refinement.py`'s.
+A price is linear in the factors of its four parts: `linear` (all products but attention's, launches, and FSDP2's
+messages), `attention`, and the other messages of the two levels of the network, `inside` a host and `across` hosts.
+What is recorded of steps, and when a correction takes effect, is `plan/refinement.py`'s.
 """
 
 import dataclasses
@@ -74,8 +74,7 @@ class Correction:
     def correct_cost(self, cost: Cost) -> Cost:
         """Return a cost whose parts take their factors times as long, for as many bytes.
 
-        Latencies that a cost does not have by level go with the level inside a host. `sharding_seconds` belong to no
-        part and stay.
+        Latencies that a cost does not have by level go with the level inside a host.
         """
         if self == NO_CORRECTION:
             return cost
@@ -83,6 +82,7 @@ class Correction:
             cost,
             linear_seconds=cost.linear_seconds * self.linear,
             micro_batch_seconds=cost.micro_batch_seconds * self.linear,
+            sharding_seconds=cost.sharding_seconds * self.linear,
             closing_seconds=cost.closing_seconds * self.linear,
             launch_seconds=cost.launch_seconds * self.linear,
             update_seconds=cost.update_seconds * self.linear,
