@@ -122,7 +122,7 @@ def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correct
         longer, shorter = (
             seconds(dataclasses.replace(correction, **{name: factor * (1 + change)})) for change in (_SMALL, -_SMALL)
         )
-        parts.append(round((longer - shorter) / (2 * _SMALL * factor), 12))
+        parts.append(round((longer - shorter) / (2 * _SMALL * factor), 12))  # no rounding errors in place of 0
     linear, attention, inside, across = parts
     return linear, attention, inside, across
 
@@ -148,7 +148,8 @@ def fit_correction(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -
     factors = np.ones(len(PARTS))
     for turn in range(ROUNDS):
         distance = np.abs(ratios - shares @ factors)
-        usual = max(1.4826 * float(np.median(distance)), 1e-7)  # the standard deviation of normal errors
+        # The standard deviation of normal errors, and above 0 where all steps fit.
+        usual = max(1.4826 * float(np.median(distance)), 1e-7)
         weights = _weigh_steps(distance, usual, keep_all=turn < FIRST_ROUNDS)
         factors = _solve_within_bounds(shares, ratios, weights, pull=(usual / SPREAD) ** 2)
     return Correction.of([float(f"{factor * common:.{DIGITS}g}") for factor in factors.tolist()])

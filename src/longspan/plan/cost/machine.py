@@ -81,8 +81,8 @@ class Machine(MachineFigures):
         """
         if level not in LEVELS:
             raise PlanError(f"level of a link is {level!r}; use one of {', '.join(LEVELS)}")
-        before: Link = getattr(self, level)
-        latency = before.point.latency if seconds is None else seconds
+        present: Link = getattr(self, level)
+        latency = present.point.latency if seconds is None else seconds
         inside = level == "inside"
         link = Link.of(latency, bytes_per_second) if inside else Link.host_link(latency, bytes_per_second, network)
         return dataclasses.replace(self, **{level: link})

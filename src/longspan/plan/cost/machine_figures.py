@@ -153,7 +153,8 @@ class MachineFigures:
     def scale_figures(self, name: str, products: float, memory: float, inside: float, across: float, gib: int) -> Self:
         """Make a device by its data sheet: `products` and `memory` are its speeds over this one's.
 
-        `inside` and `across` are bytes/s of its links, `gib` is the size of its memory.
+        `inside` and `across` are bytes/s of its links, whose latencies are those of H200s; `gib` is the size of its
+        memory.
         """
         rates = {key: value * products for key, value in self.rates().items() if key.endswith("flops_per_second")}
         return dataclasses.replace(
@@ -196,7 +197,7 @@ class MachineFigures:
                 f"the machine's file has version {version!r}, and this longspan reads {VERSION}; measure again"
             )
         fields = _ABSENT_BEFORE | fields
-        fields.setdefault(  # older files lack it too, and it depends on their products
+        fields.setdefault(  # older files lack it too, and it depends on their products (without which all is refused)
             "float8_flops_per_second", _FLOAT8_OVER_BFLOAT16 * fields.get("product_flops_per_second", 700e12)
         )
         if differ := sorted(names ^ set(fields)):

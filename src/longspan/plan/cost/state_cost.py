@@ -168,12 +168,13 @@ class StateCost:
         """Count the states and the transitions that a group sends.
 
         Every run of a document but the last sends a state. A run that is not the first either also sends a transition,
-        as the state before it passes through. Under "contiguous" each of the degree − 1 boundaries between slots cuts
-        one document, whose state goes on; the first run of each document sends no transition.
+        as the state before it passes through. Under "zigzag" a document has two runs on every slot, of which those of
+        the last slot are neighbours and count as one. Under "contiguous" each of the degree − 1 boundaries between
+        slots cuts one document, whose state goes on; the first run of each document sends no transition.
         """
         if self.partition == "contiguous":
             return degree - 1, np.maximum(degree - 1 - documents, 0)
-        runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))  # of a document
+        runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))  # of a document, a row each at least
         states, transitions = documents * (runs - 1), documents * np.maximum(runs - 2, 0)
         return np.where(degree > 1, states, 0), np.where(degree > 1, transitions, 0)
 

@@ -267,6 +267,7 @@ def _cross_host_share_of_rings(rings: Sequence[Sequence[int]]) -> float:
 def _cross_host_share_of_pairs(sets: Sequence[Sequence[int]]) -> float:
     """Return the share of pairs on two hosts, of all pairs of members of one set; `sets` have the members' hosts."""
     pairs = sum(len(members) * (len(members) - 1) for members in sets)
+    # Both sums of squares have each member with itself, which the difference drops.
     same_host = sum(members.count(node) ** 2 for members in map(list, sets) for node in set(members))
     return (sum(len(members) ** 2 for members in sets) - same_host) / pairs if pairs else 0.0
 

@@ -187,7 +187,7 @@ class Problem:
         return self.degrees[at - 1] if at else 0
 
     def split_into_runs(self, part: tuple[int, int]) -> Parts:
-        """Split a part (first slot, slots) into runs that hold a group each, and a last run of what is left, if any."""
+        """Split a part (first slot, slots) into runs that hold a group each, and a last run that holds none, if any."""
         start, slots = part
         pieces = [(start + offset, width) for offset, width in even_runs(slots, self.degrees)]
         used_slots = sum(width for _, width in pieces)
