@@ -105,7 +105,7 @@ class Correction:
 
 
 NO_CORRECTION = Correction()
-_SMALL = 1e-3  # change of a factor by which a part's seconds are found
+_SMALL_CHANGE = 1e-3  # change of a factor by which a part's seconds are found
 
 
 def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correction) -> Seconds:
@@ -120,9 +120,10 @@ def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correct
     parts: list[float] = []
     for name, factor in correction.factors().items():
         longer, shorter = (
-            seconds(dataclasses.replace(correction, **{name: factor * (1 + change)})) for change in (_SMALL, -_SMALL)
+            seconds(dataclasses.replace(correction, **{name: factor * (1 + change)}))
+            for change in (_SMALL_CHANGE, -_SMALL_CHANGE)
         )
-        parts.append(round((longer - shorter) / (2 * _SMALL * factor), 12))  # no rounding errors in place of 0
+        parts.append(round((longer - shorter) / (2 * _SMALL_CHANGE * factor), 12))  # no rounding errors in place of 0
     linear, attention, inside, across = parts
     return linear, attention, inside, across
 

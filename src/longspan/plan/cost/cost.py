@@ -26,7 +26,7 @@ Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
 _CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size")
 _NOT_CONSTANTS = ("source", "forward", "states", "network", *_CHOICES)
-_OF_ROWS = ("linear_seconds", "attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds", "copy_seconds")
+_ROW_FIELDS = ("linear_seconds", "attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds", "copy_seconds")
 FORWARD_ALONE = "forward passes alone"
 
 
@@ -259,7 +259,7 @@ class Cost:
             raise PlanError(f"tp is {tp!r}; a degree is an integer of at least 1")
         return dataclasses.replace(
             self,
-            **{name: getattr(self, name) / tp for name in _OF_ROWS},
+            **{name: getattr(self, name) / tp for name in _ROW_FIELDS},
             states=self.states and self.states.shared_by(tp),
             network=self.network and self.network.shared_by(tp),
             forward=self.forward and self.forward.shared_by(tp),

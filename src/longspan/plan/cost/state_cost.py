@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 _STATE_SIZE = 4  # bytes of a number of a state
 # What forward takes of both passes: a third of the products; of summaries two thirds, as backward reads what forward
 # computed that a run does to a state; states go round once in either pass.
-_FORWARD = {
+_FORWARD_SHARES = {
     "scan_seconds": 1 / 3,
     "summary_seconds": 2 / 3,
     "state_bytes": 1 / 2,
@@ -30,13 +30,7 @@ _FORWARD = {
     "halo_bytes": 1 / 2,
     "step_seconds": 1 / 2,
 }
-_DIVIDED = (
-    "scan_seconds",
-    "summary_seconds",
-    "state_bytes",
-    "transition_bytes",
-    "halo_bytes",
-)  # by tensor-parallel ranks
+_DIVIDED_BY_TP = ("scan_seconds", "summary_seconds", "state_bytes", "transition_bytes", "halo_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,16 +105,16 @@ class StateCost:
         return dataclasses.replace(self, partition=partition)
 
     def forward_only(self) -> "StateCost":
-        """Return the cost of forward passes only: the shares `_FORWARD` of both passes."""
-        return self._scale_numbers(_FORWARD)
+        """Return the cost of forward passes only: the shares `_FORWARD_SHARES` of both passes."""
+        return self._scale_numbers(_FORWARD_SHARES)
 
     def shared_by(self, tp: int) -> "StateCost":
         """Return the cost of a rank, where tensor-parallel ranks share the heads."""
-        return self._scale_numbers(dict.fromkeys(_DIVIDED, 1 / tp))
+        return self._scale_numbers(dict.fromkeys(_DIVIDED_BY_TP, 1 / tp))
 
     def with_recomputation(self, share: float) -> "StateCost":
         """Return the cost where a share of the layers runs forward again in backward, its exchanges included."""
-        return self._scale_numbers({name: 1 + share * part for name, part in _FORWARD.items()})
+        return self._scale_numbers({name: 1 + share * part for name, part in _FORWARD_SHARES.items()})
 
     def scale_times(self, factor: float) -> "StateCost":
         """Return the cost of a machine on which everything takes `factor` times as long."""
