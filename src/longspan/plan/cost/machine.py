@@ -258,7 +258,10 @@ class Machine(MachineFigures):
         return prices
 
     def fastest_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
-        """Return the type that takes least time: what "auto" stands for. Some type always can: p2p takes any heads."""
+        """Return the price of the type that takes least time, which "auto" stands for.
+
+        There always is one: p2p takes any heads.
+        """
         if group.degree == 1:
             return TypePrice("p2p", (1, 1), 0.0, 0.0, {"inside": 0.0, "across": 0.0})
         return min(self._type_prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)

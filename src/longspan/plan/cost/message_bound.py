@@ -78,10 +78,11 @@ class MessageBound:
         """
         if fewest > min(self.widest, self.node_size):
             return np.inf
+        inside, _ = self._least_exchange_seconds
         chosen, around = self._possible_levels(fewest)
         step_seconds = self._turn_seconds + self.cost.merge_seconds
-        levels = self._exchanges[0][chosen] + step_seconds * (around - 1) + self._kernel_delay(around, shortest)
-        return min(self._gather_row_seconds(fewest, shortest, crosses=False), levels.min(initial=np.inf))
+        two_levels = inside[chosen] + step_seconds * (around - 1) + self._kernel_delay(around, shortest)
+        return min(self._gather_row_seconds(fewest, shortest, crosses=False), two_levels.min(initial=np.inf))
 
     def _across_seconds(self, fewest: int, shortest: int, length: Floats) -> Floats:
         """Return the seconds of documents in groups of `fewest` slots or more on several hosts (MIXTURES, documents).
@@ -107,9 +108,9 @@ class MessageBound:
         least at r = √(s · C / (latency + s · W)), and that r, or the narrowest ring if it is wider, is charged.
         """
         share = np.array(MIXTURES)[:, None, None]  # (shares, sets, documents)
-        exchange, wire = (
-            x[None, :, None] for x in (self._exchanges[1][chosen], self._ring_wire_seconds(self._members[chosen]))
-        )
+        _, across = self._least_exchange_seconds
+        exchange = across[chosen][None, :, None]
+        wire = self._ring_wire_seconds(self._set_sizes[chosen])[None, :, None]
         narrowest = fewest_around[None, :, None].astype(np.float64)
         kernels = self.cost.attention_seconds * length * (length + self.network.half_speed_rows)
         step_seconds = (self._turn_seconds + share * wire) * length
@@ -124,15 +125,15 @@ class MessageBound:
     def _possible_levels(self, fewest: int) -> tuple[Ints, Ints]:
         """Return the sets that may exchange heads in a group of `fewest` slots or more, and the narrowest ring of each.
 
-        A set of e members is given by the index of e in `_members`, and needs a ring of ⌈fewest / e⌉. The first set
+        A set of e members is given by the index of e in `_set_sizes`, and needs a ring of ⌈fewest / e⌉. The first set
         that needs no ring is the last one tried, as wider sets are not cheaper. `a2a` tries that set only, `p2p` the
         set of one, and `all_gather` none.
         """
-        kind, members = self.cost.cp_comm_type, self._members
-        wide = int(np.searchsorted(members, fewest))  # the first that needs no ring
-        last = {"p2p": 1, "all_gather": 0}.get(kind, wide + 1)
-        chosen = np.arange(len(members))[wide if kind == "a2a" else 0 : last]
-        return chosen, -(-fewest // members[chosen])
+        kind, sizes = self.cost.cp_comm_type, self._set_sizes
+        wide = int(np.searchsorted(sizes, fewest))  # the first that needs no ring
+        stop = {"p2p": 1, "all_gather": 0}.get(kind, wide + 1)
+        chosen = np.arange(len(sizes))[wide if kind == "a2a" else 0 : stop]
+        return chosen, -(-fewest // sizes[chosen])
 
     def _kernel_delay(self, around: ArrayLike, shortest: int) -> Floats:
         """Return the seconds a row by which kernels are slower on pieces than on whole documents, in rings of `around`.
@@ -200,20 +201,20 @@ class MessageBound:
         return (2 if self._has_backward else 1) * gather + back + slices * self._turns * network.step_seconds
 
     @cached_property
-    def _members(self) -> Ints:
-        """The members that may exchange heads, rising: those that divide the heads of a rank."""
+    def _set_sizes(self) -> Ints:
+        """How many members may exchange heads, rising: numbers that divide the heads of a rank."""
         heads = self.cost.heads or self.network.heads
-        members = np.arange(1, min(heads, self.widest) + 1)
-        return members[heads % members == 0]
+        sizes = np.arange(1, min(heads, self.widest) + 1)
+        return sizes[heads % sizes == 0]
 
     @cached_property
-    def _exchanges(self) -> tuple[Floats, Floats]:
-        """Seconds a row of exchanges among each of `_members` or more: inside a host, and where the group spans hosts.
+    def _least_exchange_seconds(self) -> tuple[Floats, Floats]:
+        """Least seconds a row of exchanges in sets of each size or wider: inside a host, and in groups across hosts.
 
-        Infinite where a host has fewer slots.
+        Inside a host they are infinite for sets that are wider than a host.
         """
-        inside, across = np.zeros((2, len(self._members)))
-        for i, members in enumerate(map(int, self._members)):
+        inside, across = np.zeros((2, len(self._set_sizes)))
+        for i, members in enumerate(map(int, self._set_sizes)):
             if members > 1:
                 fits_host, most_near = members <= self.node_size, min(members, self.node_size)
                 inside[i] = self._exchange_row_seconds(members, np.array([members])) if fits_host else np.inf

@@ -83,9 +83,10 @@ class DegreeTable:
 
         Both are (classes, micro-batches); seconds are inf where no degree fits. A document on c slots for a micro-batch
         of T seconds wastes c · (T − fillable) slot seconds less its work. It leaves T − `seconds` free on each slot,
-        less half the latency of a group of fillers, which is no wider than a block. Fillers take of these seconds what
-        their rows under the cap allow, and `GAP_LOST` of that counts as lost. With short documents alone a slot may be
-        full before T seconds are over; the share `reach` of those idle seconds is taken off its waste.
+        less half the latency of a group of fillers, which is no wider than a block: some gaps have shared fillers, and
+        others none. Fillers take of these seconds what their rows under the cap allow, and `GAP_LOST` of that counts as
+        lost. With short documents alone a slot may be full before T seconds are over; the share `reach` of those idle
+        seconds is taken off its waste.
         """
         problem, cost = self.problem, self.problem.request.cost
         room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
