@@ -144,8 +144,10 @@ def test_an_anchor_is_priced_once_at_each_degree_as_a_group_of_its_own(cost: Cos
 
 
 def test_the_longest_document_decides_how_short_a_micro_batch_can_be() -> None:
-    alone, beside = (DegreeTable.of(problem(lengths, 8)).least_seconds() for lengths in ([30000], [30000, 20000]))
-    assert beside == alone > DegreeTable.of(problem([20000], 8)).least_seconds()
+    longest_only, with_shorter, shorter_only = (
+        DegreeTable.of(problem(lengths, 8)).longest_document_seconds() for lengths in ([30000], [30000, 20000], [20000])
+    )
+    assert with_shorter == longest_only > shorter_only
 
 
 @pytest.mark.parametrize("name", ["lognorm", "files", "expo"])

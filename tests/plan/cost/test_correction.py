@@ -73,6 +73,15 @@ def test_parts_add_up_to_a_plan_under_any_correction() -> None:
     assert all(max(values) > 0 for values in zip(*parts(), strict=True)), "each part is in some plan"
 
 
+def test_a_step_that_waits_for_sharded_weights_has_these_seconds_in_a_part() -> None:
+    """Work hides behind the messages, and would give the factors of the few seconds that are left."""
+    cost, plan = replace(COST, sharding_seconds=60.0), plans()[0]
+    seconds = plan.timeline(cost).step_seconds
+    of_plan = seconds_of_parts(lambda c: plan.timeline(c.correct_cost(cost)).step_seconds, NO_CORRECTION)
+    assert of_plan == (pytest.approx(seconds, rel=1e-6), 0.0, 0.0, 0.0)
+    assert fit_correction([of_plan] * 8, [1.5 * seconds] * 8).linear == pytest.approx(1.5)
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.001])
 def test_made_factors_are_recovered_within_2_percent_under_outliers(noise: float) -> None:
     fitted = fit_correction(parts(), measured(noise, outliers=0.1)).factors()
@@ -109,7 +118,7 @@ def test_steps_that_are_alike_give_the_common_ratio_and_bounds_hold_around_it() 
 
 def test_every_constant_of_a_cost_belongs_to_one_part() -> None:
     """All factors together are a machine on which everything takes so much longer."""
-    for cost in (COST, Cost(), replace(COST, launch_seconds=0.1, closing_seconds=0.2)):
+    for cost in (COST, Cost(), replace(COST, launch_seconds=0.1, closing_seconds=0.2, sharding_seconds=0.3)):
         found = Correction.of([2.0] * len(PARTS)).correct_cost(cost)
         assert found == scale_times(cost, 2.0, found.source or "")
         assert found.source == f"{cost.source}, refined by measured steps"

@@ -98,7 +98,7 @@ def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
     if kind == "a2a":
         return degree
     if kind == "a2a+p2p":
-        return np.gcd(degree.astype(np.int64), a2a_size).astype(np.float64)
+        return np.gcd(degree.astype(np.int64), a2a_size).astype(np.float64)  # so that their sets divide the group
     return np.ones_like(degree)
 
 
@@ -134,8 +134,7 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
     if cost.network:
         typical = rows.squares / np.maximum(rows.tokens, 1) if rows.typical is None else rows.typical
         piece = typical / (rows.degree if cost.cp_comm_type == "all_gather" else around)
-        piece = np.clip(piece, 1, rows.window)
-        computed = computed * (1 + cost.network.half_speed_rows / piece)
+        computed = computed * (1 + cost.network.half_speed_rows / np.clip(piece, 1, rows.window))
     if cost.cp_comm_type == "all_gather":
         computed = computed + cost.copy_seconds * rows.tokens * (rows.degree > 1)
     elif rows.foreign is not None:
@@ -204,7 +203,7 @@ class _LayerMessages:
     def __init__(self, cost: AttentionRates, network: Network, rows: Rows, around: Floats, computed: Floats) -> None:
         """Take from a cost of all layers the bytes of one layer and pass, and the kernels' seconds of one layer."""
         self.cost, self.network, self.rows, self.around = cost, network, rows, around
-        self.exchanging = rows.degree / around
+        self.exchanging = rows.degree / around  # members that exchange heads; a ring has `around` members
         self.computed = computed / network.layers
         self.copies = kv_copies(network.heads, network.kv_heads, self.exchanging)  # of a key/value head among members
         self.has_backward = cost.passes != "forward"
@@ -317,9 +316,10 @@ class _LayerMessages:
         """Count the slices of heads in which large exchanges go, and the rings of keys: one a slice, or one for all.
 
         A member computes its heads in runs that share a key/value head. Only equal slices are made: either the runs are
-        dealt to slices, each with a ring of its own, or the heads of each run are, and all slices share one ring.
+        dealt to slices, each with a ring of its own, or the heads of each run are, and all slices share one ring. The
+        few rows that members of a narrow group fetch are not sliced.
         """
-        most, large = EXCHANGE_SLICES, self.queries >= 2 * EXCHANGE_SLICE_BYTES
+        most, large = EXCHANGE_SLICES, self.queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES
         heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))
         even = (runs % most == 0) | ((most % runs == 0) & (heads % most == 0))
         slices = np.where(large & even & (self.exchanging > 1) & (self.rows.foreign is None), float(most), 1.0)

@@ -78,7 +78,8 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
     A document of L rows, more than the cap, needs n = ⌈L / cap⌉ slots or more. Its group has at least L / cap slots for
     these rows, each of which waits for the latency of n − 1 steps of a ring, or of one message under other types. Its
     rows go to n − 1 other slots at the least under `p2p` and `all_gather`; under `a2a` (n − 1) / n of them leave their
-    slot once. Attention hides messages of a ring alone.
+    slot once. Attention hides messages of a ring alone. Of types that may be
+    rings or exchanges, "auto" and `a2a+p2p`, only the latency counts, and no bytes.
     """
     if not (rows > cap).any():
         return 0.0
@@ -164,7 +165,8 @@ def _exchange_seconds(
 ) -> NDArray[np.float64]:
     """Return the seconds of exchanging heads on ideal links, with the members of a host and with others side by side.
 
-    Under `a2a+p2p` all members that exchange share a host.
+    Under `a2a+p2p` all members that exchange share a host. Members of a host may also be placed on several, so the
+    faster speed counts for them.
     """
     inside, across = cost.inside_bytes_per_second, cost.across_bytes_per_second
     near = np.minimum(exchanging, node_size) - 1

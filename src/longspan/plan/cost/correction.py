@@ -1,8 +1,8 @@
 """Factors by which measured steps differ from a cost's prices, and their estimate from steps (`fit_correction`).
 
-A price is linear in the factors of its four parts: `linear` (all products but attention's, and launches), `attention`,
-and the messages of the two levels of the network, `inside` a host and `across` hosts. What is recorded of steps, and
-when a correction takes effect, is `plan/refinement.py`'s.
+A price is linear in the factors of its four parts: `linear` (all products but attention's, launches, and FSDP2's
+messages), `attention`, and the other messages of the two levels of the network, `inside` a host and `across` hosts.
+What is recorded of steps, and when a correction takes effect, is `plan/refinement.py`'s.
 """
 
 import dataclasses
@@ -82,6 +82,7 @@ class Correction:
             cost,
             linear_seconds=cost.linear_seconds * self.linear,
             micro_batch_seconds=cost.micro_batch_seconds * self.linear,
+            sharding_seconds=cost.sharding_seconds * self.linear,
             closing_seconds=cost.closing_seconds * self.linear,
             launch_seconds=cost.launch_seconds * self.linear,
             update_seconds=cost.update_seconds * self.linear,
@@ -104,7 +105,7 @@ class Correction:
 
 
 NO_CORRECTION = Correction()
-_SMALL = 1e-3  # change of a factor by which a part's seconds are found
+_SMALL_CHANGE = 1e-3  # change of a factor by which a part's seconds are found
 
 
 def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correction) -> Seconds:
@@ -119,9 +120,10 @@ def seconds_of_parts(seconds: Callable[[Correction], float], correction: Correct
     parts: list[float] = []
     for name, factor in correction.factors().items():
         longer, shorter = (
-            seconds(dataclasses.replace(correction, **{name: factor * (1 + change)})) for change in (_SMALL, -_SMALL)
+            seconds(dataclasses.replace(correction, **{name: factor * (1 + change)}))
+            for change in (_SMALL_CHANGE, -_SMALL_CHANGE)
         )
-        parts.append(round((longer - shorter) / (2 * _SMALL * factor), 12))
+        parts.append(round((longer - shorter) / (2 * _SMALL_CHANGE * factor), 12))  # no rounding errors in place of 0
     linear, attention, inside, across = parts
     return linear, attention, inside, across
 
@@ -147,7 +149,8 @@ def fit_correction(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -
     factors = np.ones(len(PARTS))
     for turn in range(ROUNDS):
         distance = np.abs(ratios - shares @ factors)
-        usual = max(1.4826 * float(np.median(distance)), 1e-7)  # the standard deviation of normal errors
+        # The standard deviation of normal errors, and above 0 where all steps fit.
+        usual = max(1.4826 * float(np.median(distance)), 1e-7)
         weights = _weigh_steps(distance, usual, keep_all=turn < FIRST_ROUNDS)
         factors = _solve_within_bounds(shares, ratios, weights, pull=(usual / SPREAD) ** 2)
     return Correction.of([float(f"{factor * common:.{DIGITS}g}") for factor in factors.tolist()])
@@ -177,7 +180,7 @@ def _solve_within_bounds(shares: Floats, ratios: Floats, weights: Floats, *, pul
     while free.any():
         right_side_of_free = right_side[free] - matrix[np.ix_(free, ~free)] @ factors[~free]
         factors[free] = np.linalg.solve(matrix[np.ix_(free, free)], right_side_of_free)
-        beyond = np.maximum(factors / BOUND, 1 / np.maximum(factors * BOUND, 1e-9))
+        beyond = np.maximum(factors / BOUND, 1 / np.maximum(factors * BOUND, 1e-9))  # 1e-9 for factors of 0 or less
         if beyond[free].max() <= 1 + 1e-9:
             break
         worst = int(np.where(free, beyond, 0).argmax())

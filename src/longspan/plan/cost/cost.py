@@ -26,7 +26,7 @@ Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
 _CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size")
 _NOT_CONSTANTS = ("source", "forward", "states", "network", *_CHOICES)
-_OF_ROWS = ("linear_seconds", "attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds", "copy_seconds")
+_ROW_FIELDS = ("linear_seconds", "attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds", "copy_seconds")
 FORWARD_ALONE = "forward passes alone"
 
 
@@ -119,9 +119,9 @@ class Cost:
         shared = {name: value * shares.get(name, 1.0) for name, value in self.constants().items()}
         constants = self.forward.constants() if self.forward else shared
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
-        states, measured = self.states and self.states.forward_only(), self.forward and self.forward.states
-        if self.states and measured:  # or priced before recomputation was added
-            states = measured.for_partition(self.states.partition)
+        states, forward_states = self.states and self.states.forward_only(), self.forward and self.forward.states
+        if self.states and forward_states:  # measured, or priced before recomputation was added
+            states = forward_states.for_partition(self.states.partition)
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1, *, heads: int | None = None) -> "Cost":
@@ -151,7 +151,7 @@ class Cost:
         yield from (self.under("a2a+p2p", i) for i in inner if heads % i == 0 and self.node_size % i == 0)
 
     def allows(self, degree: ArrayLike) -> NDArray[np.bool_]:
-        """Return whether degrees can have this type: a2a deals whole heads (unknown: to 1), a2a+p2p has two levels."""
+        """Return whether degrees suit this type: a2a divides the heads (unknown: only by 1), a2a+p2p has two levels."""
         degree = np.asarray(degree, dtype=np.int64)
         heads = self.heads or (self.network.heads if self.network else 0)
         if self.cp_comm_type == "a2a":
@@ -259,7 +259,7 @@ class Cost:
             raise PlanError(f"tp is {tp!r}; a degree is an integer of at least 1")
         return dataclasses.replace(
             self,
-            **{name: getattr(self, name) / tp for name in _OF_ROWS},
+            **{name: getattr(self, name) / tp for name in _ROW_FIELDS},
             states=self.states and self.states.shared_by(tp),
             network=self.network and self.network.shared_by(tp),
             forward=self.forward and self.forward.shared_by(tp),

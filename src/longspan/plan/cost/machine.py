@@ -81,8 +81,8 @@ class Machine(MachineFigures):
         """
         if level not in LEVELS:
             raise PlanError(f"level of a link is {level!r}; use one of {', '.join(LEVELS)}")
-        before: Link = getattr(self, level)
-        latency = before.point.latency if seconds is None else seconds
+        present: Link = getattr(self, level)
+        latency = present.point.latency if seconds is None else seconds
         inside = level == "inside"
         link = Link.of(latency, bytes_per_second) if inside else Link.host_link(latency, bytes_per_second, network)
         return dataclasses.replace(self, **{level: link})
@@ -98,18 +98,12 @@ class Machine(MachineFigures):
         shape = ModelShape.of(model, depths=settings.depths)
         cost, row = self._shape_cost(shape, settings.bytes_per_number), self._row_seconds(shape, settings)
         kind, count = settings.recomputation, settings.recomputed_layers
-        forward = self._forward_cost(cost, row, shape, settings)
-        cost = with_recomputation(
-            dataclasses.replace(cost, forward=forward),
-            model,
-            kind,
-            count,
-            frozen=settings.frozen,
-            depths=settings.depths,
-        )
+        cost = dataclasses.replace(cost, forward=self._forward_cost(cost, row, shape, settings))
+        cost = with_recomputation(cost, model, kind, count, frozen=settings.frozen, depths=settings.depths)
         share = recomputation_share(shape, kind, count)
         layer_passes = (1 + RECOMPUTED_PASSES * share) * row.layer_passes
         unused_head = (2 if settings.frozen else 3) * row.unused_head  # forward, gradients of rows, and of weights
+        # In float8 are forward's 2 FLOPs of each weight, backward's 2 for gradients of rows, and 2 of recomputation.
         saved = row.saved * (4 + 2 * share * shape.recomputed_weights / max(1, shape.weights))
         cost = dataclasses.replace(
             self._add_sharding(cost, shape, settings),
@@ -120,7 +114,7 @@ class Machine(MachineFigures):
 
     def _row_seconds(self, shape: ModelShape, settings: CostSettings) -> _RowSeconds:
         """Return what a row takes besides the products of its weights, without recomputation."""
-        tp = max(settings.tp, settings.weight_ranks)
+        tp = max(settings.tp, settings.weight_ranks)  # runs set only weight_ranks, to their tp
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
         pass_seconds = self.layer_pass_seconds * (self.compiled_share if compiled else 1.0)
         return _RowSeconds(
@@ -155,7 +149,8 @@ class Machine(MachineFigures):
         """Return a cost with FSDP2's copies and messages in each micro-batch: a share of these always shows.
 
         Each of w slots gets (w − 1) / w of the weights in each gather (forward, and backward unless weights stay
-        gathered), and of their gradients in the sum, which travels in float32 at least.
+        gathered), and of their gradients in the sum, which travels in float32 at least. In free mode they come once a
+        step, which `Cost.with_closing` prices.
         """
         if not settings.shards or settings.free:
             return cost
@@ -182,7 +177,8 @@ class Machine(MachineFigures):
     def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
         """Return the seconds that end a step: of the optimizer, and of sums of gradients over copies of the shards.
 
-        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients. Frozen weights, free mode: none.
+        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients, in float32. Frozen weights have no
+        gradients, and in free mode `Cost.with_closing` prices the sums.
         """
         if settings.frozen:
             return self.update_seconds
@@ -211,7 +207,7 @@ class Machine(MachineFigures):
         expert_extra = 1 / self.expert_flops_per_second - 1 / self.product_flops_per_second
         constants["linear_seconds"] += 6 * shape.expert_weights * expert_extra
         network = None
-        if shape.layers:
+        if shape.layers:  # that attend: a model of state-space layers only needs no network
             turns = 2 * bytes_per_number + max(4, bytes_per_number)
             constants["ring_bytes"] = float(shape.layers * 2 * shape.key_width * turns)
             network = self._model_network(
@@ -262,7 +258,10 @@ class Machine(MachineFigures):
         return prices
 
     def fastest_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
-        """Return the type that takes least time: what "auto" stands for. Some type always can: p2p takes any heads."""
+        """Return the price of the type that takes least time, which "auto" stands for.
+
+        There always is one: p2p takes any heads.
+        """
         if group.degree == 1:
             return TypePrice("p2p", (1, 1), 0.0, 0.0, {"inside": 0.0, "across": 0.0})
         return min(self._type_prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)
@@ -287,7 +286,8 @@ class Machine(MachineFigures):
         """Return the cost of one layer of nothing but this call.
 
         `pair` are forward's seconds for a query and a key: two products of the half of all pairs that a causal mask
-        shows; backward has 5. `turns` are as in `_shape_cost`, `keys` of keys and values, `queries` of outputs too.
+        shows; backward has 5. `turns` are as in `_shape_cost`. `keys` are the numbers of a row's keys and values,
+        `queries` those of its queries and outputs.
         """
         has_both, number = call.passes == "both", call.bytes_per_number
         keys, queries = call.kv_heads * call.width, call.heads * call.width

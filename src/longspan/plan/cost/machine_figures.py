@@ -13,11 +13,8 @@ from longspan.plan.check import check_count
 from longspan.plan.cost.links import LEVELS, Link
 
 VERSION = 1  # of the file
-_ABSENT_BEFORE: dict[str, Any] = {
-    "memory_bytes": 0,
-    "host_copy_bytes_per_second": 55e9,
-    "compiled_share": 1.0,
-}  # of files of older versions
+# Figures that files of older versions lack.
+_OLD_FILE_DEFAULTS: dict[str, Any] = {"memory_bytes": 0, "host_copy_bytes_per_second": 55e9, "compiled_share": 1.0}
 _FLOAT8_OVER_BFLOAT16 = 1350 / 700  # speed of products, where float8 was not measured
 # Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across; GiB.
 KNOWN: dict[str, tuple[float, float, float, float, int] | None] = {
@@ -153,7 +150,8 @@ class MachineFigures:
     def scale_figures(self, name: str, products: float, memory: float, inside: float, across: float, gib: int) -> Self:
         """Make a device by its data sheet: `products` and `memory` are its speeds over this one's.
 
-        `inside` and `across` are bytes/s of its links, `gib` is the size of its memory.
+        `inside` and `across` are bytes/s of its links, whose latencies are those of H200s; `gib` is the size of its
+        memory.
         """
         rates = {key: value * products for key, value in self.rates().items() if key.endswith("flops_per_second")}
         return dataclasses.replace(
@@ -195,8 +193,8 @@ class MachineFigures:
             raise PlanError(
                 f"the machine's file has version {version!r}, and this longspan reads {VERSION}; measure again"
             )
-        fields = _ABSENT_BEFORE | fields
-        fields.setdefault(  # older files lack it too, and it depends on their products
+        fields = _OLD_FILE_DEFAULTS | fields
+        fields.setdefault(  # older files lack it too, and it depends on their products (without which all is refused)
             "float8_flops_per_second", _FLOAT8_OVER_BFLOAT16 * fields.get("product_flops_per_second", 700e12)
         )
         if differ := sorted(names ^ set(fields)):

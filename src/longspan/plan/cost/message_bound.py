@@ -65,22 +65,24 @@ class MessageBound:
             documents = needed == fewest
             if fewest > 1:
                 inside[documents] = self._inside_seconds(fewest, shortest) * length[documents]
-            # A group over hosts has two slots at least, for a document of one slot too: its kernels may hide messages.
+            # A group over hosts has two slots at least. A document that fits one slot may be in it too, and is charged
+            # less than 0 there if its kernels hide messages of others.
             across[:, documents] = self._across_seconds(max(fewest, 2), shortest, length[documents])
         return max(0.0, *(math.fsum(seconds) for seconds in np.minimum(inside, across).tolist()))
 
     def _inside_seconds(self, fewest: int, shortest: int) -> float:
-        """Return the seconds a row of a group of `fewest` slots or more that share a host; infinite if none can.
+        """Return the least seconds a row of a group of `fewest` slots or more that share a host; infinite if none can.
 
         The lesser of a gather and of two levels counts. Two levels take the exchange of heads, the latencies and the
         merging of a ring's steps, and what kernels lose on short pieces; a ring's bytes may all be hidden.
         """
         if fewest > min(self.widest, self.node_size):
             return np.inf
+        inside, _ = self._least_exchange_seconds
         chosen, around = self._possible_levels(fewest)
         step_seconds = self._turn_seconds + self.cost.merge_seconds
-        levels = self._exchanges[0][chosen] + step_seconds * (around - 1) + self._kernel_delay(around, shortest)
-        return min(self._gather_row_seconds(fewest, shortest, crosses=False), levels.min(initial=np.inf))
+        two_levels = inside[chosen] + step_seconds * (around - 1) + self._kernel_delay(around, shortest)
+        return min(self._gather_row_seconds(fewest, shortest, crosses=False), two_levels.min(initial=np.inf))
 
     def _across_seconds(self, fewest: int, shortest: int, length: Floats) -> Floats:
         """Return the seconds of documents in groups of `fewest` slots or more on several hosts (MIXTURES, documents).
@@ -96,19 +98,19 @@ class MessageBound:
         return np.minimum(gather, self._ring_seconds(chosen, fewest_around, shortest, length))
 
     def _ring_seconds(self, chosen: Ints, fewest_around: Ints, shortest: int, length: Floats) -> Floats:
-        """Return the seconds of documents on several hosts, under the best of these sets that exchange heads.
+        """Return the seconds of documents on several hosts, under the best of these sets, as (MIXTURES, documents).
 
-        `fewest_around` are the members of the narrowest ring of each set. A ring of r members has (r − 1) · W seconds
-        of messages beside C seconds of kernels, and the longer of both is at least (1 − s) · C + s · (r − 1) · W for a
-        share s of `MIXTURES`. Each member computes the last of r blocks when nothing travels, so that kernels hide
-        only (1 − 1 / r) · C of them (all of C where slices of heads take turns). So a wider ring has more messages, and
-        hides more: s · C / r + (latency + s · W) · r is least at r = √(s · C / (latency + s · W)), and that r, or the
-        narrowest ring if it is wider, is charged.
+        `chosen` are sets that exchange heads (`_possible_levels`), and `fewest_around` are the members of the narrowest
+        ring of each set. A ring of r members has (r − 1) · W seconds of messages beside C seconds of kernels, and the
+        longer of both is at least (1 − s) · C + s · (r − 1) · W for a share s of `MIXTURES`. Each member computes the
+        last of r blocks when nothing travels, so that kernels hide only (1 − 1 / r) · C of them (all of C where slices
+        of heads take turns). So a wider ring has more messages, and hides more: s · C / r + (latency + s · W) · r is
+        least at r = √(s · C / (latency + s · W)), and that r, or the narrowest ring if it is wider, is charged.
         """
         share = np.array(MIXTURES)[:, None, None]  # (shares, sets, documents)
-        exchange, wire = (
-            x[None, :, None] for x in (self._exchanges[1][chosen], self._ring_wire_seconds(self._members[chosen]))
-        )
+        _, across = self._least_exchange_seconds
+        exchange = across[chosen][None, :, None]
+        wire = self._ring_wire_seconds(self._set_sizes[chosen])[None, :, None]
         narrowest = fewest_around[None, :, None].astype(np.float64)
         kernels = self.cost.attention_seconds * length * (length + self.network.half_speed_rows)
         step_seconds = (self._turn_seconds + share * wire) * length
@@ -123,21 +125,21 @@ class MessageBound:
     def _possible_levels(self, fewest: int) -> tuple[Ints, Ints]:
         """Return the sets that may exchange heads in a group of `fewest` slots or more, and the narrowest ring of each.
 
-        A set of e members is given by the index of e in `_members`, and needs a ring of ⌈fewest / e⌉. The first set
+        A set of e members is given by the index of e in `_set_sizes`, and needs a ring of ⌈fewest / e⌉. The first set
         that needs no ring is the last one tried, as wider sets are not cheaper. `a2a` tries that set only, `p2p` the
         set of one, and `all_gather` none.
         """
-        kind, members = self.cost.cp_comm_type, self._members
-        wide = int(np.searchsorted(members, fewest))  # the first that needs no ring
-        last = {"p2p": 1, "all_gather": 0}.get(kind, wide + 1)
-        chosen = np.arange(len(members))[wide if kind == "a2a" else 0 : last]
-        return chosen, -(-fewest // members[chosen])
+        kind, sizes = self.cost.cp_comm_type, self._set_sizes
+        wide = int(np.searchsorted(sizes, fewest))  # the first that needs no ring
+        stop = {"p2p": 1, "all_gather": 0}.get(kind, wide + 1)
+        chosen = np.arange(len(sizes))[wide if kind == "a2a" else 0 : stop]
+        return chosen, -(-fewest // sizes[chosen])
 
     def _kernel_delay(self, around: ArrayLike, shortest: int) -> Floats:
         """Return the seconds a row by which kernels are slower on pieces than on whole documents, in rings of `around`.
 
-        On pieces of 1 / r of a document kernels take half_speed_rows · r · attention_seconds longer a row. No piece is
-        shorter than a row, so r counts as at most the rows of the `shortest` document.
+        On pieces of 1 / r of a document they take half_speed_rows · attention_seconds · (r − 1) longer a row than on
+        the whole. No piece is shorter than a row, so r counts as at most the rows of the `shortest` document.
         """
         pieces = np.minimum(np.asarray(around, dtype=np.float64), shortest)
         return self.network.half_speed_rows * self.cost.attention_seconds * (pieces - 1)
@@ -156,7 +158,7 @@ class MessageBound:
         """
         across, copies = self.network.across, self._copies(exchanging)
         seconds = np.zeros(len(exchanging))
-        for size in [*[self._block] * (2 if self._has_backward else 1), *[self._gradients] * self._has_backward]:
+        for size in (self._block, self._block, self._gradients) if self._has_backward else (self._block,):
             wires = (self._least_seconds(wire, size * copies * self.cap) for wire in (across.point, across.point_alone))
             seconds += np.minimum(*wires)
         return self.network.layers * seconds / self.cap
@@ -180,39 +182,39 @@ class MessageBound:
         return float(self._kernel_delay(degree, shortest)) + self.network.layers * min(whole, sliced) / self.cap
 
     def _gather_seconds(self, degree: int, crosses: bool, slices: int) -> float:
-        """Return the seconds of a layer's gathers on a full slot that nothing hides: of one slice, and all latencies.
+        """Return the least seconds of a layer's gathers that a full slot waits: for one of `slices`, and all latencies.
 
-        There is a gather in each pass and an exchange of gradients in backward. Where hosts are crossed, the slots of a
-        host share what their host receives; how many slots share a host is not known, so the number with the least
-        seconds counts.
+        Kernels may hide the bytes of other slices. There is a gather in each pass and an exchange of gradients in
+        backward. Where hosts are crossed, the slots of a host share what their host receives; how many slots share a
+        host is not known, so the number with the least seconds counts.
         """
         network, rows = self.network, self.cap / slices
         received = self._block * (degree - 1) * rows
-        together = max(1, min(self.node_size, degree // 2)) if crosses else degree  # at most, on the host with fewest
+        most_together = max(1, min(self.node_size, degree // 2)) if crosses else degree  # on the host with fewest slots
         gather = float(self._least_seconds(network.inside.gather, received))
         if crosses:
             gather = max(gather, float(self._least_seconds(network.across.gather, received / self.node_size)))
         back = 0.0
         if self._has_backward:
-            near: Ints = np.arange(1 if crosses else together, together + 1)
+            near: Ints = np.arange(1 if crosses else most_together, most_together + 1)
             back = self._exchange_seconds(self._gradients * rows * (near - 1), self._gradients * rows * (degree - near))
         return (2 if self._has_backward else 1) * gather + back + slices * self._turns * network.step_seconds
 
     @cached_property
-    def _members(self) -> Ints:
-        """The members that may exchange heads, rising: those that divide the heads of a rank."""
+    def _set_sizes(self) -> Ints:
+        """How many members may exchange heads, rising: numbers that divide the heads of a rank."""
         heads = self.cost.heads or self.network.heads
-        members = np.arange(1, min(heads, self.widest) + 1)
-        return members[heads % members == 0]
+        sizes = np.arange(1, min(heads, self.widest) + 1)
+        return sizes[heads % sizes == 0]
 
     @cached_property
-    def _exchanges(self) -> tuple[Floats, Floats]:
-        """Seconds a row of exchanges among each of `_members` or more: inside a host, and where the group spans hosts.
+    def _least_exchange_seconds(self) -> tuple[Floats, Floats]:
+        """Least seconds a row of exchanges in sets of each size or wider: inside a host, and in groups across hosts.
 
-        Infinite where a host has fewer slots.
+        Inside a host they are infinite for sets that are wider than a host.
         """
-        inside, across = np.zeros((2, len(self._members)))
-        for i, members in enumerate(map(int, self._members)):
+        inside, across = np.zeros((2, len(self._set_sizes)))
+        for i, members in enumerate(map(int, self._set_sizes)):
             if members > 1:
                 fits_host, most_near = members <= self.node_size, min(members, self.node_size)
                 inside[i] = self._exchange_row_seconds(members, np.array([members])) if fits_host else np.inf
@@ -229,9 +231,9 @@ class MessageBound:
         are summed, in a wider type. Slices make messages shorter and latencies more: the faster way counts.
         """
         network, copies = self.network, float(self._copies(members))
-        keys, summed = self._keys * copies, network.gradient_share / network.block_share if self._has_backward else 1.0
+        keys, widened = self._keys * copies, network.gradient_share / network.block_share if self._has_backward else 1.0
         # Where `copies` is 1, more may be made, whose gradients are summed in another type: the narrower type counts.
-        key_gradients = keys * (summed if copies > 1 else min(1.0, summed))
+        key_gradients = keys * (widened if copies > 1 else min(1.0, widened))
         sent = [self._queries + keys, self._queries]
         if self._has_backward:
             sent += [self._queries, self._queries + key_gradients]
@@ -245,9 +247,9 @@ class MessageBound:
         return network.layers * seconds / self.cap
 
     def _exchange_seconds(self, near: ArrayLike, far: ArrayLike) -> float:
-        """Return the least seconds of an exchange, of all pairs of bytes `near` inside a host and `far` between hosts.
+        """Return the seconds of an exchange whose members are placed on hosts in the best of several ways.
 
-        The two messages of a pair travel at the same time.
+        In each way a member sends the bytes `near` inside its host and, at the same time, `far` to other hosts.
         """
         network = self.network
         inside, across = (

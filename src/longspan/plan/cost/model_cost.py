@@ -78,10 +78,11 @@ def check_measured_machine(machine: Machine, key: str, *, device: str, ranks_of_
     file, again = f"{key} {machine.source}", "measure again with longspan bench calibrate"
     if machine.device != device:
         raise ConfigError(f"{file} was measured on {machine.device}, and this run is on {device}; {again}")
-    measured = min(machine.world, machine.node_size)
-    if measured != ranks_of_host:
+    measured_ranks = min(machine.world, machine.node_size)  # of a host
+    if measured_ranks != ranks_of_host:
         raise ConfigError(
-            f"{file} was measured with {plural(measured, 'rank')} on a host, and this run has {ranks_of_host}; {again}"
+            f"{file} was measured with {plural(measured_ranks, 'rank')} on a host, and this run has {ranks_of_host}; "
+            f"{again}"
         )
     measured_hosts = -(-machine.world // machine.node_size)
     if hosts > measured_hosts and "across" in machine.assumed_parts:
@@ -99,7 +100,11 @@ def _is_machine(values: Any) -> bool:
 
 
 def _fill_exchange_bytes(cost: Cost, values: dict[str, Any]) -> Cost:
-    """Fill in `exchange_bytes` for four query heads to a key/value head, the default, where a file lacks them."""
+    """Fill in the `exchange_bytes` that an older file lacks, in proportion to its `ring_bytes`.
+
+    The proportion is the default cost's, of four query heads to a key/value head. A file without `ring_bytes` gets both
+    defaults.
+    """
     if "exchange_bytes" in values or "ring_bytes" not in values:
         return cost
     return replace(cost, exchange_bytes=cost.ring_bytes / DEFAULT_COST.ring_bytes * DEFAULT_COST.exchange_bytes)

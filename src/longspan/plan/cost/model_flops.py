@@ -143,8 +143,9 @@ def price_model(shape: ModelShape, tflops: float, **rates: Unpack[ModelRates]) -
     for name, value in (flop_rates | {"summary_tflops": summary_tflops}).items():
         check_rate(name, value)
     full = shape.layers - shape.window_layers - shape.chunk_layers
-    # 7 products of 2 FLOPs, for documents longer than the window or chunk: a row sees half a chunk in the mean.
-    seen = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
+    # FLOPs for each row and number of its queries: 7 products of 2 FLOPs for each key that it sees, in documents longer
+    # than the window or chunk. A row sees half a chunk in the mean.
+    limited_flops = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
     states = StateCost.of(
         shape,
         scan_tflops=scan_tflops,
@@ -153,9 +154,10 @@ def price_model(shape: ModelShape, tflops: float, **rates: Unpack[ModelRates]) -
         bytes_per_value=bytes_per_value,
         channel_seconds=rates.get("channel_seconds", 0.0),
     )
-    in_windows = seen * shape.query_width / (attention_tflops * 1e12)
+    scan_seconds = states.scan_seconds if states else 0.0
+    limited_seconds = limited_flops * shape.query_width / (attention_tflops * 1e12)
     return {
-        "linear_seconds": 6 * shape.weights / (tflops * 1e12) + in_windows + (states.scan_seconds if states else 0.0),
+        "linear_seconds": 6 * shape.weights / (tflops * 1e12) + limited_seconds + scan_seconds,
         "attention_seconds": full * 7 * shape.query_width / (attention_tflops * 1e12),
         "ring_bytes": float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
         "exchange_bytes": float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 _STATE_SIZE = 4  # bytes of a number of a state
 # What forward takes of both passes: a third of the products; of summaries two thirds, as backward reads what forward
 # computed that a run does to a state; states go round once in either pass.
-_FORWARD = {
+_FORWARD_SHARES = {
     "scan_seconds": 1 / 3,
     "summary_seconds": 2 / 3,
     "state_bytes": 1 / 2,
@@ -30,13 +30,7 @@ _FORWARD = {
     "halo_bytes": 1 / 2,
     "step_seconds": 1 / 2,
 }
-_DIVIDED = (
-    "scan_seconds",
-    "summary_seconds",
-    "state_bytes",
-    "transition_bytes",
-    "halo_bytes",
-)  # by tensor-parallel ranks
+_DIVIDED_BY_TP = ("scan_seconds", "summary_seconds", "state_bytes", "transition_bytes", "halo_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,16 +105,16 @@ class StateCost:
         return dataclasses.replace(self, partition=partition)
 
     def forward_only(self) -> "StateCost":
-        """Return the cost of forward passes only: the shares `_FORWARD` of both passes."""
-        return self._scale_numbers(_FORWARD)
+        """Return the cost of forward passes only: the shares `_FORWARD_SHARES` of both passes."""
+        return self._scale_numbers(_FORWARD_SHARES)
 
     def shared_by(self, tp: int) -> "StateCost":
         """Return the cost of a rank, where tensor-parallel ranks share the heads."""
-        return self._scale_numbers(dict.fromkeys(_DIVIDED, 1 / tp))
+        return self._scale_numbers(dict.fromkeys(_DIVIDED_BY_TP, 1 / tp))
 
     def with_recomputation(self, share: float) -> "StateCost":
         """Return the cost where a share of the layers runs forward again in backward, its exchanges included."""
-        return self._scale_numbers({name: 1 + share * part for name, part in _FORWARD.items()})
+        return self._scale_numbers({name: 1 + share * part for name, part in _FORWARD_SHARES.items()})
 
     def scale_times(self, factor: float) -> "StateCost":
         """Return the cost of a machine on which everything takes `factor` times as long."""
@@ -168,12 +162,13 @@ class StateCost:
         """Count the states and the transitions that a group sends.
 
         Every run of a document but the last sends a state. A run that is not the first either also sends a transition,
-        as the state before it passes through. Under "contiguous" each of the degree − 1 boundaries between slots cuts
-        one document, whose state goes on; the first run of each document sends no transition.
+        as the state before it passes through. Under "zigzag" a document has two runs on every slot, of which those of
+        the last slot are neighbours and count as one. Under "contiguous" each of the degree − 1 boundaries between
+        slots cuts one document, whose state goes on; the first run of each document sends no transition.
         """
         if self.partition == "contiguous":
             return degree - 1, np.maximum(degree - 1 - documents, 0)
-        runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))  # of a document
+        runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))  # of a document, a row each at least
         states, transitions = documents * (runs - 1), documents * np.maximum(runs - 2, 0)
         return np.where(degree > 1, states, 0), np.where(degree > 1, transitions, 0)
 

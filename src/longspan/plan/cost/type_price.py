@@ -191,7 +191,8 @@ def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | N
     """
     foreign = (degree - 1) * rows
     if window is not None:
-        foreign = np.minimum(foreign, 2 * degree * min(window - 1, int(rows.max())))
+        before_run = min(window - 1, int(rows.max()))  # a huge window must not overflow
+        foreign = np.minimum(foreign, 2 * degree * before_run)
     if chunk is not None:
         starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
         foreign = np.minimum(foreign, (starts % chunk).sum(1))
@@ -242,7 +243,8 @@ def _message_bytes(cost: Cost, sizes: tuple[int, int], tokens: int) -> tuple[flo
     Each row goes to the other around − 1 members of its ring, and of a row's heads (inner − 1) / inner leave their
     member. A key/value head that several members need is sent to each; the gradients of its copies travel in the dtype
     of sums, and so are `widened` times as large. Keys and values are `key_share` of what is exchanged, and grow to
-    `key_factor` by their copies.
+    `key_factor` by their copies. A cost without a network knows neither the heads nor these shares: nothing is copied,
+    and gradients count as part of the turns.
     """
     network, (inner, around) = cost.network, sizes
     turns = cost.ring_bytes * tokens * (around - 1)
@@ -265,6 +267,7 @@ def _cross_host_share_of_rings(rings: Sequence[Sequence[int]]) -> float:
 def _cross_host_share_of_pairs(sets: Sequence[Sequence[int]]) -> float:
     """Return the share of pairs on two hosts, of all pairs of members of one set; `sets` have the members' hosts."""
     pairs = sum(len(members) * (len(members) - 1) for members in sets)
+    # Both sums of squares have each member with itself, which the difference drops.
     same_host = sum(members.count(node) ** 2 for members in map(list, sets) for node in set(members))
     return (sum(len(members) ** 2 for members in sets) - same_host) / pairs if pairs else 0.0
 

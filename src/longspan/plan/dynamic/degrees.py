@@ -83,9 +83,10 @@ class DegreeTable:
 
         Both are (classes, micro-batches); seconds are inf where no degree fits. A document on c slots for a micro-batch
         of T seconds wastes c · (T − fillable) slot seconds less its work. It leaves T − `seconds` free on each slot,
-        less half the latency of a group of fillers, which is no wider than a block. Fillers take of these seconds what
-        their rows under the cap allow, and `GAP_LOST` of that counts as lost. With short documents alone a slot may be
-        full before T seconds are over; the share `reach` of those idle seconds is taken off its waste.
+        less half the latency of a group of fillers, which is no wider than a block: some gaps have shared fillers, and
+        others none. Fillers take of these seconds what their rows under the cap allow, and `GAP_LOST` of that counts as
+        lost. With short documents alone a slot may be full before T seconds are over; the share `reach` of those idle
+        seconds is taken off its waste.
         """
         problem, cost = self.problem, self.problem.request.cost
         room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
@@ -114,8 +115,8 @@ class DegreeTable:
         best = int(cost.argmin())
         return float(cost[best]), int(self.degrees[best]), float(seconds[best])
 
-    def least_seconds(self) -> float:
-        """Return how fast the longest document can be at no more than `LITTLE_MORE` times its least slot seconds."""
+    def longest_document_seconds(self) -> float:
+        """Return the least seconds of the longest document at up to `LITTLE_MORE` times its least slot seconds."""
         seconds = np.where(self.fits[-1], self.seconds[-1], np.inf)
         cost = seconds * self.degrees
         return float(seconds[cost <= LITTLE_MORE * cost.min()].min())
@@ -140,10 +141,11 @@ def _longest_by_class(lengths: Ints) -> Ints:
 def _degrees_to_try(problem: Problem) -> Ints:
     """Choose the degrees of the table: all low ones, then each a sixth or a node higher, in whole nodes if possible."""
     degrees, least, most = problem.degrees, problem.min_cp, problem.max_cp
-    near = list(degrees[: bisect_right(degrees, max(EXACT_DEGREES, 2 * least))])
-    far, node = near[-1], problem.request.node_size
-    while far < most:
-        farther = min(most, max(far + 1, (far + max(node, far // 6)) // node * node))
-        far = degrees[bisect_left(degrees, farther)]  # the next degree that a group may have
-        near.append(far)
-    return np.array(near, dtype=np.int64)
+    choices = list(degrees[: bisect_right(degrees, max(EXACT_DEGREES, 2 * least))])
+    last, node = choices[-1], problem.request.node_size
+    while last < most:
+        whole_nodes = (last + max(node, last // 6)) // node * node
+        higher = min(most, max(last + 1, whole_nodes))
+        last = degrees[bisect_left(degrees, higher)]  # the next degree that a group may have
+        choices.append(last)
+    return np.array(choices, dtype=np.int64)

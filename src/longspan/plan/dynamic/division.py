@@ -23,7 +23,8 @@ class _FilledBins:
     Bins with most fillers come first, and rows of `tokens`, `squares` and `work` (bins, most fillers) are padded with
     zeros, so that the bins which have a filler in some column are a prefix. Columns p of `first_tokens`,
     `first_squares` and `first_documents` (bins, most fillers + 1) are the sums over the first p fillers. `merged` is
-    whether the bin's anchor is in one group with its shared fillers.
+    whether the bin's anchor is in one group with its shared fillers, to which it adds `anchor_tokens` rows and
+    `anchor_squares`; any other anchor takes `base_seconds` before that group, and `base_rows` of every slot.
     """
 
     def __init__(self, draft: Draft) -> None:
@@ -143,7 +144,7 @@ def divide_bins(draft: Draft, *, level: bool) -> Division:
     if level:
         np.maximum.at(goals, micro_batch[empty], seconds[empty])
         goals = _earliest_ends(filled, all_shared, share_counts, micro_batch, goals)
-    goal = goals[micro_batch[filled.index]]
+    goal = goals[micro_batch[filled.index]]  # of each bin with fillers
     _choose_sharing(filled, division, goal, all_shared, share_counts)
     return division
 
@@ -170,10 +171,11 @@ def _earliest_ends(
 def _choose_sharing(
     filled: _FilledBins, division: Division, goal: Floats, all_shared: Floats, share_counts: list[int]
 ) -> None:
-    """Share as few fillers as let each bin end by its goal; a bin that cannot is divided so that it ends earliest.
+    """Write to `division` the fewest shared fillers with which each bin ends by its goal.
 
-    `share_counts` rise; each is tried on the bins that are still late and have more fillers. Last all fillers are
-    shared, whose seconds, `all_shared`, are known already and need no slots (−1).
+    A bin that cannot is divided so that it ends earliest. `share_counts` rise; each is tried on the bins that are still
+    late and have more fillers. Last all fillers are shared, whose seconds, `all_shared`, are known already and need no
+    slots (−1).
     """
     is_late = np.ones(len(filled.index), dtype=np.bool_)  # after its goal, as divided so far
     best = np.full(len(filled.index), np.inf)

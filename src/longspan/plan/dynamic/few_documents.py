@@ -22,7 +22,7 @@ MOST_MOVES = 60  # tried in a micro-batch
 
 
 @dataclass(frozen=True, eq=False)
-class SideBySide:
+class Arrangement:
     """Groups of items that work at the same time: the slots of each, and when the slowest ends, without the launch."""
 
     items: list[list[int]]  # of each group, the widest group first
@@ -53,12 +53,13 @@ def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
     """
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None
-    best: tuple[float, list[SideBySide]] | None = None
+    best: tuple[float, list[Arrangement]] | None = None
     for batches in _batches_of_items(problem):
-        arranged = [arrangement for items in batches if (arrangement := _best_arrangement(problem, items)) is not None]
-        seconds = lockstep_seconds(problem, [arrangement.seconds for arrangement in arranged])
-        if len(arranged) == len(batches) and (best is None or seconds < best[0]):
-            best = seconds, arranged
+        results = (_best_arrangement(problem, items) for items in batches)
+        arrangements = [arrangement for arrangement in results if arrangement is not None]
+        seconds = lockstep_seconds(problem, [arrangement.seconds for arrangement in arrangements])
+        if len(arrangements) == len(batches) and (best is None or seconds < best[0]):
+            best = seconds, arrangements
     if best is None:
         return None
     return best[0], [make_micro_batch(problem, dict(zip(a.slots, a.items, strict=True))) for a in best[1]]
@@ -85,10 +86,10 @@ def _items_by_place(items: range | list[int], places: list[int], count: int) -> 
     return [[item for item, place in zip(items, places, strict=True) if place == p] for p in range(count)]
 
 
-def _best_arrangement(problem: Problem, items: list[int]) -> SideBySide | None:
+def _best_arrangement(problem: Problem, items: list[int]) -> Arrangement | None:
     """Arrange items in as many groups as make the slowest end earliest; None if no number of groups holds all items."""
     tokens, work = problem.tokens[items].tolist(), problem.work[items].tolist()
-    best: SideBySide | None = None
+    best: Arrangement | None = None
     for count in range(1, min(len(items), problem.request.slots // problem.min_cp, MOST_GROUPS) + 1):
         places = pack_least_loaded(tokens, work, count, problem.max_cp * problem.cap)
         arrangement = None if places is None else _arrange_groups(problem, _items_by_place(items, places, count))
@@ -97,7 +98,7 @@ def _best_arrangement(problem: Problem, items: list[int]) -> SideBySide | None:
     return None if best is None else _improve_arrangement(problem, best)
 
 
-def _improve_arrangement(problem: Problem, arrangement: SideBySide) -> SideBySide:
+def _improve_arrangement(problem: Problem, arrangement: Arrangement) -> Arrangement:
     """Move items out of the slowest group, one at a time, as long as that helps; at most `MOST_MOVES` are tried."""
     moves_left = MOST_MOVES
     while moves_left > 0:
@@ -113,7 +114,7 @@ def _improve_arrangement(problem: Problem, arrangement: SideBySide) -> SideBySid
     return arrangement
 
 
-def _groups_after_moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
+def _groups_after_moves(arrangement: Arrangement) -> Iterator[list[list[int]]]:
     """Yield the groups after one item of the slowest, shortest first, has gone to another group.
 
     A slowest group whose only item has gone is left out.
@@ -127,7 +128,7 @@ def _groups_after_moves(arrangement: SideBySide) -> Iterator[list[list[int]]]:
             yield changed + [remaining] * bool(remaining)
 
 
-def _arrange_groups(problem: Problem, groups: list[list[int]]) -> SideBySide | None:
+def _arrange_groups(problem: Problem, groups: list[list[int]]) -> Arrangement | None:
     """Give each group as many slots as let the slowest end earliest, the widest first, inside blocks if they fit.
 
     None where the slots do not hold all groups.
@@ -145,7 +146,7 @@ def _arrange_groups(problem: Problem, groups: list[list[int]]) -> SideBySide | N
     tokens, squares, documents = (x[order] for x in sizes)
     seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)
     slowest = int(seconds.argmax())
-    return SideBySide([groups[g] for g in order], slots, slowest, float(seconds[slowest]))
+    return Arrangement([groups[g] for g in order], slots, slowest, float(seconds[slowest]))
 
 
 def _group_widths(problem: Problem, sizes: _Sizes) -> Ints | None:

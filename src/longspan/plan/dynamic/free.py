@@ -59,7 +59,7 @@ class _Lanes:
     """Lanes while they are being filled.
 
     Columns by lane: `parts` its slots, `width` how many they are, `gang_end` when its last gang ends, `end` when all of
-    its work does, `next` its first micro-batch after gangs, and `items` those that it works on alone.
+    its work does, `next_micro_batch` its first one after gangs, and `items` those that it works on alone.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -75,7 +75,7 @@ class _Lanes:
         self.launch = cost.micro_batch_seconds  # what a micro-batch costs in addition to its work
         self.gang_end: Floats = np.zeros(len(self.parts))
         self.end: Floats = np.zeros(len(self.parts))
-        self.next: list[int] = [0] * len(self.parts)  # micro-batch
+        self.next_micro_batch: list[int] = [0] * len(self.parts)
         self.items: list[list[int]] = [[] for _ in self.parts]
         self.anchors: list[Anchor] = []
         fixed_seconds = self.launch + float(cost.latency_seconds(int(self.width.max())))  # of a micro-batch
@@ -148,7 +148,7 @@ class _Lanes:
         return self.problem.widest_degree(int(self.width[lanes].sum()))
 
     def _gang_seconds(self, item: int, lanes: Ints) -> float:
-        """Return the seconds of a document on a gang of these lanes, launch included, at the speed between nodes."""
+        """Return the seconds of a document on a gang, launch included, as if its lanes were in several nodes."""
         tokens, degree = int(self.problem.tokens[item]), self._gang_degree(lanes)
         seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
         return self.launch + float(seconds)
@@ -163,9 +163,9 @@ class _Lanes:
         self.gang_end[lanes] = self.gang_end[lanes].max() + seconds
         self.end[lanes] = self.gang_end[lanes] + local
         members: list[int] = lanes.tolist()
-        micro_batch = max(self.next[lane] for lane in members)
+        micro_batch = max(self.next_micro_batch[lane] for lane in members)
         for lane in members:
-            self.next[lane] = micro_batch + 1
+            self.next_micro_batch[lane] = micro_batch + 1
         degree, parts = self._gang_degree(lanes), Parts()
         for start, width in (self.parts[lane] for lane in members):
             parts.append((start, min(width, degree - sum(count for _, count in parts))))
@@ -211,7 +211,7 @@ class _Lanes:
         places = pack_first_fit(self.problem.tokens[items].tolist(), part[1] * self.problem.cap)
         count = max(places) + 1
         for m in range(count):
-            bins.add_bin(self.next[lane] + m, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
+            bins.add_bin(self.next_micro_batch[lane] + m, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
         for item, place in zip(items, places, strict=True):
             bins.fillers[first + place].append(item)
         return count

@@ -7,9 +7,8 @@ sample of the documents. It counts drafts, not seconds, so that every host ends 
 
 `make_draft` places documents for chosen durations. Long ones (*anchors*) take slots of their own, each in the
 micro-batch and at the degree that waste least. That cuts every micro-batch into *bins*: runs of slots inside a block
-that are equally busy. All other documents, the *fillers*, longest first, go to the bin that ends earliest with it,
-measured against the duration of its micro-batch; the slots of a bin are taken to share its fillers evenly
-(`division.py` decides how).
+that are equally busy. The others, the *fillers*, go to the bin that ends earliest with them against the duration of its
+micro-batch, longest first; the slots of a bin are taken to share its fillers evenly (`division.py` decides how).
 """
 
 from collections.abc import Iterator
@@ -55,14 +54,14 @@ class Search:
         """Make the table of degrees, which all drafts use."""
         self.problem = problem
         self.degrees: DegreeTable = DegreeTable.of(problem)
-        self.tried: list[float] = []
+        self.trial_seconds: list[float] = []
         self.best: Draft | None = None
 
     def try_settings(self, settings: DraftSettings) -> None:
         """Make a draft by these settings; keep it if it is the best so far."""
         durations = settings.durations * self.problem.mean_seconds
         draft = make_draft(self.problem, self.degrees, durations, settings.anchoring)
-        self.tried.append(draft.seconds)
+        self.trial_seconds.append(draft.seconds)
         if self.best is None or draft.seconds < self.best.seconds:
             self.settings: DraftSettings = settings
             self.best = draft
@@ -76,7 +75,7 @@ class Search:
 
     def rank_settings(self) -> list[int]:
         """Return the settings tried so far, best first, by the number of the trial (from 0)."""
-        return sorted(range(len(self.tried)), key=lambda i: (self.tried[i], i))
+        return sorted(range(len(self.trial_seconds)), key=lambda i: (self.trial_seconds[i], i))
 
 
 def search_draft(problem: Problem, effort: Effort) -> Draft:
@@ -109,8 +108,8 @@ def initial_settings(
     """Yield the settings that a search begins with: numbers of micro-batches, their durations, and anchors.
 
     Durations are between all equal (steepness 0) and the shares of the sorted documents (1), and a little longer than
-    the work needs. The first micro-batch is long enough for the longest document. A sample has the numbers and anchors
-    of the `whole` problem, though its rows may need another micro-batch, and its documents be few where those are not.
+    the work needs. The first micro-batch is long enough for the longest document. A sample takes the numbers of
+    micro-batches and the anchors of the `whole` problem, so that its settings match those of that problem one by one.
     """
     whole = whole or problem
     few = whole.has_few_items
@@ -118,7 +117,7 @@ def initial_settings(
         steep = _steep_shares(problem, count)
         for steepness in STEEPNESS:
             shape = (1.0 - steepness) / count + steepness * steep
-            shape[0] = max(shape[0], degrees.least_seconds() / problem.mean_seconds)
+            shape[0] = max(shape[0], degrees.longest_document_seconds() / problem.mean_seconds)
             for slack in (*SLACK, *SLACK_OF_FEW) if few else SLACK:
                 for anchoring in ANCHORINGS_OF_FEW if few else ANCHORINGS:
                     yield DraftSettings(slack * shape, anchoring)
@@ -146,8 +145,8 @@ def _steep_shares(problem: Problem, count: int) -> Floats:
 def _change_settings(best: Draft, settings: DraftSettings, random: Random) -> DraftSettings:
     """Make settings near the best: other durations, an anchor at another degree, or other documents as anchors.
 
-    Of durations one becomes longer or shorter, part of one moves to another, all become what they came out as, or one
-    just holds its anchor at another degree.
+    With other documents as anchors all durations become up to 2 % longer or shorter; `_change_durations` makes the
+    other changes. No duration falls to 0 or below.
     """
     change, micro_batch = int(5 * random.random()), int(len(settings.durations) * random.random())
     if change == 4:  # other documents as anchors
@@ -163,7 +162,7 @@ def _change_durations(best: Draft, durations: Floats, change: int, micro_batch: 
 
     `change` chooses the kind. 0: all become what they came out as in `best`, times 0.985 to 1.005. 1: that of this
     micro-batch becomes up to a tenth longer or shorter. 2: up to a twentieth of it moves to another, or from that one
-    to it. 3: it just holds one of its anchors at another degree, if it has any. Only 0 leaves `durations` as they are.
+    to it. 3: it just holds one of its anchors at another degree, if it has any. 1 to 3 change `durations` in place.
     """
     mean = best.problem.mean_seconds
     if change == 0:
@@ -199,7 +198,7 @@ def make_draft(problem: Problem, degrees: DegreeTable, durations: Floats, anchor
     """Place all items in micro-batches of about these durations, and in further ones where they do not fit.
 
     An anchor has at least `anchoring.share` of the work of the widest block in a micro-batch of middle duration, or
-    fits no block at all. Items that the table of degrees lacks are never anchors.
+    more rows than the widest bin holds. Items that the table of degrees lacks are never anchors.
     """
     drafting = _Drafting(problem, degrees, durations)
     least = anchoring.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0
@@ -261,8 +260,8 @@ class _Drafting:
     def _place_anchor(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
         """Place an anchor on free slots of a micro-batch; the rows that it leaves on them become bins.
 
-        `seconds` are those within a block. If that block has also taken in a smaller last node, and the slots are in
-        two nodes, the anchor takes the seconds of a group across nodes.
+        `seconds` take a block for a part of one node. A last block that has taken in a smaller last node has two: if
+        the slots are in both, the anchor takes the seconds of a group across nodes.
         """
         parts, problem = self.free[micro_batch].take_slots(width), self.problem
         if len(parts) == 1 and width <= problem.widest_in_node and not problem.shares_node(*parts[0]):
@@ -282,10 +281,8 @@ class _Drafting:
             self.unplaced.append(item)
             return
         free = [*(slots.total for slots in self.free), self.problem.request.slots]  # the last is a new micro-batch
-        stretches = [
-            self.degrees.price_stretch(item, duration, slots)
-            for duration, slots in zip([*self.durations, 0.0], free, strict=True)
-        ]
+        choices = zip([*self.durations, 0.0], free, strict=True)
+        stretches = [self.degrees.price_stretch(item, duration, slots) for duration, slots in choices]
         micro_batch = min(range(len(stretches)), key=lambda m: stretches[m][0])
         _, width, seconds = stretches[micro_batch]
         if micro_batch == len(self.durations):
@@ -308,8 +305,8 @@ class _Drafting:
         least_loaded = LeastLoaded(self.bins, self.durations, self.problem)
         work: list[float] = self.problem.work.tolist()
         tokens: list[int] = self.problem.tokens.tolist()
-        placed = 0
-        while (placed := least_loaded.place_items(items, placed, tokens, work)) < len(items):
+        position = 0
+        while (position := least_loaded.place_items(items, position, tokens, work)) < len(items):
             self._add_micro_batch(self.durations[-1])
             self._add_bins(len(self.durations) - 1)
             least_loaded = LeastLoaded(self.bins, self.durations, self.problem)

@@ -129,10 +129,11 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
 
 
 def _keep_powers_of_two(problem: Problem) -> Problem | None:
-    """Return the problem with only powers of two as degrees; None where planning it as well is not worth the time.
+    """Return the problem with only powers of two as degrees; None where it has no plan or is not worth the time.
 
     On measured links groups of other degrees have slower types, or leave slots of a host over. Ideal links show no
     difference, many slots take long, and where all or none of the degrees are powers of two nothing is left to plan.
+    There is no plan if the longest document needs a degree above the highest power.
     """
     request = problem.request
     degrees = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)

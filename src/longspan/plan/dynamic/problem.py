@@ -96,7 +96,7 @@ class FreeSlots:
         """Take `width` slots, at most `total`: from one block if one has them, else from as few as possible."""
         parts: Parts = []
         while width:
-            size = self._smallest_fit(width, whole=not parts) or self._largest_run()
+            size = self._smallest_fit(width, avoid_remnant=not parts) or self._largest_run()
             count = min(size, width)
             parts.append(self._take_next_slots(self.by_left[size].pop(), count))
             width -= count
@@ -104,7 +104,7 @@ class FreeSlots:
 
     def has_block(self, width: int) -> bool:
         """Return whether one block has at least `width` free slots."""
-        return bool(self._smallest_fit(width, whole=False))
+        return bool(self._smallest_fit(width, avoid_remnant=False))
 
     def remaining_runs(self) -> Parts:
         """Divide the slots that are left into runs that hold a group."""
@@ -114,15 +114,15 @@ class FreeSlots:
             for offset, count in even_runs(left, self.degrees)
         ]
 
-    def _smallest_fit(self, width: int, *, whole: bool) -> int:
+    def _smallest_fit(self, width: int, *, avoid_remnant: bool) -> int:
         """Return the fewest free slots of any block that has at least `width` of them; 0 if none has.
 
-        With `whole`, blocks come first in which taking `width` leaves no slot, or enough for another group.
+        With `avoid_remnant`, blocks come first in which taking `width` leaves no slot, or enough for another group.
         """
         for size in range(width, len(self.by_left)):
-            if self.by_left[size] and not (whole and 0 < size - width < self.degrees[0]):
+            if self.by_left[size] and not (avoid_remnant and 0 < size - width < self.degrees[0]):
                 return size
-        return self._smallest_fit(width, whole=False) if whole else 0
+        return self._smallest_fit(width, avoid_remnant=False) if avoid_remnant else 0
 
     def _largest_run(self) -> int:
         """Return the most free slots of a block."""
@@ -187,7 +187,7 @@ class Problem:
         return self.degrees[at - 1] if at else 0
 
     def split_into_runs(self, part: tuple[int, int]) -> Parts:
-        """Split a part (first slot, slots) into runs that hold a group each, and a last run of what is left, if any."""
+        """Split a part (first slot, slots) into runs that hold a group each, and a last run that holds none, if any."""
         start, slots = part
         pieces = [(start + offset, width) for offset, width in even_runs(slots, self.degrees)]
         used_slots = sum(width for _, width in pieces)
@@ -200,11 +200,11 @@ class Problem:
         A sample has `SAMPLED_SLOTS` slots or more, at least four times as many as its longest document needs and as the
         smallest group has, and at least half as many items as `SAMPLED_SLOTS`.
         """
-        slots, widest = self.request.slots, -(-int(self.tokens[0]) // self.cap)
+        slots, needed = self.request.slots, -(-int(self.tokens[0]) // self.cap)
         if slots < 2 * SAMPLED_SLOTS:
             return 1
-        widest = self.degrees[bisect_left(self.degrees, widest)]
-        least = max(4 * widest, 4 * self.min_cp, SAMPLED_SLOTS)
+        needed = self.degrees[bisect_left(self.degrees, needed)]
+        least = max(4 * needed, 4 * self.min_cp, SAMPLED_SLOTS)
         return max(1, min(slots // least, 2 * len(self.tokens) // SAMPLED_SLOTS))
 
     @property
