@@ -123,6 +123,16 @@ def test_rows_to_try_reach_from_the_longest_document_to_one_micro_batch() -> Non
     config = config_of(context__max_tokens_per_slot="auto", context__planner="dynamic")
     rows = run_of(config, gpus=4).ahead.rows_to_try(config)
     assert rows[0] == 2048 + 2 and rows[-2] < sum(lengths_of_step(13)) / 4 + 2 <= rows[-1]
+
+
+def test_rows_to_try_hold_the_longest_document_in_a_group_that_the_heads_allow() -> None:
+    """a2a deals 6 heads to 2 of 8 slots at most that fill them evenly; 8 would hold the document in fewer rows."""
+    config = config_of(context__max_tokens_per_slot="auto", context__planner="dynamic", context__cp_comm_type="a2a")
+    ahead = ComingSteps(lambda step: [8192], Layout(ranks=8), 6, 0, config.train.steps)
+    rows = ahead.rows_to_try(config)
+    assert rows == [4096 + 2]
+    limited = replace(config, context=replace(config.context, max_tokens_per_slot=rows[0]))
+    assert all(plan.lengths == (8192,) for plan in ahead.fullest_plans(limited, Cost()))
     fixed = config_of(context__max_tokens_per_slot="auto", context__context_parallel_size=1)
     assert run_of(fixed, gpus=4).ahead.rows_to_try(fixed) == [8194]
 

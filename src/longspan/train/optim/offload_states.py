@@ -85,7 +85,7 @@ class OffloadedStates(Optimizer):
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
         states, optimizer.state = optimizer.state, defaultdict(dict)
         for parameter in [p for group in self.param_groups for p in group["params"] if p in states]:
-            self.state[parameter] = self._host_state(parameter, states.pop(parameter))  # of steps before this
+            self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))  # of steps before this
 
     @property
     def host_bytes(self) -> int:
@@ -144,7 +144,7 @@ class OffloadedStates(Optimizer):
                 name: _cast_state(value, parameter, name) if _has_numbers(value) else loaded[parameter][name]
                 for name, value in state.items()
             }
-            self.state[parameter] = self._host_state(parameter, values)
+            self.state[parameter] = self._copy_state_to_host(parameter, values)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -217,8 +217,8 @@ class OffloadedStates(Optimizer):
 
     # ---- the host's memory
 
-    def _host_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a parameter's state with its numbers in the host's memory."""
+    def _copy_state_to_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy the tensors with dims of a parameter's state to the host; returns the state with these copies."""
         values = dict(state)
         for name, value in state.items():
             if _has_numbers(value):
@@ -232,15 +232,16 @@ class OffloadedStates(Optimizer):
         `whole`: `value` is the state of the whole parameter, and the host's tensor has its shape and type. Otherwise
         `value` is the state of a part, and the host's tensor has the parameter's shape and the type of `value`.
         """
-        like, local = (value if whole else parameter.detach()), local_tensor(parameter.detach())
-        if (shape := local_tensor(like).shape) != local.shape:  # a state of another shape, such as a sum of each row
-            local = local_tensor(like)
-        memory = self._places.get((parameter, name))
-        if memory is None or (memory[1].shape, memory[1].dtype) != (shape, value.dtype):
-            place = self._arena.take(local.numel() * value.dtype.itemsize)
-            memory = place, place.view_like(torch.empty_like(local, dtype=value.dtype, device="meta"))
-            self._places[parameter, name] = memory
-        return make_sharded_tensor(like, memory[1])
+        like = value if whole else parameter.detach()
+        strided_like = local_tensor(parameter.detach())  # the host's tensor has its strides
+        if (shape := local_tensor(like).shape) != strided_like.shape:  # another shape, such as a sum of each row
+            strided_like = local_tensor(like)
+        _, tensor = self._places.get((parameter, name), (None, None))
+        if tensor is None or (tensor.shape, tensor.dtype) != (shape, value.dtype):
+            place = self._arena.take(strided_like.numel() * value.dtype.itemsize)
+            tensor = place.view_like(torch.empty_like(strided_like, dtype=value.dtype, device="meta"))
+            self._places[parameter, name] = place, tensor
+        return make_sharded_tensor(like, tensor)
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class OnePassAdamW(AdamW):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        if state["step"].device.type != "cpu":  # of torch's fused one, which was saved
+        if state["step"].device.type != "cpu":  # torch's fused AdamW, which saved it, counts on the GPU
             state["step"] = state["step"].cpu()
         state["step"] += 1
         return state["step"].item()
@@ -211,8 +211,8 @@ def _compute_update(tensors: Sequence[Tensor], factors: Factors, scale: Tensor |
     if scale is not None:
         gradient = gradient * scale
     gradient = gradient * factors.sign
-    mean = mean + (gradient - mean) * factors.mean
-    square = square * factors.keep_square + gradient * gradient * factors.square
+    mean = mean + (gradient - mean) * factors.mean_weight
+    square = square * factors.square_decay + gradient * gradient * factors.square_weight
     # torch's float32 root on a CPU (MKL's) is not always the nearest number; from float64 it is.
-    size = square.double().sqrt().to(square.dtype) * factors.root + factors.eps
-    return [parameter * factors.decay - mean / size * factors.rate, mean, square]
+    denominator = square.double().sqrt().to(square.dtype) * factors.root_scale + factors.eps
+    return [parameter * factors.decay - mean / denominator * factors.rate, mean, square]
