@@ -125,8 +125,8 @@ class OffloadedStates(Optimizer):
         numbers move into this optimizer's state, next to the moments. Hooks that torch runs around loading run here.
         """
         state_dict = {**state_dict}
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         states: dict[Any, dict[str, Any]] = state_dict["state"]
         small = {
             key: {name: value for name, value in state.items() if not _has_numbers(value)}
@@ -135,8 +135,8 @@ class OffloadedStates(Optimizer):
         self.inner.load_state_dict(state_dict | {"state": small})
         loaded, self.inner.state = self.inner.state, defaultdict(dict)
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = dict(zip(saved, (p for group in self.param_groups for p in group["params"]), strict=True))
+        saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = dict(zip(saved_keys, (p for group in self.param_groups for p in group["params"]), strict=True))
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         for key, state in states.items():
             parameter = parameters[key]
@@ -145,21 +145,22 @@ class OffloadedStates(Optimizer):
                 for name, value in state.items()
             }
             self.state[parameter] = self._copy_state_to_host(parameter, values)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def _update_buckets(self, buckets: Sequence[Bucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Update bucket after bucket, while the next one comes to the device and the one before goes to the host."""
-        coming, leaving = (self._fetch_bucket(buckets[0], before) if buckets else None), list[Tensor]()
-        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
-            fetched, coming = coming, None
+        next_fetched = self._fetch_bucket(buckets[0], before) if buckets else None
+        device_states = list[Tensor]()  # of the bucket before, until they are on the host
+        for bucket, next_bucket in zip(buckets, [*buckets[1:], None], strict=True):
+            fetched, next_fetched = next_fetched, None
             assert fetched is not None
             self._copies.wait_for_stores()
-            leaving.clear()  # the bucket before is on the host: its memory of the device is free
-            if following is not None:
-                coming = self._fetch_bucket(following, before)
+            device_states.clear()  # frees the memory that the next bucket takes
+            if next_bucket is not None:
+                next_fetched = self._fetch_bucket(next_bucket, before)
             self._copies.wait_for_fetch(fetched.arrived)
-            leaving = self._store_bucket(bucket, self._update_bucket(bucket, fetched.states))
+            device_states = self._store_bucket(bucket, self._update_bucket(bucket, fetched.states))
 
     # ---- one bucket
 

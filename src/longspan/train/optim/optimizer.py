@@ -230,16 +230,17 @@ def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
             arguments[key] = json.loads(value)
         except ValueError:
             arguments[key] = value
-    keys = _BY_KEY | (_BY_KEY_OF_ADAMW if name == "adamw" else {})
-    for key in keys.keys() & arguments.keys():
-        raise ConfigError(f"train.optimizer_arguments has {key}, which is {keys[key]}")
+    config_keys = _BY_KEY | (_BY_KEY_OF_ADAMW if name == "adamw" else {})
+    for key in config_keys.keys() & arguments.keys():
+        raise ConfigError(f"train.optimizer_arguments has {key}, which is {config_keys[key]}")
     check_arguments(name, arguments)
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first argument that the optimizer's class does not take, and for a switch that is given
-    another value than true, false or null.
+    """Raise ConfigError for an argument that the optimizer's class does not take, and for a wrong value of a switch.
+
+    A switch is true, false or null. Other values are left to the class.
     """
     kind = optimizer_class(name)
     parameters = inspect.signature(kind).parameters

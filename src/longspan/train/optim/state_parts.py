@@ -110,7 +110,8 @@ def cut_buckets(
     Only a bucket of a single parameter that must stay whole may take more.
     """
     for index, group in enumerate(optimizer.param_groups):
-        plain, parts, filled = bool(group.get("fused") or group.get("foreach")), list[Part](), 0.0
+        plain = bool(group.get("fused") or group.get("foreach"))  # the group says which kernels it uses (`Part`)
+        parts, filled = list[Part](), 0.0
         for parameter in group["params"]:
             if parameter.grad is None and not every:
                 continue

@@ -51,7 +51,8 @@ class StochasticRounding(Optimizer):
         """Take over the groups of the chosen optimizer; `_wide`, another one of its kind, updates float32 copies."""
         optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
+        # Steps on the float32 copy of one parameter. Until then it has a matrix: Muon takes nothing else.
+        self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])
         self.kind: type[torch.optim.Optimizer] = choice.kind
         self._bits = RoundingBits(model, world)
 
