@@ -189,8 +189,8 @@ def test_recomputed_layers_are_those_of_each_stage() -> None:
 
 def test_a_model_that_cannot_be_counted_trains_by_its_keys() -> None:
     run, room = run_of(config_of()), MemoryBudget(device=400 * GIB)
-    assert run_memory.choice_or_reason(run, room)[0] is not None
-    plan, reason = run_memory.choice_or_reason(replace(run, model={"model_type": "unheard of"}), room)
+    assert run_memory.choose_memory_or_explain(run, room)[0] is not None
+    plan, reason = run_memory.choose_memory_or_explain(replace(run, model={"model_type": "unheard of"}), room)
     assert plan is None and "hidden_size" in reason
     with pytest.raises(ConfigError, match="does not fit"):
-        run_memory.choice_or_reason(run, MemoryBudget(device=GIB))
+        run_memory.choose_memory_or_explain(run, MemoryBudget(device=GIB))

@@ -224,7 +224,7 @@ def fit_by_probes(
         budget -= images.held_bytes
     probes = _Probes(config, find_language_model(model), world, budget, below)
     probes.run_probe(probes.first, warm=True)
-    if first_guess is not None and (rows := probes.guess_rows(first_guess)) > probes.first:
+    if first_guess is not None and (rows := probes.limit_guess(first_guess)) > probes.first:
         probes.run_probe(rows)
         return probes.fit_largest_probes()
     probes.run_probe(probes.choose_second_rows())
@@ -272,7 +272,7 @@ class _Probes:
         bytes_here = measure_step_bytes(self._config, self._model, self._world, rows)
         return self._world.control.gather_objects(max(bytes_here, 1), f"the bytes of a probe of {rows} rows")
 
-    def guess_rows(self, guess: int) -> int:
+    def limit_guess(self, guess: int) -> int:
         """Return the rows of a probe of a guess: at most half of what did not fit before, and rounded down."""
         return self._round_rows(min(guess, self._row_limit / 2))
 
@@ -283,13 +283,13 @@ class _Probes:
         known not to fit, as a probe must not run out of memory.
         """
         rows, bytes_of_ranks = self._probed[0]
-        # As if all bytes grew with the rows: a part of them does not, so that more rows than these fit.
+        # Of the rows that surely fit: as if all bytes grew with the rows, while a part of them does not.
         growth = min(budget / measured for budget, measured in zip(self._budgets, bytes_of_ranks, strict=True))
         larger = self._round_rows(min(self._sizes[1], rows * growth, self._row_limit / 2))
         return larger if larger >= rows + rows // 4 else self._round_rows(rows / 2)
 
     def choose_third_rows(self) -> int:
-        """Choose the rows of the third probe: half of those that fit by the first two, within FARTHEST."""
+        """Choose the rows of the third probe: half of those that fit, at most FARTHEST times those of probes before."""
         return self._round_rows(
             min(self.fit_largest_probes().rows / 2, FARTHEST * self.largest_rows, self._row_limit / 2)
         )

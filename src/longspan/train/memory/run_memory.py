@@ -134,7 +134,7 @@ def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> Memory
     if not chooses_measures(run.config.train, gpu=run.gpu):
         return None
     budget = memory_budget(run.config, world)
-    memory, reason = run_on_first_rank(world, partial(choice_or_reason, run, budget), ConfigError)
+    memory, reason = run_on_first_rank(world, partial(choose_memory_or_explain, run, budget), ConfigError)
     log(
         memory.summary_line(budget)
         if memory
@@ -143,7 +143,7 @@ def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> Memory
     return memory
 
 
-def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
+def choose_memory_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
     """Return the plan of memory and "", or None and why the model's bytes cannot be counted.
 
     Raises ConfigError if the bytes can be counted and nothing fits.

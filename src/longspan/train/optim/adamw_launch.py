@@ -68,7 +68,7 @@ class Update(NamedTuple):
     places: Places | None = None
 
 
-def takes_update(update: Update) -> bool:
+def kernel_takes(update: Update) -> bool:
     """Return whether the kernel updates these tensors: contiguous ones of a GPU, in float32 or bfloat16.
 
     `places` may only have rows of fewer than 2³¹ numbers, as the kernel divides by their length in 32 bits.

@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 from longspan.errors import ModelError
 from longspan.model.weights.local_tensors import local_tensor
-from longspan.train.optim.adamw_launch import Factors, Update, launch_updates, takes_update
+from longspan.train.optim.adamw_launch import Factors, Update, kernel_takes, launch_updates
 from longspan.train.optim.rounding_bits import (
     RoundingBits,
     chunk_numbers,
@@ -167,7 +167,7 @@ def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
     of_kernel, others = list[Update](), list[Update]()
     for update in updates:
         if update.parameter.numel():
-            (of_kernel if takes_update(update) else others).append(update)
+            (of_kernel if kernel_takes(update) else others).append(update)
     launch_updates(of_kernel, scale)
     # A scale that is not a number changes nothing; the kernel sees to that itself.
     if others and (scale is None or not bool(scale.isnan())):

@@ -21,12 +21,12 @@ from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 from longspan.train.optim.rounding_bits import Key, RoundingBits, round_by_places
 
 
-def rounding_optimizer(
+def build_rounding_optimizer(
     choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
 ) -> Optimizer:
     """Make an optimizer that rounds by chance: AdamW in one pass; another class one parameter at a time.
 
-    >>> optimizer = rounding_optimizer(OptimizerChoice.of(config.train), model, world)
+    >>> optimizer = build_rounding_optimizer(OptimizerChoice.of(config.train), model, world)
 
     `rates` are learning rates by the names of modules.
     """
