@@ -39,7 +39,7 @@ from longspan.plan import Cost
 from longspan.run.result import versions
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.live_bytes import LiveBytes
-from longspan.train.memory.run_memory import RunMemory, choose_on_ranks, plan_on_ranks
+from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks, plan_memory_on_ranks
 from longspan.train.plans import PlanChoice, home_of, query_heads
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 
@@ -58,7 +58,7 @@ def run_steps(
     The bytes that were planned stand beside the peak.
     """
     gpu, heads = world.device.type == "cuda", query_heads(configuration)
-    planned = plan_on_ranks(run_memory(config, configuration, rows, world), chosen, world)
+    planned = plan_memory_on_ranks(run_memory(config, configuration, rows, world), chosen, world)
     loaded = load_run_model(config, config.data.vocab_size, configuration)
     model = prepare_run_model(config, world, loaded, memory=chosen)
     optimizer = make_optimizer(config, world, model, memory=chosen)
@@ -186,7 +186,7 @@ def main() -> None:
     record: dict[str, Any] = {"bench": "longest", "command": vars(flags) | {"out": str(flags.out)}, "keys": keys}
     record |= {"machine": machine_facts(), "versions": versions(), "steps": []}
     with World(home_of(config.parallel, ranks)) as world:
-        chosen = choose_on_ranks(run_memory(config, configuration, flags.rows, world), world, print)
+        chosen = choose_memory_on_ranks(run_memory(config, configuration, flags.rows, world), world, print)
         for rows in ([flags.rows // flags.small] if flags.small else []) + [flags.rows]:
             row = run_steps(config, configuration, rows, chosen, world, history=flags.history and rows == flags.rows)
             gc.collect()

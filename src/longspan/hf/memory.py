@@ -14,7 +14,7 @@ from longspan.model.adapters import find_adapter, unwrap_model
 from longspan.model.prepared import PrepareOptions
 from longspan.plan import MemoryPlan
 from longspan.train.memory.coming_plans import ComingSteps
-from longspan.train.memory.run_memory import RunMemory, choose_on_ranks
+from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks
 from longspan.train.plans import query_heads
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
@@ -52,7 +52,9 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
         model, home = unwrap_model(trainer.model).config, trainer.world.home
         # Steps 0 to 63, with lengths drawn at random, stand for all steps.
         steps = ComingSteps(lambda step: _step_lengths(trainer, lengths, step), home, query_heads(model), 0, 64)
-        memory = choose_on_ranks(RunMemory(config=config, model=model, ahead=steps, gpu=gpu), trainer.world, _log.info)
+        memory = choose_memory_on_ranks(
+            RunMemory(config=config, model=model, ahead=steps, gpu=gpu), trainer.world, _log.info
+        )
     if config.context.max_tokens_per_slot == AUTO:
         rows = memory.rows if memory is not None else 0
         config = replace(config, context=replace(config.context, max_tokens_per_slot=rows))

@@ -41,7 +41,7 @@ from longspan.train.optim.offload_states import offload_states
 from longspan.train.optim.on_shards import check_sharded_update
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, parameter_groups
 from longspan.train.optim.schedule import Schedule
-from longspan.train.optim.stochastic_rounding import rounding_optimizer
+from longspan.train.optim.stochastic_rounding import build_rounding_optimizer
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import StepResult, run_step
 from longspan.train.step_figures import StepFigures, model_figures
@@ -220,7 +220,7 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: 
         check_sharded_update(choice, model, world)
     rates = _encoder_rates(config, model)
     if config.train.stochastic_rounding:
-        optimizer = rounding_optimizer(choice, model, world, rates)
+        optimizer = build_rounding_optimizer(choice, model, world, rates)
     else:
         optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
     for group in optimizer.param_groups:

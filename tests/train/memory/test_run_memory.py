@@ -123,6 +123,16 @@ def test_rows_to_try_reach_from_the_longest_document_to_one_micro_batch() -> Non
     config = config_of(context__max_tokens_per_slot="auto", context__planner="dynamic")
     rows = run_of(config, gpus=4).ahead.rows_to_try(config)
     assert rows[0] == 2048 + 2 and rows[-2] < sum(lengths_of_step(13)) / 4 + 2 <= rows[-1]
+
+
+def test_rows_to_try_hold_the_longest_document_in_a_group_that_the_heads_allow() -> None:
+    """a2a deals 6 heads to 2 of 8 slots at most that fill them evenly; 8 would hold the document in fewer rows."""
+    config = config_of(context__max_tokens_per_slot="auto", context__planner="dynamic", context__cp_comm_type="a2a")
+    ahead = ComingSteps(lambda step: [8192], Layout(ranks=8), 6, 0, config.train.steps)
+    rows = ahead.rows_to_try(config)
+    assert rows == [4096 + 2]
+    limited = replace(config, context=replace(config.context, max_tokens_per_slot=rows[0]))
+    assert all(plan.lengths == (8192,) for plan in ahead.fullest_plans(limited, Cost()))
     fixed = config_of(context__max_tokens_per_slot="auto", context__context_parallel_size=1)
     assert run_of(fixed, gpus=4).ahead.rows_to_try(fixed) == [8194]
 
@@ -179,8 +189,8 @@ def test_recomputed_layers_are_those_of_each_stage() -> None:
 
 def test_a_model_that_cannot_be_counted_trains_by_its_keys() -> None:
     run, room = run_of(config_of()), MemoryBudget(device=400 * GIB)
-    assert run_memory.choice_or_reason(run, room)[0] is not None
-    plan, reason = run_memory.choice_or_reason(replace(run, model={"model_type": "unheard of"}), room)
+    assert run_memory.choose_memory_or_explain(run, room)[0] is not None
+    plan, reason = run_memory.choose_memory_or_explain(replace(run, model={"model_type": "unheard of"}), room)
     assert plan is None and "hidden_size" in reason
     with pytest.raises(ConfigError, match="does not fit"):
-        run_memory.choice_or_reason(run, MemoryBudget(device=GIB))
+        run_memory.choose_memory_or_explain(run, MemoryBudget(device=GIB))

@@ -21,7 +21,7 @@ from longspan.train.optim.offload_states import OffloadedStates, offload_states
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.optim.state_parts import StateSizes, check_separate_updates, cut_buckets
-from longspan.train.optim.stochastic_rounding import rounding_optimizer
+from longspan.train.optim.stochastic_rounding import build_rounding_optimizer
 
 BUCKET = 16 << 10
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class Model(nn.Module):
 def _make(model: Model, kind: Any, arguments: Mapping[str, Any]) -> Optimizer:
     """The optimizer over two groups; `kind` may be a choice that is rounded by chance."""
     if isinstance(kind, OptimizerChoice):
-        return rounding_optimizer(kind, model, model.world)
+        return build_rounding_optimizer(kind, model, model.world)
     parameters = [*model.parameters()]
     return kind([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.02}], lr=0.01, **arguments)
 

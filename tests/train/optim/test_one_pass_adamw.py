@@ -17,7 +17,7 @@ from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.optim.one_pass_adamw import Factors, OnePassAdamW, Update, apply_by_torch, apply_updates
 from longspan.train.optim.optimizer import OptimizerChoice, build_optimizer
 from longspan.train.optim.rounding_bits import STREAMS, Key, Places, RoundingBits, noise_of, random_words
-from longspan.train.optim.stochastic_rounding import StochasticRounding, rounding_optimizer
+from longspan.train.optim.stochastic_rounding import StochasticRounding, build_rounding_optimizer
 from tests.train.optim.update_cases import GROUP
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
@@ -253,7 +253,7 @@ def test_shards_are_rounded_as_the_whole(cut: tuple[int, int]) -> None:
 def test_one_pass_and_one_by_one_round_alike() -> None:
     """A class that is not in one pass goes by float32 copies; of AdamW both give the same bits."""
     choice, results = OptimizerChoice("adamw", 1e-2, 0.1), list[list[Tensor]]()
-    for make in (rounding_optimizer, StochasticRounding):
+    for make in (build_rounding_optimizer, StochasticRounding):
         torch.manual_seed(0)
         model, world = nn.Linear(40, 30, dtype=torch.bfloat16), _world(0)
         optimizer = make(choice, model, world)

@@ -25,7 +25,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.optim.rounding_bits import STREAMS, Key, noise_of, random_words, round_stochastically
-from longspan.train.optim.stochastic_rounding import StochasticRounding, rounding_optimizer
+from longspan.train.optim.stochastic_rounding import StochasticRounding, build_rounding_optimizer
 from longspan.train.training import make_optimizer
 from tests.model.stock import texts
 from tests.train.multimodal.encoders import encoder_of
@@ -74,7 +74,9 @@ def _trained(kind: str, choice: OptimizerChoice, steps: int) -> Tensor:
     model = model.to(torch.float32 if kind == "float32" else torch.bfloat16)
     before = model.weight.detach().float().clone()
     world: Any = SimpleNamespace(seed=3, step=0)
-    optimizer = rounding_optimizer(choice, model, world) if kind == "by chance" else choice.build(model.parameters())
+    optimizer = (
+        build_rounding_optimizer(choice, model, world) if kind == "by chance" else choice.build(model.parameters())
+    )
     for step in range(steps):
         world.step = step + 1
         model.weight.grad = gradient.to(model.weight)
@@ -104,7 +106,7 @@ def test_bits_follow_seed_step_and_name_and_differ_between_updates_of_one_step(c
         torch.manual_seed(0)
         model = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
         given: Any = SimpleNamespace(**world)
-        optimizer = rounding_optimizer(choice, model, given)
+        optimizer = build_rounding_optimizer(choice, model, given)
         for _ in range(updates):
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.step()
@@ -125,7 +127,7 @@ def test_bits_follow_seed_step_and_name_and_differ_between_updates_of_one_step(c
 def _opened(world: World, family: str) -> tuple[Any, Optimizer]:
     model = prepare(load_model(None, family, dtype="bfloat16", vocab_size=64), world, probe=False)
     world.seed = 7
-    return model, rounding_optimizer(OptimizerChoice("adamw", 1e-4, 0.1), model, world)
+    return model, build_rounding_optimizer(OptimizerChoice("adamw", 1e-4, 0.1), model, world)
 
 
 def _step(model: Any, optimizer: Optimizer, world: World, step: int) -> None:

@@ -109,4 +109,4 @@ if __name__ == "__main__":
     for scale in SCALES:
         differences = update_differences("cpu", scale, nearest=False, powers=15)
         print(f"scale {scale}: {len(differences)} differences", *differences[:9], sep="\n", flush=True)
-    assert one_pass_adamw.takes_update(next(updates(1)))
+    assert one_pass_adamw.kernel_takes(next(updates(1)))

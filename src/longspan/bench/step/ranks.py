@@ -32,7 +32,7 @@ from longspan.run.result import versions
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.live_bytes import allocator_retries, peak_reserved_bytes
 from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
-from longspan.train.memory.run_memory import RunMemory, choose_on_ranks, plan_on_ranks
+from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks, plan_memory_on_ranks
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.run_machine import use_machine
@@ -107,7 +107,7 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     """
     log = partial(_log_first_rank, world.rank)
     run_memory = _make_run_memory(settings, use_measured_rows(settings.config, world, log), world)
-    memory = choose_on_ranks(run_memory, world, log)
+    memory = choose_memory_on_ranks(run_memory, world, log)
     config = run_memory.config
     loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
     model = prepare_run_model(config, world, loaded, memory=memory)
@@ -116,7 +116,7 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     first_guess = memory.rows if memory is not None else None
     config = measure_rows(config, model, optimizer, world, log, first_guess=first_guess)
     cost = settings.cost if memory is None else _memory_cost(settings, memory, log)
-    memory = plan_on_ranks(replace(run_memory, config=config), memory, world)
+    memory = plan_memory_on_ranks(replace(run_memory, config=config), memory, world)
     return Training(config, world, model, optimizer, cost, memory=memory)
 
 

@@ -121,8 +121,7 @@ def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
     the communication type allows.
     """
     choice, unit = run.choice, 2 * run.choice.options.row_multiple
-    widest = choice.widest_degree(run.home) or run.home.slots
-    widest = max(d for d in range(1, widest + 1) if run.home.slots % d == 0 and choice.allows(d, run.home))
+    widest = choice.widest_even_degree(run.home)
     least_rows = _round_to_unit(-(-max(n for step in steps for n in step.lengths) // widest), unit)
     most_rows = max(_one_batch_rows(run, step) for step in steps)
     count = WAYS[choice.has_one_degree]

@@ -31,7 +31,7 @@ from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectRes
 from longspan.evaluation.saved.sets import NamedDocuments
 from longspan.evaluation.saved.weights import CheckedWeights, check_saved_weights, fit_positions, load_saved_model
 from longspan.plan import Cost
-from longspan.train.memory.rows_that_fit import read_training_rows
+from longspan.train.memory.rows_that_fit import use_training_rows
 from longspan.train.plans import PlanChoice, find_run_cost, query_heads
 from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.partition import set_usual_partition
@@ -123,7 +123,7 @@ def _fit_subject(
     )
     # Plans of both subjects follow the first one's keys; a run's training has measured rows where its limit is "auto".
     first, heads = request.subjects[0], query_heads(configuration)
-    context = first.config.context if first.weights.run_dir is None else read_training_rows(first.config).context
+    context = first.config.context if first.weights.run_dir is None else use_training_rows(first.config).context
     config = set_usual_partition(replace(checked.subject.config, context=context))
     config, host_changes = fit_node_size(config, world.node_size, request.flag_keys)
     config = set_node_size(config, world)

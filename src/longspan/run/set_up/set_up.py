@@ -50,7 +50,7 @@ from longspan.train.long_documents import scale_positions
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.images_held import UNEVEN
 from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
-from longspan.train.memory.run_memory import RunMemory, choose_on_ranks, plan_on_ranks
+from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks, plan_memory_on_ranks
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.order import set_epoch_steps, source_lines
@@ -182,7 +182,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     done = 0 if checkpoint is None else steps_done(checkpoint, world)
     starts.end_part("data")
     run_memory = _run_memory(config, data, configuration, world, done)
-    memory = choose_on_ranks(run_memory, world, log) if done < config.train.steps else None
+    memory = choose_memory_on_ranks(run_memory, world, log) if done < config.train.steps else None
     starts.end_part("plan of memory")
     model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
     starts.end_part("model")
@@ -208,7 +208,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     starts.end_part("rows that fit")
     if done == config.train.steps:
         return run
-    return replace(run, memory=plan_on_ranks(replace(run_memory, config=run.config), memory, world))
+    return replace(run, memory=plan_memory_on_ranks(replace(run_memory, config=run.config), memory, world))
 
 
 def _open_run_documents(

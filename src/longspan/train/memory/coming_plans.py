@@ -47,8 +47,8 @@ class ComingSteps:
     def fullest_plans(self, config: RunConfig, cost: Cost) -> list[Plan]:
         """Return the plans, by each planner, of the coming steps that need most memory.
 
-        Those are the steps with the fullest slots if all steps are looked at; otherwise the step with the longest
-        document and the one with most tokens. Raises PlanError for documents that fit no group.
+        Those are the steps with the fullest slots, under the first planner, if all steps are looked at; otherwise the
+        step with the longest document and the one with most tokens. Raises PlanError for documents that fit no group.
         """
         choices = [
             PlanChoice.training(planner_config, cost=cost, heads=self.heads)
@@ -58,7 +58,7 @@ class ComingSteps:
         return [choice.plan(self.lengths_of_step(step), self.home) for choice in choices for step in steps]
 
     def fullest_steps(self, choice: PlanChoice) -> Sequence[int]:
-        """Return the FEW_STEPS steps with most rows in a slot; plans of a simple cost, of a millisecond each, tell."""
+        """Return the FEW_STEPS steps with most rows in a slot, by plans at a simple cost: a millisecond each."""
         if len(self.steps) <= FEW_STEPS:
             return self.steps
         simple = replace(choice, options=replace(choice.options, cost=Cost(), cp_comm_type="p2p"))
@@ -84,7 +84,10 @@ class ComingSteps:
         return [probe_plan(config, self.home, max(rows, multiple), self.heads)]
 
     def _sees_all_steps(self, config: RunConfig) -> bool:
-        """Return whether every coming step is looked at: steps are few, or have plans of one degree, made quickly."""
+        """Return whether every coming step is looked at.
+
+        That is so where steps are few, or are MOST_STEPS at most and have plans of one degree, which are made quickly.
+        """
         if self.last - self.first <= FEW_STEPS:
             return True
         one_degree = PlanChoice.training(config, heads=self.heads).has_one_degree
@@ -99,18 +102,17 @@ class ComingSteps:
     def rows_to_try(self, config: RunConfig) -> list[int]:
         """List the rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
 
-        The first number holds the longest document in the widest group. The numbers double until the step with most
-        tokens is one micro-batch. There are `multiple` rows to spare, and numbers are rounded up to multiples of it,
-        since a slot has two parts of a document, each padded to a whole `row_multiple`.
+        The first number holds the longest document in the widest group that the heads allow. The numbers double until
+        the step with most tokens is one micro-batch. There are `multiple` rows to spare, and numbers are rounded up to
+        multiples of it, since a slot has two parts of a document, each padded to a whole `row_multiple`.
         """
         choice = PlanChoice.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self.heaviest_steps()]
-        longest_document, tokens = max(max(step, default=1) for step in lengths), max(sum(step) for step in lengths)
-        most_slots = choice.widest_degree(self.home) or self.home.slots
-        widest = max(d for d in range(1, most_slots + 1) if self.home.slots % d == 0)
+        longest_document = max(max(step, default=1) for step in lengths)
+        most_tokens = max(sum(step) for step in lengths)
         multiple = 2 * choice.options.row_multiple
-        rows = [-(-longest_document // widest) + multiple]
-        while rows[-1] < tokens / self.home.slots + multiple:
+        rows = [-(-longest_document // choice.widest_even_degree(self.home)) + multiple]
+        while rows[-1] < most_tokens / self.home.slots + multiple:
             rows.append(2 * rows[-1])
         return [-(-count // multiple) * multiple for count in rows]
 

@@ -25,58 +25,63 @@ UNEVEN = 1.25  # times the mean rows of a step, for steps with more images
 
 
 @dataclass(frozen=True)
-class ImagesHeld:
-    """Bytes of a rank: `held` while the language model runs, `wave` at most while one wave of `wave_rows` is encoded.
+class ImageBytes:
+    """Bytes of a rank: `held_bytes` while the language model runs, `wave_bytes` while a wave of `wave_rows` is encoded.
 
-    `row` are the bytes of activations of one row.
+    `row_bytes` are those of the encoder's activations for one row.
     """
 
-    held: int
-    wave: int
+    held_bytes: int
+    wave_bytes: int
     wave_rows: int
-    row: float
+    row_bytes: float
 
     def check_budget(self, budget: float) -> None:
         """Raise ConfigError where a wave, or what is held, does not fit a budget of bytes."""
-        if self.wave > budget:
+        if self.wave_bytes > budget:
             raise ConfigError(
-                f"a wave of images of {self.wave_rows:,} rows of a slot takes {self.wave:,} bytes, and the budget is "
-                f"{budget:,.0f}; set encoder.max_rows to at most {math.floor(budget / self.row):,}, with "
-                "encoder.recompute = true"
+                f"a wave of images of {self.wave_rows:,} rows of a slot takes {self.wave_bytes:,} bytes, and the "
+                f"budget is {budget:,.0f}; set encoder.max_rows to at most {math.floor(budget / self.row_bytes):,}, "
+                "with encoder.recompute = true"
             )
-        if self.held >= budget:
+        if self.held_bytes >= budget:
             raise ConfigError(
-                f"images of a step hold {self.held:,} bytes of a rank while the language model runs, and the budget is "
-                f"{budget:,.0f}; set encoder.recompute = true with encoder.max_rows, or fewer train.tokens_per_step"
+                f"images of a step hold {self.held_bytes:,} bytes of a rank while the language model runs, and the "
+                f"budget is {budget:,.0f}; set encoder.recompute = true with encoder.max_rows, or fewer "
+                "train.tokens_per_step"
             )
 
 
-def measure_images(model: MultimodalModel, rows: float, world: World, *, uses: int = 1) -> ImagesHeld:
+def measure_images(model: MultimodalModel, rows: float, world: World, *, uses: int = 1) -> ImageBytes:
     """Measure the bytes that images of a step take on the rank that needs most; entered by all ranks.
 
     `rows` are the rows of images of a step on all slots together. `uses` is how often a rank holds such a row: once for
     the row's own place, and once for each depth of multi-token prediction. Each use has a gradient as well.
     """
-    step_bytes = wave = 0.0
-    wave_rows, row = 0, 0.0
+    held_bytes = wave_bytes = row_bytes = 0.0
+    wave_rows = 0
     for encoder in model.encoder_settings.values():
-        slot_rows = UNEVEN * rows / encoder.world.home.slots
+        slot_rows = UNEVEN * rows / encoder.world.home.slots  # an encoder may have other slots than the language model
         tokens = image_tokens(model.config)
         # an image's row has one part for the embedding, and one for each decoder layer that it is added to
         width = model.config.get_text_config().hidden_size * (1 + encoder.deep_layers)
         itemsize = next(encoder.module.parameters()).element_size()
-        step_bytes += 2 * uses * width * itemsize * UNEVEN * rows / world.home.slots
-        row = _measure_row_bytes(encoder, tokens)
+        held_bytes += 2 * uses * width * itemsize * UNEVEN * rows / world.home.slots  # rows and their gradients
+        row_bytes = _measure_row_bytes(encoder, tokens)
         wave_rows = math.ceil(min(encoder.max_rows_per_slot or slot_rows, slot_rows))
-        wave = max(wave, row * wave_rows)
+        wave_bytes = max(wave_bytes, row_bytes * wave_rows)
         if not (encoder.recompute or encoder.frozen):
-            step_bytes += row * slot_rows
-    step_bytes, wave, row = world.control.largest_of([step_bytes, wave, row], "bytes of images")
-    return ImagesHeld(round(step_bytes), round(wave), wave_rows, row)
+            held_bytes += row_bytes * slot_rows
+    figures = [held_bytes, wave_bytes, row_bytes]
+    held_bytes, wave_bytes, row_bytes = world.control.largest_of(figures, "bytes of images")
+    return ImageBytes(round(held_bytes), round(wave_bytes), wave_rows, row_bytes)
 
 
 def _measure_row_bytes(encoder: Encoder, tokens: ImageTokens) -> float:
-    """Measure a forward pass of one image: bytes of a row, with a graph unless the encoder is frozen; on every rank."""
+    """Measure the bytes of a row in the forward pass of one image, with a graph unless the encoder is frozen.
+
+    Every rank enters it.
+    """
     module, device = encoder.module, encoder.world.device
     image = probe_image(module.base, tokens.merge, PROBE_ROWS)
     with preserve_modes(module), torch.set_grad_enabled(not encoder.frozen):

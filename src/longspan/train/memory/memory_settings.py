@@ -53,7 +53,7 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
     """Return how many numbers of state the optimizer keeps for each weight.
 
     SGD keeps one with momentum. Those of another class are counted on a small matrix, in the dtype of trained weights:
-    float32 for adapters.
+    float32 for adapters. Only that imports torch.
     """
     if train.optimizer == "sgd" and any(argument.startswith("momentum") for argument in train.optimizer_arguments):
         return 1.0

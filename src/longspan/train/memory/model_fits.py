@@ -51,7 +51,8 @@ def check_model_fits(
 ) -> None:
     """Raise ConfigError, on every rank, where any rank has less room than the model needs, on its GPU or its host.
 
-    `model` is not yet prepared, and need have no memory. Without `training`, weights and a gathered layer count.
+    `model` is not yet prepared, and may be on the meta device. Without `training` only weights and a gathered layer
+    count.
     """
 
     def check_rank() -> None:
@@ -75,7 +76,7 @@ class Room:
 
 
 def free_room(world: World) -> Room | None:
-    """Return the free memory of this rank's GPU, or its part of the host's.
+    """Return the free memory of this rank's GPU, or on a CPU its part of the host's, free swap included.
 
     It is None on hosts without the figure (macOS).
     """
@@ -150,19 +151,19 @@ def _gathered_numbers(config: RunConfig, model: PreTrainedModel, home: Layout) -
     """Count the numbers that a rank gathers at one time.
 
     They are the root's (embedding and head) and the largest layer's. All layers count where none is freed before the
-    end of a step: in a pipeline, in free mode, or by the key. With a pipeline the root is left out, since some stages
-    have neither embedding nor head.
+    end of a step: in a pipeline, in free mode, or without parallel.reshard_after_forward. With a pipeline the root is
+    left out, since some stages have neither embedding nor head. Of experts a rank gathers its own, one in `ep`.
     """
-    layers = (*decoder_layers(model), *mtp_blocks(model))
-    by_layer, root = dict.fromkeys(layers, 0.0), 0.0
+    layer_names = (*decoder_layers(model), *mtp_blocks(model))
+    by_layer, root = dict.fromkeys(layer_names, 0.0), 0.0
     for name, numel in _parameter_numbers(model, home).items():
-        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        layer = next((layer for layer in layer_names if name.startswith(f"{layer}.")), None)
         if layer is None:
             root += numel
         else:
             by_layer[layer] += numel / (home.ep if ".experts." in name else 1)
-    stay = home.pp > 1 or not config.parallel.reshard_after_forward or config.context.mode == "free"
-    layers_at_once = sum(by_layer.values()) if stay else max(by_layer.values())
+    all_stay = home.pp > 1 or not config.parallel.reshard_after_forward or config.context.mode == "free"
+    layers_at_once = sum(by_layer.values()) if all_stay else max(by_layer.values())
     return layers_at_once + (0 if home.pp > 1 else root)
 
 
@@ -189,7 +190,7 @@ def _advise_remedy(config: RunConfig, needed: NeededBytes, room: Room, home: Lay
         keys.append('model.dtype = "bfloat16" (see its warning)')
     if config.context.mode == "free":
         keys.append('context.mode = "lockstep"')
-    elif not config.parallel.reshard_after_forward and home.pp == 1:
+    elif not config.parallel.reshard_after_forward and home.pp == 1:  # in a pipeline gathered layers stay anyway
         keys.append("parallel.reshard_after_forward = true")
     if shards := needed.shards_that_fit(room.size):
         gpus = shards * home.dp_replicate * home.tp * home.pp

@@ -81,7 +81,7 @@ def measure_step_bytes(config: RunConfig, model: nn.Module, world: World, rows: 
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise _too_many_error(config, world, rows, error) from error
+        raise _record_too_many_rows(config, world, rows, error) from error
     finally:
         model.zero_grad(set_to_none=True)
 
@@ -104,8 +104,7 @@ def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = N
     A pipeline gets as many micro-batches as it holds at once. Under sequence parallelism `rows` is a multiple of tp.
     """
     choice = PlanChoice.training(config, heads=heads)
-    widest = choice.widest_degree(home)
-    degree = max(d for d in range(1, widest + 1) if home.slots % d == 0 and choice.allows(d, home))
+    degree = choice.widest_even_degree(home)
     in_flight = max(1, home.pp * config.parallel.vpp)  # micro-batches that a pipeline holds at once
     lengths = [rows * degree] * (home.slots // degree * in_flight)
     probe = replace(choice, options=replace(choice.options, max_tokens_per_slot=rows)).at_degree(
@@ -114,8 +113,8 @@ def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = N
     return probe.plan(lengths, home)
 
 
-def _too_many_error(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
-    """Write down that a probe of `rows` rows was too large for this rank's memory, and return the error to raise."""
+def _record_too_many_rows(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
+    """Write to the run's folder that a probe of `rows` rows was too large for this rank; returns the error to raise."""
     too_many = TooMany(rows, len(world.home.ranks), memory_keys(config))
     with suppress(OSError):  # the folder may not be there on every rank
         write_atomically(Path(config.run.dir) / TOO_MANY_FILE, json.dumps(asdict(too_many), indent=1))
@@ -151,7 +150,8 @@ def read_measurement(
 def memory_keys(config: RunConfig) -> dict[str, Any]:
     """Return the keys of a configuration on which the rows depend, with their values as JSON keeps them.
 
-    Tuples become lists, so that they equal those read from a file. [encoder] counts only where it is not the default.
+    Tuples become lists, so that they equal those read from a file. [encoder] counts only where it is not the default,
+    so that its keys do not matter to runs of text.
     """
     values = config.tables()
     names = {"model": values["model"], "parallel": values["parallel"], "lora": values["lora"], "mtp": values["mtp"]}

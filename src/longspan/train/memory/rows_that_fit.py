@@ -30,7 +30,7 @@ from longspan.files import read_json, write_atomically
 from longspan.model.multimodal.multimodal_model import MultimodalModel, find_language_model
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.step_peak import CONTEXT_BYTES
-from longspan.train.memory.images_held import ImagesHeld, measure_images
+from longspan.train.memory.images_held import ImageBytes, measure_images
 from longspan.train.memory.row_probe import measure_step_bytes, memory_keys, read_measurement, read_too_many_rows
 from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.optim.optimizer import OptimizerChoice
@@ -83,14 +83,14 @@ def count_states(choice: OptimizerChoice, dtype: torch.dtype) -> float:
     2.0
     """
     size = _measure_tensor_states(choice, (_SIDE, _SIDE), dtype, torch.device("cpu"))
-    return round(size / (_SIDE * _SIDE * dtype.itemsize), 3)  # without the count of steps
+    return round(size / (_SIDE * _SIDE * dtype.itemsize), 3)  # rounded: the count of steps does not show
 
 
 _SIDE = 128  # of the square matrix on which states are counted
 FILE = "max_tokens_per_slot.json"  # in the run's folder: what was measured
 PROBES = {"cuda": (1024, 4096)}  # rows of a slot in the first and second probe, by type of device
 PROBES_ELSEWHERE = (64, 256)
-FARTHEST = 8  # the third probe has at most so many times the rows of the larger one before
+FARTHEST = 8  # the third probe has at most so many times the rows of the larger one: farther no line is trusted
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,12 @@ def measure_rows(
 
 def _use_rows(config: RunConfig, fit: RowsThatFit, log: LogLine) -> RunConfig:
     """Log the rows that fit, and put them in place of "auto", for training and for evaluation."""
-    fill = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
-    log(f"max_tokens_per_slot: {fill}")
+    figures = f"{fit.rows:,} rows of {fit.bytes_per_row:,.0f} bytes each fit in {fit.budget_bytes:,.0f} bytes"
+    log(f"max_tokens_per_slot: {figures}")
     return _set_eval_rows(replace(config, context=replace(config.context, max_tokens_per_slot=fit.rows)), fit.rows)
 
 
-def read_training_rows(config: RunConfig) -> RunConfig:
+def use_training_rows(config: RunConfig) -> RunConfig:
     """Put the rows that the run measured for training in place of "auto"; for evaluation only.
 
     Evaluation keeps less than training, so these rows fit on any ranks. Raises ConfigError if none were measured.
@@ -205,25 +205,26 @@ def fit_by_probes(
     world: World,
     *,
     below: int | None = None,
-    images: ImagesHeld | None = None,
+    images: ImageBytes | None = None,
     first_guess: int | None = None,
 ) -> RowsThatFit:
     """Run two or three probes, and agree on the rows that fit on every rank.
 
     Two small probes give a line of bytes by rows. If half of the rows that fit by this line are more than either probe
-    had, a third probe has that half and corrects the line. A probe of `first_guess` rows takes the place of the second
-    and third, unless it has no more rows than the first: a line takes two sizes. The first probe runs twice (`warm`),
-    as a first step also makes buffers that stay. `below` is a number of rows that did not fit before (None: none is
-    known); probes and result have fewer. What `images` hold is taken off the budget. Raises ConfigError where fewer
-    rows than two probes need are left, or images do not fit, and on a rank that runs out of memory in a probe.
+    had, a third probe has that half and corrects the line. A probe of the `first_guess` of a plan of memory takes the
+    place of the second and third, unless it has no more rows than the first: a line takes two sizes. The first probe
+    runs twice (`warm`), as a first step also makes buffers that stay. `below` is a number of rows that did not fit
+    before (None: none is known); probes and result have fewer. What `images` hold is taken off the budget. Raises
+    ConfigError where fewer rows than two probes need are left, or images do not fit, and on a rank that runs out of
+    memory in a probe.
     """
     budget = activation_budget(config, model, optimizer, world.device)
     if images is not None:
         run_on_every_rank(world, partial(images.check_budget, budget), ConfigError)
-        budget -= images.held
+        budget -= images.held_bytes
     probes = _Probes(config, find_language_model(model), world, budget, below)
     probes.run_probe(probes.first, warm=True)
-    if first_guess is not None and (rows := probes.guess_rows(first_guess)) > probes.first:
+    if first_guess is not None and (rows := probes.limit_guess(first_guess)) > probes.first:
         probes.run_probe(rows)
         return probes.fit_largest_probes()
     probes.run_probe(probes.choose_second_rows())
@@ -239,8 +240,8 @@ class _Probes:
     def __init__(self, config: RunConfig, model: nn.Module, world: World, budget: float, below: int | None) -> None:
         """Choose the rows of the first probe: those for this device, a quarter of what did not fit before at most.
 
-        `budget` are the bytes of this rank; `below` is the number of rows that did not fit in an earlier start, if any.
-        Raises ConfigError if that leaves too few rows for two probes.
+        The second may then have twice as many. `budget` are the bytes of this rank; `below` is the number of rows that
+        did not fit in an earlier start, if any. Raises ConfigError if that leaves too few rows for two probes.
         """
         self._config, self._model, self._world, self._below = config, model, world, below
         self._multiple = plan_row_multiple(config.parallel)
@@ -261,10 +262,8 @@ class _Probes:
         return max(rows for rows, _ in self._probed)
 
     def run_probe(self, rows: int, *, warm: bool = False) -> None:
-        """Run one probe, and share its bytes with the other ranks; with `warm` run the same step before, uncounted, as
-        the first step of a process also makes buffers that stay.
-        """
-        if warm:
+        """Run one probe, and share its bytes with the other ranks; with `warm` the same step runs before, uncounted."""
+        if warm:  # a process's first step also makes buffers that stay
             self._measure_on_ranks(rows)
         self._probed.append((rows, self._measure_on_ranks(rows)))
 
@@ -273,7 +272,7 @@ class _Probes:
         bytes_here = measure_step_bytes(self._config, self._model, self._world, rows)
         return self._world.control.gather_objects(max(bytes_here, 1), f"the bytes of a probe of {rows} rows")
 
-    def guess_rows(self, guess: int) -> int:
+    def limit_guess(self, guess: int) -> int:
         """Return the rows of a probe of a guess: at most half of what did not fit before, and rounded down."""
         return self._round_rows(min(guess, self._row_limit / 2))
 
@@ -284,12 +283,13 @@ class _Probes:
         known not to fit, as a probe must not run out of memory.
         """
         rows, bytes_of_ranks = self._probed[0]
-        times = min(budget / bytes_of_rank for budget, bytes_of_rank in zip(self._budgets, bytes_of_ranks, strict=True))
-        larger = self._round_rows(min(self._sizes[1], rows * times, self._row_limit / 2))
+        # Of the rows that surely fit: as if all bytes grew with the rows, while a part of them does not.
+        growth = min(budget / measured for budget, measured in zip(self._budgets, bytes_of_ranks, strict=True))
+        larger = self._round_rows(min(self._sizes[1], rows * growth, self._row_limit / 2))
         return larger if larger >= rows + rows // 4 else self._round_rows(rows / 2)
 
     def choose_third_rows(self) -> int:
-        """Choose the rows of the third probe: half of those that fit by the first two."""
+        """Choose the rows of the third probe: half of those that fit, at most FARTHEST times those of probes before."""
         return self._round_rows(
             min(self.fit_largest_probes().rows / 2, FARTHEST * self.largest_rows, self._row_limit / 2)
         )
@@ -326,5 +326,5 @@ def _largest_rows(probes: Sequence[tuple[int, int]], budget: float) -> float:
 def _fit_line(probes: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Return the bytes of a row, 1 at least, and those for any number of rows, from two measurements (rows, bytes)."""
     (fewer_rows, fewer_bytes), (more_rows, more_bytes) = probes
-    row_bytes = max((more_bytes - fewer_bytes) / (more_rows - fewer_rows), 1.0)
+    row_bytes = max((more_bytes - fewer_bytes) / (more_rows - fewer_rows), 1.0)  # a budget is divided by it
     return row_bytes, max(fewer_bytes - row_bytes * fewer_rows, 0.0)

@@ -124,7 +124,7 @@ class RunMemory:
         return choose_memory(self.model, home, list(plans), self.settings, budget, self.machine, fixed=fixed)
 
 
-def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | None:
+def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | None:
     """Choose the measures that a run's layers have, by a plan of memory; entered by all ranks, before `prepare`.
 
     None where the keys say what layers keep, or where the model's bytes cannot be counted. Raises ConfigError, on every
@@ -134,7 +134,7 @@ def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | 
     if not chooses_measures(run.config.train, gpu=run.gpu):
         return None
     budget = memory_budget(run.config, world)
-    memory, reason = run_on_first_rank(world, partial(choice_or_reason, run, budget), ConfigError)
+    memory, reason = run_on_first_rank(world, partial(choose_memory_or_explain, run, budget), ConfigError)
     log(
         memory.summary_line(budget)
         if memory
@@ -143,7 +143,7 @@ def choose_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | 
     return memory
 
 
-def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
+def choose_memory_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
     """Return the plan of memory and "", or None and why the model's bytes cannot be counted.
 
     Raises ConfigError if the bytes can be counted and nothing fits.
@@ -158,7 +158,7 @@ def choice_or_reason(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan |
         raise ConfigError(str(error)) from error
 
 
-def plan_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> MemoryPlan | None:
+def plan_memory_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> MemoryPlan | None:
     """Plan the memory of a run whose rows of a slot are known; entered by all ranks.
 
     None on CPUs without `memory_bytes`, where no budget is known, and where the model's bytes cannot be counted.
@@ -205,5 +205,5 @@ def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
 def key_measures(config: RunConfig, needs: MemoryNeeds) -> tuple[str, ...]:
     """Return what each layer keeps by the keys: the first `recompute_layers` of a stage (0: each) are recomputed."""
     train, kind = config.train, key_checkpointing(config.train) or "none"
-    word = f"{kind}+host" if train.offload_activations and kind != "none" else kind
-    return needs.measures_of_layers(word, train.recompute_layers)
+    measure = f"{kind}+host" if train.offload_activations and kind != "none" else kind
+    return needs.measures_of_layers(measure, train.recompute_layers)

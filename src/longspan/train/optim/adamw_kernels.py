@@ -44,8 +44,10 @@ def adamw_kernel(
         square = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(MOMENT)), ALIGNMENT)
         numel = tl.load(row + 4)
         factors = (row + FACTORS).to(tl.pointer_type(tl.float32))
-        decay, fresh, keep, new = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2), tl.load(factors + 3)
-        root, eps, rate, sign = tl.load(factors + 4), tl.load(factors + 5), tl.load(factors + 6), tl.load(factors + 7)
+        decay, mean_weight = tl.load(factors), tl.load(factors + 1)
+        square_decay, square_weight = tl.load(factors + 2), tl.load(factors + 3)
+        root_scale, eps = tl.load(factors + 4), tl.load(factors + 5)
+        rate, sign = tl.load(factors + 6), tl.load(factors + 7)
         # Not read unless BY_CHANCE, which sets them; `offset` needs an int64, as `numel` is.
         offset, start_key, middle_key = numel, 0, 0
         if BY_CHANCE:
@@ -58,13 +60,13 @@ def adamw_kernel(
         for first in range(start, whole, step):
             update_block(
                 *(parameter + first, gradient + first, mean + first, square + first),
-                *(factor, decay, fresh, keep, new, root, eps, rate, sign),
+                *(factor, decay, mean_weight, square_decay, square_weight, root_scale, eps, rate, sign),
                 *(row, first, numel, offset, start_key, middle_key, BY_CHANCE, FLAT, BLOCK, False),
             )
         if (whole < numel) & (whole % step == start):
             update_block(
                 *(parameter + whole, gradient + whole, mean + whole, square + whole),
-                *(factor, decay, fresh, keep, new, root, eps, rate, sign),
+                *(factor, decay, mean_weight, square_decay, square_weight, root_scale, eps, rate, sign),
                 *(row, whole, numel, offset, start_key, middle_key, BY_CHANCE, FLAT, BLOCK, True),
             )
 
@@ -77,10 +79,10 @@ def update_block(
     square,
     scale,
     decay,
-    fresh,
-    keep,
-    new,
-    root,
+    mean_weight,
+    square_decay,
+    square_weight,
+    root_scale,
     eps,
     rate,
     sign,
@@ -97,10 +99,12 @@ def update_block(
 ):
     """Update BLOCK numbers of a tensor, of which `first` is the first; with MASKED up to `numel`.
 
-    p, g, m and v are parameter, gradient, mean and mean square: m += (g − m) · fresh, v = v · keep + g² · new, and
-    p = p · decay − m / (√v · root + eps) · rate. `scale` is that of clipping, `sign` −1 to maximise. All is computed in
-    float32, and each operation rounds by itself (none are fused), so that torch's operations give the same bits.
-    BY_CHANCE rounds results to bfloat16 stochastically, by bits drawn from each number's place in the whole tensor.
+    p, g, m and v are parameter, gradient, mean and mean square: m += (g − m) · mean_weight,
+    v = v · square_decay + g² · square_weight, and p = p · decay − m / (√v · root_scale + eps) · rate. `scale` is that
+    of clipping, `sign` −1 to maximise. All is computed in float32, and each operation rounds by itself (none are
+    fused), so that torch's operations give the same bits. BY_CHANCE rounds results to bfloat16 stochastically, by
+    bits that follow from the two words of a `Key` and each number's place in the whole tensor; only then are these
+    words, `row` (the tensor's row of the table) and `offset` used.
     """
     lane = tl.arange(0, BLOCK)
     if MASKED:
@@ -115,10 +119,10 @@ def update_block(
         m = tl.load(mean + lane).to(tl.float32)
         v = tl.load(square + lane).to(tl.float32)
     g = g * scale * sign
-    m = m + (g - m) * fresh
-    v = v * keep + g * g * new
-    size = tl.sqrt_rn(v) * root + eps
-    p = p * decay - tl.div_rn(m, size) * rate
+    m = m + (g - m) * mean_weight
+    v = v * square_decay + g * g * square_weight
+    denominator = tl.sqrt_rn(v) * root_scale + eps
+    p = p * decay - tl.div_rn(m, denominator) * rate
     if BY_CHANCE:
         place = offset + (first + lane if FLAT else places_in_rows(row, first, lane, BLOCK))
         word = random_bits(place, start_key, middle_key)
@@ -141,8 +145,8 @@ def places_in_rows(row, first, lane, BLOCK: tl.constexpr):
 
     `row` is the tensor's row of the table, `first` the block's first number. Rows of `inner` numbers each begin where
     `row_start` says. Divisions are slow: the block's first number takes one, of 32 bits if that is enough. A block no
-    longer than a row of numbers touches two rows at most and needs no other division; in shorter rows each number
-    takes one.
+    longer than such a row touches two of them at most and needs no other division; where rows are shorter than a
+    block, each number takes one.
     """
     inner, rows, near, far = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
     first += tl.load(row + 12)  # where a part of a tensor starts
@@ -186,9 +190,11 @@ def random_bits(place, start_key, middle_key):
 
 @triton.jit
 def round_by_bits(x, noise, DTYPE: tl.constexpr):
-    """Round finite numbers to bfloat16, up or down, by sixteen random bits; others and other types stay."""
+    """Round finite numbers to bfloat16, up or down, by sixteen random bits; return x itself for another DTYPE."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         noise = tl.where(tl.abs(x) < float("inf"), noise, 0)
-        bits = (x.to(tl.uint32, bitcast=True) + noise) >> 16  # of what is no number, the first bits stay
+        bits = (
+            x.to(tl.uint32, bitcast=True) + noise
+        ) >> 16  # infinities and NaN have no noise: they keep their upper bits
         x = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x

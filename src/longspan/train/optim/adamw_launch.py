@@ -29,10 +29,10 @@ class Factors(NamedTuple):
     """What the numbers of a parameter are multiplied with in one update, in the order of the kernel's table."""
 
     decay: float  # 1 − lr · weight decay
-    mean: float  # 1 − β₁
-    keep_square: float  # β₂
-    square: float  # 1 − β₂
-    root: float  # 1 / √(1 − β₂ᵗ)
+    mean_weight: float  # 1 − β₁
+    square_decay: float  # β₂
+    square_weight: float  # 1 − β₂
+    root_scale: float  # 1 / √(1 − β₂ᵗ)
     eps: float
     rate: float  # lr / (1 − β₁ᵗ)
     sign: float  # of gradients: −1 to maximize
@@ -41,15 +41,15 @@ class Factors(NamedTuple):
     def of(cls, group: Mapping[str, Any], step: float) -> "Factors":
         """Return the factors of a group's parameters at their step, counted from 1.
 
-        Bias corrections of both moments are in `rate` and `root`, so that the kernel multiplies by numbers only.
+        Bias corrections of both moments are in `rate` and `root_scale`, so that the kernel computes no powers of β.
         """
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         return cls(
             decay=1 - lr * group["weight_decay"],
-            mean=1 - beta1,
-            keep_square=beta2,
-            square=1 - beta2,
-            root=1 / math.sqrt(1 - beta2**step),
+            mean_weight=1 - beta1,
+            square_decay=beta2,
+            square_weight=1 - beta2,
+            root_scale=1 / math.sqrt(1 - beta2**step),
             eps=group["eps"],
             rate=lr / (1 - beta1**step),
             sign=-1.0 if group["maximize"] else 1.0,
@@ -68,7 +68,7 @@ class Update(NamedTuple):
     places: Places | None = None
 
 
-def takes_update(update: Update) -> bool:
+def kernel_takes(update: Update) -> bool:
     """Return whether the kernel updates these tensors: contiguous ones of a GPU, in float32 or bfloat16.
 
     `places` may only have rows of fewer than 2³¹ numbers, as the kernel divides by their length in 32 bits.
@@ -93,8 +93,8 @@ def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
     """Update all these tensors of one GPU; returns the number of launches.
 
     Tensors share a launch if they have the same types, alignment, rounding and kind of places, which the kernel is
-    compiled for: a few launches at most. Factors and addresses are in the kernel's table. Tensors that are not aligned
-    for wide loads are aligned to 2 bytes, the size of a bfloat16 number.
+    compiled for: a few launches at most. Factors and addresses are in the kernel's table. Of tensors that are not
+    aligned for wide loads the kernel only assumes 2 bytes, the size of a bfloat16 number.
     """
     by_launch = defaultdict[Any, list[Update]](list)
     for update in updates:

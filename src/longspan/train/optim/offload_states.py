@@ -85,7 +85,7 @@ class OffloadedStates(Optimizer):
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
         states, optimizer.state = optimizer.state, defaultdict(dict)
         for parameter in [p for group in self.param_groups for p in group["params"] if p in states]:
-            self.state[parameter] = self._host_state(parameter, states.pop(parameter))  # of steps before this
+            self.state[parameter] = self._copy_state_to_host(parameter, states.pop(parameter))  # of steps before this
 
     @property
     def host_bytes(self) -> int:
@@ -125,8 +125,8 @@ class OffloadedStates(Optimizer):
         numbers move into this optimizer's state, next to the moments. Hooks that torch runs around loading run here.
         """
         state_dict = {**state_dict}
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         states: dict[Any, dict[str, Any]] = state_dict["state"]
         small = {
             key: {name: value for name, value in state.items() if not _has_numbers(value)}
@@ -135,8 +135,8 @@ class OffloadedStates(Optimizer):
         self.inner.load_state_dict(state_dict | {"state": small})
         loaded, self.inner.state = self.inner.state, defaultdict(dict)
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = dict(zip(saved, (p for group in self.param_groups for p in group["params"]), strict=True))
+        saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = dict(zip(saved_keys, (p for group in self.param_groups for p in group["params"]), strict=True))
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         for key, state in states.items():
             parameter = parameters[key]
@@ -144,22 +144,23 @@ class OffloadedStates(Optimizer):
                 name: _cast_state(value, parameter, name) if _has_numbers(value) else loaded[parameter][name]
                 for name, value in state.items()
             }
-            self.state[parameter] = self._host_state(parameter, values)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+            self.state[parameter] = self._copy_state_to_host(parameter, values)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def _update_buckets(self, buckets: Sequence[Bucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Update bucket after bucket, while the next one comes to the device and the one before goes to the host."""
-        coming, leaving = (self._fetch_bucket(buckets[0], before) if buckets else None), list[Tensor]()
-        for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
-            fetched, coming = coming, None
+        next_fetched = self._fetch_bucket(buckets[0], before) if buckets else None
+        device_states = list[Tensor]()  # of the bucket before, until they are on the host
+        for bucket, next_bucket in zip(buckets, [*buckets[1:], None], strict=True):
+            fetched, next_fetched = next_fetched, None
             assert fetched is not None
             self._copies.wait_for_stores()
-            leaving.clear()  # the bucket before is on the host: its memory of the device is free
-            if following is not None:
-                coming = self._fetch_bucket(following, before)
+            device_states.clear()  # frees the memory that the next bucket takes
+            if next_bucket is not None:
+                next_fetched = self._fetch_bucket(next_bucket, before)
             self._copies.wait_for_fetch(fetched.arrived)
-            leaving = self._store_bucket(bucket, self._update_bucket(bucket, fetched.states))
+            device_states = self._store_bucket(bucket, self._update_bucket(bucket, fetched.states))
 
     # ---- one bucket
 
@@ -217,8 +218,8 @@ class OffloadedStates(Optimizer):
 
     # ---- the host's memory
 
-    def _host_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a parameter's state with its numbers in the host's memory."""
+    def _copy_state_to_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy the tensors with dims of a parameter's state to the host; returns the state with these copies."""
         values = dict(state)
         for name, value in state.items():
             if _has_numbers(value):
@@ -232,15 +233,16 @@ class OffloadedStates(Optimizer):
         `whole`: `value` is the state of the whole parameter, and the host's tensor has its shape and type. Otherwise
         `value` is the state of a part, and the host's tensor has the parameter's shape and the type of `value`.
         """
-        like, local = (value if whole else parameter.detach()), local_tensor(parameter.detach())
-        if (shape := local_tensor(like).shape) != local.shape:  # a state of another shape, such as a sum of each row
-            local = local_tensor(like)
-        memory = self._places.get((parameter, name))
-        if memory is None or (memory[1].shape, memory[1].dtype) != (shape, value.dtype):
-            place = self._arena.take(local.numel() * value.dtype.itemsize)
-            memory = place, place.view_like(torch.empty_like(local, dtype=value.dtype, device="meta"))
-            self._places[parameter, name] = memory
-        return make_sharded_tensor(like, memory[1])
+        like = value if whole else parameter.detach()
+        strided_like = local_tensor(parameter.detach())  # the host's tensor has its strides
+        if (shape := local_tensor(like).shape) != strided_like.shape:  # another shape, such as a sum of each row
+            strided_like = local_tensor(like)
+        _, tensor = self._places.get((parameter, name), (None, None))
+        if tensor is None or (tensor.shape, tensor.dtype) != (shape, value.dtype):
+            place = self._arena.take(strided_like.numel() * value.dtype.itemsize)
+            tensor = place.view_like(torch.empty_like(strided_like, dtype=value.dtype, device="meta"))
+            self._places[parameter, name] = place, tensor
+        return make_sharded_tensor(like, tensor)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 from longspan.errors import ModelError
 from longspan.model.weights.local_tensors import local_tensor
-from longspan.train.optim.adamw_launch import Factors, Update, launch_updates, takes_update
+from longspan.train.optim.adamw_launch import Factors, Update, kernel_takes, launch_updates
 from longspan.train.optim.rounding_bits import (
     RoundingBits,
     chunk_numbers,
@@ -133,7 +133,7 @@ class OnePassAdamW(AdamW):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        if state["step"].device.type != "cpu":  # of torch's fused one, which was saved
+        if state["step"].device.type != "cpu":  # torch's fused AdamW, which saved it, counts on the GPU
             state["step"] = state["step"].cpu()
         state["step"] += 1
         return state["step"].item()
@@ -167,7 +167,7 @@ def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
     of_kernel, others = list[Update](), list[Update]()
     for update in updates:
         if update.parameter.numel():
-            (of_kernel if takes_update(update) else others).append(update)
+            (of_kernel if kernel_takes(update) else others).append(update)
     launch_updates(of_kernel, scale)
     # A scale that is not a number changes nothing; the kernel sees to that itself.
     if others and (scale is None or not bool(scale.isnan())):
@@ -211,8 +211,8 @@ def _compute_update(tensors: Sequence[Tensor], factors: Factors, scale: Tensor |
     if scale is not None:
         gradient = gradient * scale
     gradient = gradient * factors.sign
-    mean = mean + (gradient - mean) * factors.mean
-    square = square * factors.keep_square + gradient * gradient * factors.square
+    mean = mean + (gradient - mean) * factors.mean_weight
+    square = square * factors.square_decay + gradient * gradient * factors.square_weight
     # torch's float32 root on a CPU (MKL's) is not always the nearest number; from float64 it is.
-    size = square.double().sqrt().to(square.dtype) * factors.root + factors.eps
-    return [parameter * factors.decay - mean / size * factors.rate, mean, square]
+    denominator = square.double().sqrt().to(square.dtype) * factors.root_scale + factors.eps
+    return [parameter * factors.decay - mean / denominator * factors.rate, mean, square]

@@ -63,7 +63,7 @@ class OptimizerChoice:
         return optimizer_class(self.name)
 
     def build(self, parameters: Iterable[Any], *, rounding: RoundingBits | None = None) -> Optimizer:
-        """Return the optimizer over parameters, or groups of them. Raises ConfigError where its class refuses these.
+        """Make the optimizer of parameters, or of groups of them. Raises ConfigError where its class refuses these.
 
         With `rounding`, AdamW in one pass rounds parameters and moments in bfloat16 by chance.
         """
@@ -113,7 +113,7 @@ def build_optimizer(
 def parameter_groups(
     model: nn.Module, name: str, weight_decay: float, rates: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """Divide the model's trainable parameters into groups of one learning rate and weight decay, what decays first.
+    """Divide the model's trainable parameters into groups of one learning rate and decay, those that decay first.
 
     DTensors and plain tensors are apart, for no kernel of an optimizer takes both at once. `rates` are learning rates
     by the names of modules (None: the optimizer's own). Raises ConfigError where weights are to decay under an
@@ -128,14 +128,14 @@ def parameter_groups(
     groups = defaultdict[tuple[bool, bool, float], list[nn.Parameter]](list)
     for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            spared = knows_decay and not has_weight_decay(parameter_name, parameter)
+            without_decay = knows_decay and not has_weight_decay(parameter_name, parameter)
             rate = 0.0 if rates is None else rates[_innermost_module(rates, parameter_name)]
-            groups[spared, not isinstance(parameter, DTensor), rate].append(parameter)
+            groups[without_decay, not isinstance(parameter, DTensor), rate].append(parameter)
     settings = [
-        {"params": groups[spared, is_plain, rate]}
+        {"params": groups[without_decay, is_plain, rate]}
         | ({} if rates is None else {"lr": rate})
-        | ({"weight_decay": 0.0 if spared else weight_decay} if knows_decay else {})
-        for spared, is_plain, rate in sorted(groups)
+        | ({"weight_decay": 0.0 if without_decay else weight_decay} if knows_decay else {})
+        for without_decay, is_plain, rate in sorted(groups)
     ]
     return settings or [{"params": []}]
 
@@ -218,7 +218,8 @@ def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
     >>> parse_arguments("sgd", ("momentum=0.9", "nesterov=true"))
     {'momentum': 0.9, 'nesterov': True}
 
-    Raises ConfigError for what is written otherwise, and for an argument that the class does not take.
+    A list becomes a tuple, as torch's `betas` are. Raises ConfigError for what is written otherwise, and for an
+    argument that the class does not take or that has a key of its own (train.lr).
     """
     arguments = dict[str, Any]()
     for text in texts:
@@ -229,16 +230,17 @@ def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
             arguments[key] = json.loads(value)
         except ValueError:
             arguments[key] = value
-    keys = _BY_KEY | (_BY_KEY_OF_ADAMW if name == "adamw" else {})
-    for key in keys.keys() & arguments.keys():
-        raise ConfigError(f"train.optimizer_arguments has {key}, which is {keys[key]}")
+    config_keys = _BY_KEY | (_BY_KEY_OF_ADAMW if name == "adamw" else {})
+    for key in config_keys.keys() & arguments.keys():
+        raise ConfigError(f"train.optimizer_arguments has {key}, which is {config_keys[key]}")
     check_arguments(name, arguments)
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first argument that the optimizer's class does not take, and for a switch that is given
-    another value than true, false or null.
+    """Raise ConfigError for an argument that the optimizer's class does not take, and for a wrong value of a switch.
+
+    A switch is true, false or null. Other values are left to the class.
     """
     kind = optimizer_class(name)
     parameters = inspect.signature(kind).parameters
@@ -284,7 +286,7 @@ def allocate_adam_states(optimizer: Optimizer) -> bool:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         if isinstance(optimizer, OnePassAdamW):
-            optimizer.take_back_counts()
+            optimizer.take_back_counts()  # for its random bits: counts of steps become 0 below
     finally:
         for group, old_settings in zip(optimizer.param_groups, settings, strict=True):
             group |= old_settings

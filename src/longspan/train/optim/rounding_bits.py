@@ -59,24 +59,25 @@ class Places(NamedTuple):
         """Return the places of a block of a tensor of this shape: a slice for each dim.
 
         `levels` are (count, stride), from the last dim to the first. A dim joins the level before if all dims of that
-        level are whole; otherwise it begins a new level. A tensor that is cut along two dims has three levels at most.
+        level are whole; otherwise it begins a new level. A dim of which the block has one index adds to the offset
+        only. A tensor that is cut along two dims has three levels at most.
 
         >>> Places.of((4, 6), (slice(2, 4), slice(3, 6)))
         Places(offset=15, inner=3, rows=2, near=6, far=0, start=0)
         """
         offset, stride, levels = 0, 1, [(1, 1)]
         for size, part in zip(reversed(shape), reversed(block), strict=True):
-            count, (inner, inner_stride) = part.stop - part.start, levels[-1]
+            count, (level_count, level_stride) = part.stop - part.start, levels[-1]
             offset += part.start * stride
             if count != 1:
-                if inner * inner_stride == stride:
-                    levels[-1] = inner * count, inner_stride
+                if level_count * level_stride == stride:
+                    levels[-1] = level_count * count, level_stride
                 else:
                     levels.append((count, stride))
             stride *= size
         assert len(levels) <= 3, f"a block {block} of {shape} is cut along too many dims"
         (inner, _), (rows, near), (_, far) = [*levels, (1, 0), (1, 0)][:3]
-        return cls(offset, max(inner, 1), max(rows, 1), near, far)
+        return cls(offset, max(inner, 1), max(rows, 1), near, far)  # divisors: 1 for an empty block
 
     def indices(self, start: int, stop: int, device: torch.device) -> Tensor:
         """Return the places of numbers `start` to `stop` of the block, (stop − start,) in int64."""
@@ -103,11 +104,11 @@ class RoundingBits:
         self._places = dict[nn.Parameter, Places]()
 
     def key(self, parameter: nn.Parameter) -> Key:
-        """Return the key of the parameter's update that comes next."""
+        """Return the key of the parameter's next update; in a new step of the world, updates are counted from 0."""
         if self._world.step != self._step:
             self.restart()
-        counted = self._world.seed, self._step, self._draws[parameter], self._names.get(parameter, "")
-        return Key(*_KEY.unpack(hashlib.blake2b(repr(counted).encode(), digest_size=_KEY.size).digest()))
+        source = self._world.seed, self._step, self._draws[parameter], self._names.get(parameter, "")
+        return Key(*_KEY.unpack(hashlib.blake2b(repr(source).encode(), digest_size=_KEY.size).digest()))
 
     def count_update(self, parameter: nn.Parameter, by: int = 1) -> None:
         """Count an update of the parameter, so that its next one in this step has another key; −1 takes one back."""

@@ -110,7 +110,8 @@ def cut_buckets(
     Only a bucket of a single parameter that must stay whole may take more.
     """
     for index, group in enumerate(optimizer.param_groups):
-        plain, parts, filled = bool(group.get("fused") or group.get("foreach")), list[Part](), 0.0
+        plain = bool(group.get("fused") or group.get("foreach"))  # the group says which kernels it uses (`Part`)
+        parts, filled = list[Part](), 0.0
         for parameter in group["params"]:
             if parameter.grad is None and not every:
                 continue
@@ -131,7 +132,8 @@ def _split_parameter(
 ) -> Iterator[Part]:
     """Split a parameter into parts whose states fill a bucket; one that takes less, or must stay whole, is one part.
 
-    A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
+    `number_bytes` are those of the states of one number. A rank that holds none of a parameter's numbers gets one empty
+    part, whose update counts the step.
     """
     numel = local_tensor(parameter.detach()).numel()
     if not can_split(optimizer, parameter):
@@ -164,7 +166,10 @@ class StateSizes:
         self._bytes = dict[Any, tuple[int, ...]]()
 
     def parameter_bytes(self, group: int, parameter: nn.Parameter) -> int:
-        """Return the bytes of a parameter's states under this group's settings, each rounded up to ALIGNMENT bytes."""
+        """Return the bytes of a parameter's states under the settings of the group with this index.
+
+        Each is rounded up to ALIGNMENT bytes as by `HostArena.take`, for which 0 bytes count as 1.
+        """
         local = local_tensor(parameter.detach())
         shape = (1,) * min(local.ndim, 1) if self._by_number else tuple(local.shape)
         key = group, local.dtype, shape
@@ -183,8 +188,9 @@ class StateSizes:
     def _state_bytes(self, group: int, values: Tensor) -> tuple[int, ...]:
         """Return the bytes of each state that would wait on the host, of a parameter of this group with these values.
 
-        A copy of the optimizer takes one step of the parameter alone. One of BY_NUMBER begins with the states of the
-        group's first parameter, if it has any, cut to this size. Raises ConfigError if states are no plain tensors.
+        A copy of the optimizer takes one step of the parameter alone. That of a class of BY_NUMBER begins with the
+        states of the group's first parameter, if it has any, cut to this size. Raises ConfigError if states are no
+        plain tensors.
         """
         parameter = nn.Parameter(values)
         parameter.grad = torch.zeros_like(values)

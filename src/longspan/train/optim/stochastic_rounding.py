@@ -21,12 +21,12 @@ from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 from longspan.train.optim.rounding_bits import Key, RoundingBits, round_by_places
 
 
-def rounding_optimizer(
+def build_rounding_optimizer(
     choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
 ) -> Optimizer:
     """Make an optimizer that rounds by chance: AdamW in one pass; another class one parameter at a time.
 
-    >>> optimizer = rounding_optimizer(OptimizerChoice.of(config.train), model, world)
+    >>> optimizer = build_rounding_optimizer(OptimizerChoice.of(config.train), model, world)
 
     `rates` are learning rates by the names of modules.
     """
@@ -51,7 +51,8 @@ class StochasticRounding(Optimizer):
         """Take over the groups of the chosen optimizer; `_wide`, another one of its kind, updates float32 copies."""
         optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])  # steps on the float32 copy of one parameter
+        # Steps on the float32 copy of one parameter. Until then it has a matrix: Muon takes nothing else.
+        self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])
         self.kind: type[torch.optim.Optimizer] = choice.kind
         self._bits = RoundingBits(model, world)
 

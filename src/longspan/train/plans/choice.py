@@ -70,7 +70,7 @@ class PlanChoice:
         >>> PlanChoice.fixed(4, max_tokens_per_slot=2048, cp_comm_type="a2a").degree
         4
         """
-        return cls("fixed", degree, 1, 0, _hashable_options(options), "")
+        return cls("fixed", degree, min_degree=1, max_degree=0, options=_hashable_options(options), prefix="")
 
     @classmethod
     def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlanChoice":
@@ -78,7 +78,7 @@ class PlanChoice:
 
         `options` are those of `plan_dynamic`.
         """
-        return cls("dynamic", 1, min_degree, max_degree, _hashable_options(options), "")
+        return cls("dynamic", 1, min_degree, max_degree, _hashable_options(options), prefix="")
 
     @classmethod
     def training(
@@ -155,6 +155,11 @@ class PlanChoice:
         limit = self.max_degree if self.planner == "dynamic" else 0
         return min(limit or home.slots, home.slots)
 
+    def widest_even_degree(self, home: Layout) -> int:
+        """Return the highest degree of groups that fill the slots and that the query heads allow."""
+        widest = self.widest_degree(home) or home.slots
+        return max(d for d in range(1, widest + 1) if home.slots % d == 0 and self.allows(d, home))
+
     @property
     def degree_key(self) -> str:
         """The key of the degree."""
@@ -192,9 +197,7 @@ class PlanChoice:
     def plan(self, lengths: Sequence[int], home: Layout, *, targets: int | None = None) -> Plan:
         """Plan these documents.
 
-        `targets` is how many tokens they predict (None: those of the options, or every token except a document's
-        first).
-
+        `targets` is how many tokens they predict (None: as the options say, or every token except a document's first).
         Micro-batches are a multiple of the pipeline stages, as interleaved schedules need them. Those of an evaluation
         may hold fewer rows than the limit allows, so that they fill the pipeline. Raises PlanError where the documents
         do not fit.
@@ -226,7 +229,10 @@ class PlanChoice:
         return replace(self.options, cost=self._slot_cost(home), micro_batch_multiple=home.pp)
 
     def check_longest_document(self, longest: int, home: Layout, title: str) -> None:
-        """Plan one document of `longest` tokens, or raise ConfigError with the keys that do not fit."""
+        """Raise ConfigError, with the keys that do not fit, where a document of `longest` tokens cannot be planned.
+
+        `title` names the document in the error.
+        """
         try:
             self.plan((longest,), home)
         except LongspanError as error:
@@ -238,7 +244,8 @@ class PlanChoice:
     def _slot_cost(self, home: Layout) -> Cost:
         """Return the cost of a slot, whose tensor-parallel ranks share the work.
 
-        A step in free mode also gathers the weights once and sums gradients at its end, where the weights are known.
+        In free mode a step also gathers the weights once, and sums gradients at its end, in float32 at least. That is
+        priced where the number of weights is known.
         """
         cost = self.options.cost.shared_by(home.tp)
         if self.options.mode == "lockstep" or not self.weights:
@@ -265,8 +272,8 @@ def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads:
     """Read the planners' options that a plan section gives.
 
     Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either way.
-    A limit of rows "auto" is none yet. Until a world is open (`set_node_size`), hosts of size "auto" have the usual 8
-    slots, which no plan that is only checked depends on.
+    A limit of rows "auto" is none yet. Hosts of size "auto" have the usual 8 slots until a world is open and
+    `set_node_size` sets theirs: plans before that are only checks, whose result does not depend on it.
     """
     cap, node_size = section.max_tokens_per_slot, config.context.node_size
     return PlanOptions(
@@ -310,8 +317,9 @@ def plan_steps(
 ) -> PlanAhead:
     """Plan the training steps of a run, priced with the corrections of a refinement; a context manager.
 
-    Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
-    plans take a millisecond and are made when their step begins.
+    Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process, with a refinement
+    MOST_AHEAD at most, as corrections of later steps are not known yet; fixed and padded plans take a millisecond and
+    are made when their step begins.
     """
     ahead = min(ahead, MOST_AHEAD if refinement else ahead) if not choice.has_one_degree else 0
     argument_of = refinement.correction_of if refinement else None

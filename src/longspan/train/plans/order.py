@@ -42,16 +42,16 @@ def set_epoch_steps(config: RunConfig, order: StepOrder | PackOrder, log: LogLin
 
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """Advise how to make more steps of the same documents; a step takes at least one document."""
-    # Tokens that all epochs read, and those of a step with which they would take FEW_STEPS steps.
-    tokens, tokens_per_step = int(config.train.epochs * order.stream.tokens), config.train.tokens_per_step
+    tokens = int(config.train.epochs * order.stream.tokens)  # of all epochs
     longest_document = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
-    tokens_of_step = max(tokens // FEW_STEPS, longest_document)
-    line = f"few updates: {plural(config.train.steps, 'step')} of up to {tokens_per_step:,} tokens may change little; "
-    if tokens // tokens_of_step <= config.train.steps:  # the longest document leaves no room for smaller steps
+    advised_tokens = max(tokens // FEW_STEPS, longest_document)  # of a step: FEW_STEPS of them, or as many as may be
+    size = config.train.tokens_per_step
+    line = f"few updates: {plural(config.train.steps, 'step')} of up to {size:,} tokens may change little; "
+    if tokens // advised_tokens <= config.train.steps:  # the longest document leaves no room for smaller steps
         return line + "more epochs (train.epochs), or more documents, make more"
     return (
         line
-        + f"--train.tokens_per_step {tokens_of_step} makes at least {tokens // tokens_of_step} of the same documents"
+        + f"--train.tokens_per_step {advised_tokens} makes at least {tokens // advised_tokens} of the same documents"
     )
 
 
@@ -118,7 +118,7 @@ def _uncut_spans(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
 
 
 def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
-    """Write how many documents are trained on, how often the run's steps read them, and how many are held out."""
+    """Return a line on the documents: how many to train on, how often the run's steps read them, how many held out."""
     steps, tokens = config.train.steps, order.stream.tokens
     line = f"{plural(order.stream.documents, 'document')} to train on, of {plural(tokens, 'token')}"
     if not config.train.epochs:  # else `set_epoch_steps` has logged how often documents are read
@@ -126,8 +126,8 @@ def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
         line += f", which {plural(steps, 'step')} read about {times:.3g} times"
     line += f"; {len(order.evaluation)} held out (data.eval_documents)"
     if config.data.pack_to:
-        within = "across documents" if config.data.pack_attention == "across" else "within documents"
-        line += f"; packed to {config.data.pack_to:,} tokens (data.pack_to), attention {within}"
+        reach = "across documents" if config.data.pack_attention == "across" else "within documents"
+        line += f"; packed to {config.data.pack_to:,} tokens (data.pack_to), attention {reach}"
         if isinstance(order, PackOrder) and (mean := order.mean_pack()) < config.data.pack_to:
             line += f"; no image is cut, so that a pack has {mean:,.1f} in the mean of the first 64 steps"
     if config.train.tokens_per_step > tokens:

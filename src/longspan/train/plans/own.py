@@ -57,7 +57,7 @@ def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, o
     slots, and for a plan that is not sound, exceeds the limit of rows or shares heads that its groups cannot share.
     """
     request, planner = Request.of(lengths, home, options), _import_planner(name, key)
-    if not request.lengths:  # a planner needs not know a step without documents
+    if not request.lengths:  # a planner need not know what to do with a step without documents
         return request.plan((), name)
     try:
         plan = planner(request.lengths, home, options=options)
@@ -82,17 +82,17 @@ def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, o
         )
     try:
         checked_plan = request.plan(plan.micro_batches, name)
-        _check_own_heads(checked_plan, options, home)
+        _check_group_heads(checked_plan, options, home)
     except PlanError as error:
         raise PlanError(f"{key} {name!r} returned a plan that cannot run: {error}") from error
     return checked_plan
 
 
-def _check_own_heads(plan: Plan, options: PlanOptions, home: Layout) -> None:
+def _check_group_heads(plan: Plan, options: PlanOptions, home: Layout) -> None:
     """Raise PlanError for groups whose number of slots does not divide the query heads that a2a exchanges.
 
-    Under a2a+p2p only the members of the first level exchange heads. Groups that are alike are checked once. Where the
-    heads are not known, nothing is refused.
+    Under a2a+p2p only the `inner` members of the first level exchange heads. Groups that are alike are checked once.
+    Where the heads are not known, nothing is refused.
     """
     groups = (group for batch in plan.micro_batches for group in batch.groups)
     for degree, kind, sizes in dict.fromkeys(

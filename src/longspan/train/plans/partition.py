@@ -44,8 +44,8 @@ def choose_partition(
 ) -> tuple[RunConfig, str]:
     """Choose as `choose_partition_on_ranks` does, for steps of documents of these lengths, on one rank.
 
-    A cost without `states`, which was measured for whole layers, does not say what recurrent states take: partitions
-    cost the same then, and the usual one is taken.
+    A cost without `states` (an older file's, measured for whole layers, or one's own) does not say what a hybrid's
+    recurrent states take: partitions cost the same then, and the usual one is taken.
     """
     if config.context.partition != AUTO or cost.states is None:
         return set_usual_partition(config), ""
@@ -99,7 +99,7 @@ def _set_evaluation_partitions(config: RunConfig, home: Layout | None, heads: in
 def _allows_training_type(config: RunConfig, entry: EvalConfig, home: Layout | None, heads: int | None) -> bool:
     """Return whether an evaluation of type "auto" can have training's type at its degree.
 
-    It cannot before its degree is chosen, or with groups of several degrees.
+    It cannot before the home is known or its degree is chosen, nor with groups of several degrees.
     """
     choice = PlanChoice.evaluation(config, entry, heads=heads)
     if home is None or choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:

@@ -23,9 +23,10 @@ KEY = "run.machine"
 
 
 def read_cost(config: RunConfig) -> Cost:
-    """Return the cost that `run.machine` names, or the default; on a machine that of a Qwen3-8B, as no model is known.
+    """Return the cost that `run.machine` names, or the default.
 
-    Raises ConfigError for a file that holds no cost.
+    Of a machine it is the cost of a Qwen3-8B there, since no model is known here. Raises ConfigError for a file that
+    holds neither.
     """
     priced = read_run_machine(config)
     return priced.cost(QWEN3_8B) if isinstance(priced, Machine) else priced or Cost()
@@ -81,19 +82,16 @@ def run_cost_settings(
     >>> run_cost_settings(RunConfig(), slots=4).shards
     4
 
-    Without `run.machine` prices are of two bytes a number.
+    Without `run.machine` a number counts two bytes, those of bfloat16, whatever the run computes in.
     """
-    train, parallel, computed = (
-        config.train,
-        config.parallel,
-        compute_dtype_name(config.model, "cuda" if gpu else "cpu"),
-    )
+    train, parallel = config.train, config.parallel
+    compute_dtype = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
     settings = CostSettings(
         recomputation=key_checkpointing(train) or "none",
         recomputed_layers=train.recompute_layers * parallel.pp,  # of each stage
         frozen=config.lora.rank > 0,
         depths=config.mtp.depths,
-        bytes_per_number=DTYPE_BYTES[computed] if config.run.machine else 2,
+        bytes_per_number=DTYPE_BYTES[compute_dtype] if config.run.machine else 2,
         shards=slots // parallel.dp_replicate,
         free=config.context.mode == "free",
         weight_ranks=parallel.tp,  # ranks that share a slot's weights; plans divide a slot's cost by them later
