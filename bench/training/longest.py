@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+import longspan
 from longspan import World
 from longspan.cli.machine import machine_facts, set_gpu_environment
 from longspan.config.file import load_config
@@ -125,9 +126,9 @@ def list_alive_at_peak(trace: Sequence[Mapping[str, Any]]) -> list[tuple[str, in
             alive[event["addr"]] = event
         elif event["action"] == "free_completed":
             alive.pop(event["addr"], None)
-    lines = collections.Counter[str]()
+    lines, package = collections.Counter[str](), f"{Path(longspan.__file__).parent}/"
     for event in alive.values():
-        frames = [frame for frame in event["frames"] if "/longspan/" in frame["filename"]] or event["frames"]
+        frames = [frame for frame in event["frames"] if package in frame["filename"]] or event["frames"]
         where = [f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}" for frame in frames[:3]]
         lines[" < ".join(where)] += event["size"]
     return lines.most_common(40)

@@ -1,12 +1,15 @@
 """A mode in which every collective that torch starts is noted, with whether the watch of a world knows of it."""
 
 import traceback
+from pathlib import Path
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import longspan
 from longspan.comm.world import open_worlds
 
+PACKAGE = f"{Path(longspan.__file__).parent}/"
 SPACES = ("c10d", "_c10d_functional")
 NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 
@@ -26,7 +29,7 @@ class WatchedCollectives(TorchDispatchMode):
             self.seen.add(name)
             watches = [world.watch for world in open_worlds()]
             if not any(watch.current or watch.named for watch in watches):
-                frames = [frame for frame in traceback.extract_stack() if "/longspan/" in frame.filename]
+                frames = [frame for frame in traceback.extract_stack() if PACKAGE in frame.filename]
                 where = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-3:]]
                 self.nameless.add(f"{name} at {' '.join(where)}")
         return func(*args, **(kwargs or {}))

@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+import longspan
 from longspan.hf import LongspanArguments, ahead, steps, with_longspan
 from longspan.testing import run_ranks
 from longspan.train.step_end import StepEnd
@@ -22,6 +23,7 @@ from tests.hf.tiny import completions, model_of, tokenizer
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
 HOST = {"_compare_digests", "any_ranks", "_is_first_copy", "get_batch_samples"}  # tensors that never were on a device
+OURS = f"{Path(longspan.__file__).parent}/"  # not the folder of a clone, which may be called longspan too
 COUNTED = 3  # the step, from 1
 
 
@@ -49,8 +51,8 @@ class Reads(TrainerCallback):
 
     def _count(self, phase: str) -> None:
         frames = [f for f in reversed(traceback.extract_stack()) if "tests/hf" not in f.filename]
-        around = next(f for f in frames if any(room in f.filename for room in ("longspan/", "trl/", "transformers/")))
-        if "longspan/" not in around.filename:
+        around = next(f for f in frames if any(room in f.filename for room in (OURS, "/trl/", "/transformers/")))
+        if OURS not in around.filename:
             self.others[around.name] += 1
         elif around.name not in HOST:
             self.ours[phase, around.name] += 1

@@ -2,25 +2,28 @@
 
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM
 
 from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import checkpoint_path
 from longspan.comm import World
+from longspan.comm.groups.channel import Channel, Handle
 from longspan.errors import ModelError, PlanError
+from longspan.evaluation.evaluate import evaluate
 from longspan.layout import Layout
 from longspan.model import prepare, save_model
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from tests.model.experts.moe_models import moe_answer, moe_model
+from tests.model.experts.moe_models import moe_answer, moe_config, moe_model
 from tests.model.experts.test_moe import LENGTHS, PLANS, WEIGHTS, Case, Errors, compare, errors_of, gradients_of
 from tests.model.stock import prepare_untried, texts, tiny, weights_of, worst
 
@@ -233,3 +236,30 @@ def test_homes_that_do_not_suit_the_experts() -> None:
 def test_free_mode_is_refused() -> None:
     with pytest.raises(PlanError, match="the home has ep 2: slots that share experts wait for each other"):
         plan_fixed(LENGTHS, Layout(ranks=4, ep=2), cp=2, mode="free")
+
+
+def _numbers_to_experts(rank: int, checkpointing: str) -> tuple[int, int]:
+    """The numbers that this rank sends to experts and back in a step and in an evaluation of documents of 8 rows."""
+    sent = list[int]()
+    original = Channel.all_to_all_rows
+
+    def count_and_send(channel: Channel, x: Tensor, *arguments: Any) -> Handle:
+        sent.append(x.numel())
+        return original(channel, x, *arguments)
+
+    with World(Layout(ranks=2, ep=2), backend=backend()) as world, pytest.MonkeyPatch.context() as patch:
+        model = prepare_untried(moe_model("qwen3-moe", torch.float32), world, activation_checkpointing=checkpointing)
+        plan = plan_fixed([8] * 4, world.home, cp=1, max_tokens_per_slot=16)
+        patch.setattr(Channel, "all_to_all_rows", count_and_send)
+        run_step(model, plan, texts([8] * 4), world)
+        in_step = sum(sent)
+        evaluate(model, texts([8] * 4), plan, world)
+        return in_step, sum(sent) - in_step
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_as_many_rows_travel_to_experts_as_are_priced(checkpointing: str) -> None:
+    routed = ModelShape.of(moe_config("qwen3-moe")).routed_numbers
+    again = 0 if checkpointing == "none" else 2
+    in_steps, in_evaluations = zip(*run_ranks(_numbers_to_experts, 2, checkpointing), strict=True)
+    assert sum(in_steps) == 32 * routed * (4 + again) and sum(in_evaluations) == 32 * routed * 2

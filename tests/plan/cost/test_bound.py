@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import PlanError
-from longspan.plan import Cost, Machine, MicroBatch, Mode, Plan, lower_bound_seconds
+from longspan.layout import Layout
+from longspan.plan import Cost, Machine, MicroBatch, Mode, Plan, PlanOptions, lower_bound_seconds, plan_fixed
 from longspan.plan.cost.state_cost import StateCost
 from longspan.plan.hierarchy import level_sizes
 from tests.plan.cases import bounded, plans
@@ -62,6 +63,16 @@ def test_no_documents() -> None:
     assert lower_bound_seconds([], 8, 100, Cost(), "free").seconds == 0.0
 
 
+def test_under_auto_a_small_exchange_and_a_hidden_ring_do_not_beat_it() -> None:
+    cost = replace(Cost(), ring_bytes=36 * 8192 * 6.0, exchange_bytes=36 * 16384 * 4.0, cp_comm_type="auto", heads=32)
+    for speed in (12e9, 25e9, 50e9, 100e9):
+        cost = replace(cost, inside_bytes_per_second=speed, across_bytes_per_second=min(speed, 40e9))
+        for length in (16384, 98304, 131072):
+            options = PlanOptions(max_tokens_per_slot=length // 8, cp_comm_type="auto", heads=32, cost=cost)
+            plan = plan_fixed([length], Layout(8), 8, options=options)
+            assert plan.lower_bound_seconds <= plan.predicted_seconds < 1.05 * plan.lower_bound_seconds
+
+
 TYPES = ["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
 
 
@@ -98,6 +109,8 @@ def test_no_plan_beats_it(mode: Mode, data: st.DataObject) -> None:
         speed = data.draw(st.sampled_from([1e6, 2.65e9, 40e9]))
         machine = Machine.known("H200").with_link("across", bytes_per_second=speed)
         cost = replace(machine.cost(QWEN3_8B), states=cost.states)
+    elif data.draw(st.booleans()):  # a key/value head for each query head
+        cost = replace(cost, ring_bytes=36 * 8192 * 6.0, exchange_bytes=36 * 16384 * 4.0)
     if data.draw(st.booleans()):
         cost = cost.forward_only()
     kind, inner = data.draw(st.sampled_from(TYPES)), data.draw(st.integers(1, 4))

@@ -16,6 +16,7 @@ from longspan.plan.cost.machine import find_device
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.simulate.simulate import simulate
 from tests.plan.shape.test_model_shape import QWEN3_8B as CONFIG
+from tests.plan.test_dynamic_optimum import QWEN3_30B_A3B as MIXTURE
 
 QWEN3_8B = AttentionCall(heads=32, kv_heads=8, head_dim=128)
 H200 = Machine.known("H200")
@@ -210,6 +211,54 @@ def test_sharded_weights_are_gathered_and_summed_for_every_micro_batch() -> None
     assert added(shards=16) == pytest.approx(copies + 8 * 15 / 16 * wire)  # across 40 GB/s a slot, of 8 together
     forward = machine.cost(CONFIG, CostSettings(shards=4, forward=True)).micro_batch_seconds
     assert forward == pytest.approx(plain.micro_batch_seconds / 3 + copies / 3 + 2 * 3 / 4 * wire)
+
+
+def test_rows_that_travel_to_experts_are_priced() -> None:
+    shape, layers = ModelShape.of(MIXTURE), 48
+    assert (shape.expert_layers, shape.routed_numbers) == (layers, layers * 8 * 2048)
+    assert shape.stored_experts == layers * 128 * 3 * 2048 * 768
+    plain, link = H200.cost(MIXTURE), H200.inside.exchange
+
+    def added(**settings: Any) -> float:
+        return (
+            H200.cost(MIXTURE, CostSettings(**settings)).linear_seconds
+            - H200.cost(MIXTURE, CostSettings(**settings | {"ep": 1})).linear_seconds
+        )
+
+    once = layers * 8 * 2048 * 2 * 3 / 4 / link.bytes_per_second  # 2 bytes, to 3 slots of 4
+    assert added(ep=4) == pytest.approx(4 * once)
+    assert added(ep=4, recomputation="full") == pytest.approx(6 * once)
+    assert added(ep=4, recomputation="selective", recomputed_layers=24) == pytest.approx(5 * once)
+    assert added(ep=4, forward=True) == pytest.approx(2 * once)
+    assert added(ep=4, tp=2) == pytest.approx(2 * once)  # each rank of a slot sends half of its rows
+    far = layers * 8 * 2048 * 2 * 8 / 16 / H200.across.exchange.bytes_per_second  # hosts of 8: half of the rows leave
+    assert added(ep=16) == pytest.approx(4 * far)
+    waits = H200.cost(MIXTURE, CostSettings(ep=4)).micro_batch_seconds - plain.micro_batch_seconds
+    assert waits == pytest.approx(4 * layers * link.latency)
+    dense = H200.cost(CONFIG, CostSettings(ep=4))
+    assert dense == H200.cost(CONFIG)
+
+
+def test_a_rank_gathers_and_updates_its_own_experts() -> None:
+    machine, shape = replace(H200, sharding_share=1.0), ModelShape.of(MIXTURE)
+    dense, experts = shape.stored_weights - shape.stored_experts, shape.stored_experts
+
+    def gathers(**settings: Any) -> float:
+        cost = machine.cost(MIXTURE, CostSettings(**settings))
+        waits = machine.cost(MIXTURE, CostSettings(**settings | {"shards": 0})).micro_batch_seconds
+        return cost.micro_batch_seconds - waits
+
+    def taken(dense: float, width: float, experts: float, expert_width: float) -> float:
+        sent = dense * (width - 1) / width + experts * (expert_width - 1) / expert_width
+        copies = 3 * (dense + experts) * machine.weight_copy_seconds
+        return copies + 8 * sent / machine.sharding_bytes_per_second
+
+    assert gathers(shards=8) == pytest.approx(taken(dense, 8, experts, 8))
+    assert gathers(shards=8, ep=4) == pytest.approx(taken(dense, 8, experts / 4, 2))
+    assert gathers(shards=8, ep=8) == pytest.approx(taken(dense, 8, experts / 8, 1))  # nothing of experts travels
+    assert gathers(shards=4, ep=2, weight_ranks=2) == pytest.approx(taken(dense / 2, 4, experts / 2, 4))
+    ends = {ep: H200.cost(MIXTURE, CostSettings(shards=8, ep=ep)).update_seconds for ep in (1, 4, 8)}
+    assert len({round(seconds, 12) for seconds in ends.values()}) == 1  # a rank's part is as large
 
 
 def test_a_step_ends_with_the_optimizer() -> None:

@@ -123,8 +123,8 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
     if cost.network:
         least_wait = _wait_seconds_on_network(cost, length, degree, node_size)
     else:
-        types = ["p2p", "all_gather", "a2a", "a2a+p2p"] if cost.cp_comm_type == "auto" else [cost.cp_comm_type]
-        least_wait = np.min([_wait_seconds(cost, kind, length, degree, node_size) for kind in types], axis=0)
+        ways = _list_ways(cost, degree, node_size)
+        least_wait = np.min([_wait_seconds(cost, *way, length, degree, node_size) for way in ways], axis=0)
     return float((compute + least_wait).min()) + cost.micro_batch_seconds
 
 
@@ -133,22 +133,34 @@ def _row_seconds(cost: Cost) -> float:
     return cost.linear_seconds + (cost.network.half_speed_rows * cost.attention_seconds if cost.network else 0.0)
 
 
-def _wait_seconds(cost: Cost, kind: str, length: int, degree: NDArray[np.int64], node_size: int) -> NDArray[np.float64]:
+def _list_ways(cost: Cost, degree: NDArray[np.int64], node_size: int) -> list[tuple[str, NDArray[np.int64]]]:
+    """List the types that groups of these degrees may have, with the members that exchange heads, by degree.
+
+    Under "auto" members that exchange heads in a2a+p2p are of any number that a host has; where it does not divide the
+    degree, the group is a ring.
+    """
+    alone = np.ones_like(degree)
+    ways = {"p2p": alone, "all_gather": alone, "a2a": degree}
+    if cost.cp_comm_type == "a2a+p2p":
+        return [("a2a+p2p", np.gcd(degree, cost.a2a_size))]
+    if cost.cp_comm_type != "auto":
+        return [(cost.cp_comm_type, ways[cost.cp_comm_type])]
+    inner = range(2, min(node_size, int(degree.max()) - 1) + 1)
+    return [*ways.items(), *(("a2a+p2p", np.where(degree % size == 0, size, 1)) for size in inner)]
+
+
+def _wait_seconds(
+    cost: Cost, kind: str, exchanging: NDArray[np.int64], length: int, degree: NDArray[np.int64], node_size: int
+) -> NDArray[np.float64]:
     """Return the seconds that each member of a group communicates beyond what attention hides, by degree (degrees,).
 
-    The d members form sets of e that exchange heads, and rings of d / e that join the sets. A member sends
-    exchange_bytes · L / (d · e) to each of the e − 1 others of its set, and ring_bytes · L / d in each of the d / e − 1
-    steps of its ring. Attention and merging hide what goes around a ring. As this is a lower bound, every choice is the
-    faster one: a group counts as inside a host if it may be there, and a2a+p2p exchanges among all if the cost is not
-    of that type. all_gather gathers at once, so nothing hides it, in one step.
+    The d members form sets of e, `exchanging`, that exchange heads, and rings of d / e that join the sets. A member
+    sends exchange_bytes · L / (d · e) to each of the e − 1 others of its set, and ring_bytes · L / d in each of the
+    d / e − 1 steps of its ring. Attention and merging hide what goes around a ring. As this is a lower bound, a group
+    counts as inside a host if it may be there. all_gather gathers at once, so nothing hides it, in one step.
     """
     inside, across = cost.inside_bytes_per_second, cost.across_bytes_per_second
     speed = np.where(degree <= node_size, max(inside, across), across)  # a group of this size may also be across
-    exchanging = np.ones_like(degree)
-    if kind == "a2a":
-        exchanging = degree
-    elif kind == "a2a+p2p":
-        exchanging = np.gcd(degree, cost.a2a_size) if cost.cp_comm_type == kind else degree
     # Of states the latency alone: their bytes depend on the group's other documents.
     states = (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)
     turn = cost.ring_bytes * length * (1 / exchanging - 1 / degree) / speed

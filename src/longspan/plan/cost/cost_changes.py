@@ -36,13 +36,13 @@ class CostSettings:
     """What of a run changes the time of a model: the second argument of `Machine.cost`.
 
     `recomputation` of `recomputed_layers` layers (0: all), `frozen` weights under adapters, `depths` of multi-token
-    prediction, `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` ranks that share experts (no price
-    depends on them), and only `forward` passes. FSDP2 shards weights over `shards` slots (0: every slot has all of
-    them, without FSDP2), in `dp_replicate` copies, gathers them for every micro-batch's forward pass, again for its
-    backward pass unless `gathered_once`, and sums gradients. `weight_ranks` of a slot share its weights (0: those of
-    tp). In `free` mode they are gathered and summed once a step, also over copies: `Cost.with_closing` prices that.
-    Only the `target_share` of the rows predict a token: others have no logits. Layers multiply in `float8` but for
-    gradients of weights, and are `compiled` as in [train] on GPUs.
+    prediction, `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` slots that share experts, and only
+    `forward` passes. FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in
+    `dp_replicate` copies, gathers them for every micro-batch's forward pass, again for its backward pass unless
+    `gathered_once`, and sums gradients. `weight_ranks` of a slot share its weights (0: those of tp). In `free` mode
+    they are gathered and summed once a step, also over copies: `Cost.with_closing` prices that. Only the `target_share`
+    of the rows predict a token: others have no logits. Layers multiply in `float8` but for gradients of weights, and
+    are `compiled` as in [train] on GPUs.
     """
 
     recomputation: Recomputation = "none"

@@ -20,6 +20,7 @@ from longspan.plan.cost.cost_changes import (
 from longspan.plan.cost.links import LEVELS, Level, Link, Network
 from longspan.plan.cost.machine_figures import KNOWN, MachineFigures
 from longspan.plan.cost.model_flops import price_model
+from longspan.plan.cost.shared_weights import SharedWeights
 from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_group, price_type, ring_share, type_ways
 from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape
@@ -90,9 +91,9 @@ class Machine(MachineFigures):
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
         """Return the cost of a model on this machine; `model` is a transformers configuration, its file or its folder.
 
-        Products and messages follow from the model's shape. Passes over memory, FSDP2, the optimizer and recomputation
-        are added as the settings say; logits that no row needs, and what float8 saves, are taken off. Raises PlanError
-        for a model that its configuration does not price.
+        Products and messages follow from the model's shape. Passes over memory, FSDP2, rows that travel to experts, the
+        optimizer and recomputation are added as the settings say; logits that no row needs, and what float8 saves, are
+        taken off. Raises PlanError for a model that its configuration does not price.
         """
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
@@ -106,10 +107,11 @@ class Machine(MachineFigures):
         # In float8 are forward's 2 FLOPs of each weight, backward's 2 for gradients of rows, and 2 of recomputation.
         saved = row.saved * (4 + 2 * share * shape.recomputed_weights / max(1, shape.weights))
         cost = dataclasses.replace(
-            self._add_sharding(cost, shape, settings),
-            linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - unused_head - saved,
-            update_seconds=self._update_seconds(shape, settings),
-        ).shared_by(settings.tp)
+            cost, linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - unused_head - saved
+        )
+        shared_weights = SharedWeights(self, shape, settings)
+        cost = shared_weights.add_messages(cost, recomputed_share=share)
+        cost = dataclasses.replace(cost, update_seconds=shared_weights.update_seconds()).shared_by(settings.tp)
         return cost.forward_only() if settings.forward else cost
 
     def _row_seconds(self, shape: ModelShape, settings: CostSettings) -> _RowSeconds:
@@ -135,7 +137,7 @@ class Machine(MachineFigures):
         row_seconds -= 3 * 2 * row.saved
         forward = dataclasses.replace(cost, linear_seconds=row_seconds).forward_only()
         return dataclasses.replace(
-            self._add_sharding(forward, shape, settings),
+            SharedWeights(self, shape, settings).add_messages(forward),
             launch_seconds=shape.decoder_layers * self.layer_launch_seconds,
             update_seconds=self.update_seconds,
         )
@@ -144,49 +146,6 @@ class Machine(MachineFigures):
         """Return the seconds that float8 saves a row for each FLOP of all weights of the layers; the head has none."""
         of_layers = shape.weights - shape.hidden * shape.logits
         return of_layers * (1 / self.product_flops_per_second - 1 / self.float8_flops_per_second)
-
-    def _add_sharding(self, cost: Cost, shape: ModelShape, settings: CostSettings) -> Cost:
-        """Return a cost with FSDP2's copies and messages in each micro-batch: a share of these always shows.
-
-        Each of w slots gets (w − 1) / w of the weights in each gather (forward, and backward unless weights stay
-        gathered), and of their gradients in the sum, which travels in float32 at least. In free mode they come once a
-        step, which `Cost.with_closing` prices.
-        """
-        if not settings.shards or settings.free:
-            return cost
-        weights, width = shape.stored_weights / (settings.weight_ranks or settings.tp), settings.shards
-        forward = cost.passes == "forward"
-        gathers, sums = 2 - (forward or settings.gathered_once), 1 - (forward or settings.frozen)
-        sent = weights * (width - 1) / width
-        wire = sent * gathers * settings.bytes_per_number / self._sharding_speed("sharded_gather", width)
-        wire += sent * sums * max(4, settings.bytes_per_number) / self._sharding_speed("sharded_reduce", width)
-        shown = self.weight_copy_seconds * weights * (gathers + sums) + self.sharding_share * wire
-        hidden = (1 - self.sharding_share) * wire
-        return dataclasses.replace(cost, micro_batch_seconds=cost.micro_batch_seconds + shown, sharding_seconds=hidden)
-
-    def _sharding_speed(self, kind: str, width: int) -> float:
-        """Return the bytes/s that each of `width` slots gets from FSDP2: of this kind if measured, else assumed."""
-        inside, across = getattr(self.inside, kind), getattr(self.across, kind)
-        speed = inside.bytes_per_second if inside else self.sharding_bytes_per_second
-        if width <= self.node_size:
-            return speed
-        # A ring of all slots crosses each boundary once, shared between the slots of a host.
-        usual = self.across.gather.bytes_per_second * self.node_size
-        return min(speed, across.bytes_per_second if across else usual)
-
-    def _update_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
-        """Return the seconds that end a step: of the optimizer, and of sums of gradients over copies of the shards.
-
-        A ring over c copies brings a slot 2 (c − 1) / c of its shard's gradients, in float32. Frozen weights have no
-        gradients, and in free mode `Cost.with_closing` prices the sums.
-        """
-        if settings.frozen:
-            return self.update_seconds
-        weights = shape.stored_weights / (settings.weight_ranks or settings.tp) / max(1, settings.shards)
-        copies = 1 if settings.free else settings.dp_replicate
-        link = self.inside if copies * settings.shards <= self.node_size else self.across
-        summed = weights * 4 * 2 * (copies - 1) / copies / link.gather.bytes_per_second
-        return self.update_seconds + self.weight_update_seconds * weights + summed
 
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
         """Return the cost of a model of this shape, without what settings change.

@@ -130,6 +130,7 @@ class MemoryPrices:
             frozen=not settings.trains_all,
             float8=settings.float8,
             compiled=settings.compiled if settings.gpu and self.place.home.tp == 1 else "none",
+            ep=self.place.home.ep,
         )
         cost: Cost = self.machine.cost(self.config, costs).shared_by(self.place.home.tp)
         degree = max(1, self.degree)

@@ -22,6 +22,7 @@ from longspan.plan.shape.layers import (
     key_value_heads,
     layer_kinds,
     layer_types,
+    routed_width,
     sliding_window,
 )
 from longspan.plan.shape.mixer_shape import MixerShape, mixer_kind, read_mixer_shape
@@ -45,8 +46,10 @@ class ModelShape:
     all earlier rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own
     `chunk` positions; in `span_layers` the rows of an image see its later ones too; `mixer_layers` have the state-space
     layer `mixer`. The model has `decoder_layers` in all (0: as many as attend), `dense_layers` of them with an MLP
-    without experts. `expert_weights` of `weights` are of experts, and `stored_weights` all that the model has. Rows are
-    `hidden` wide; a row has `logits` of the model and of all depths together.
+    without experts. `expert_weights` of `weights` are of experts. `stored_weights` are all that the model has, of which
+    `stored_experts` are of experts. `expert_layers` have experts, to which they send `routed_numbers` for a row: its
+    width for each expert that it visits, in all layers together. Rows are `hidden` wide; a row has `logits` of the
+    model and of all depths together.
     """
 
     layers: int
@@ -67,6 +70,9 @@ class ModelShape:
     dense_layers: int = 0
     expert_weights: int = 0
     stored_weights: int = 0
+    stored_experts: int = 0
+    expert_layers: int = 0
+    routed_numbers: int = 0
     hidden: int = 0
     logits: int = 0
 
@@ -95,6 +101,7 @@ class ModelShape:
         widths = attention_widths(read) if attention else (0, 0)
         vocabulary = read.count("vocab_size")
         outside = hidden * vocabulary * (1 + depths) + 2 * hidden * hidden * depths
+        expert_layers = sum(kind.feeds == "experts" for kind in kinds)
         stored = hidden * vocabulary * (1 if read.value("tie_word_embeddings") else 2) + 2 * hidden * hidden * depths
         return cls(
             layers=len(attention),
@@ -115,6 +122,9 @@ class ModelShape:
             span_layers=len(attention) if ConfigReader.read_whole(config).family in SEEN_BY_IMAGES else 0,
             expert_weights=sum(layer.of_experts for layer in layers),
             stored_weights=sum(layer.all + layer.unvisited for layer in layers) + stored,
+            stored_experts=sum(layer.of_experts + layer.unvisited for layer in layers),
+            expert_layers=expert_layers,
+            routed_numbers=expert_layers * routed_width(read),
             hidden=hidden,
             logits=vocabulary * (1 + depths),
         )

@@ -94,6 +94,7 @@ def run_cost_settings(
         bytes_per_number=DTYPE_BYTES[compute_dtype] if config.run.machine else 2,
         shards=slots // parallel.dp_replicate,
         free=config.context.mode == "free",
+        ep=parallel.ep,
         weight_ranks=parallel.tp,  # ranks that share a slot's weights; plans divide a slot's cost by them later
         dp_replicate=parallel.dp_replicate,
         gathered_once=not parallel.reshard_after_forward,
