@@ -298,10 +298,11 @@ class _LayerMessages:
     def _swap_seconds(self, is_forward: bool, computed: Floats) -> Floats:
         """Return what shows in one pass of the exchange of heads for rows before the kernels, and back after them.
 
-        Forward sends queries, keys and values in A seconds, and outputs back in B; backward sends gradients of outputs,
-        and those of queries, keys and values back. All of A + B shows. In n slices of heads, of A and B each, messages
-        of a slice travel beside the kernels of others, C in all. The pass takes the longer of A + C + B and of all
-        messages, n · (A + B), and what is longer than C shows.
+        Forward sends queries, keys and values, and outputs back; backward sends gradients of outputs, and those of
+        queries, keys and values back. This takes A and B seconds for each of n slices of heads. In one slice, all of
+        A + B shows. In several, messages of a slice travel beside the kernels of others, which take C seconds in all:
+        the pass takes the longer of A + C + B and of all messages, n · (A + B), and what is longer than C shows. The
+        latencies of all slices' messages are added.
         """
         members, slices = self.exchanging, self.slices
         neighbours = np.minimum(self.rows.together, members)  # that share a host, with the member itself
