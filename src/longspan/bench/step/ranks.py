@@ -28,7 +28,6 @@ from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.profile import seconds_computing
-from longspan.run.result import versions
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.live_bytes import allocator_retries, peak_reserved_bytes
 from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
@@ -37,6 +36,7 @@ from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.versions import versions
 
 
 def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
