@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from longspan.bench.record import missing_row, write_unfinished
-from longspan.bench.step.hf_peer import PEER, make_peer_step
-from longspan.bench.step.packed_peer import PACKED_PEER, make_packed_step
+from longspan.bench.step.hf_peer import PEER, open_peer_step
+from longspan.bench.step.packed_peer import PACKED_PEER, open_packed_step
 from longspan.bench.step.settings import StepSettings
 from longspan.bench.timing import gaps_in_turn, profile_in_turn, time_in_turn
 from longspan.cli.machine import machine_facts
@@ -168,7 +168,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
 def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
     """Measure the peer's step of one sequence, by stock Hugging Face; an error becomes a row that says so."""
     try:
-        with make_peer_step(settings, world) as (step, losses):
+        with open_peer_step(settings, world) as (step, losses):
             return measure_steps(settings, step, world) | {"loss": losses[0]}
     except Exception as error:  # whatever it cannot do is recorded
         return missing_row(error)
@@ -177,7 +177,7 @@ def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
 def _measure_packed_peer(settings: StepSettings, world: World) -> dict[str, Any]:
     """Measure the peer's step of packed documents; an error becomes a row that says so."""
     try:
-        with make_packed_step(settings, world) as (step, losses, facts):
+        with open_packed_step(settings, world) as (step, losses, facts):
             return measure_steps(settings, step, world) | {"loss": losses[0]} | facts
     except Exception as error:  # whatever it cannot do is recorded
         return missing_row(error)
