@@ -297,10 +297,7 @@ def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
 
 
 def split_packed_columns(linear: nn.Linear, world: World) -> None:
-    """Let each rank make its slice of both halves of the outputs, such as a gate and what it weighs.
-
-    Weight and bias are sharded, and the forward sees this rank's rows of them.
-    """
+    """Shard a linear so that each rank makes its slice of both halves of the outputs, such as a gate and its values."""
     rows = equal_parts(linear.out_features, 2)
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
     wrap_forward(linear, views={name: shard_and_view_rows(linear, name, rows, world) for name in names})
