@@ -38,7 +38,7 @@ from bench.census.run import row_of  # at the top, so that the fork server of th
 
 from longspan.bench.record import write_record
 from longspan.cli.machine import machine_facts
-from longspan.run.result import versions
+from longspan.versions import versions
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "bench" / "records" / "census.json"

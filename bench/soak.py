@@ -42,7 +42,7 @@ from safetensors.torch import load_file
 from longspan.checkpoint.files import checkpoint_path, step_of
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.run.loggers.metrics_log import read_metrics
-from longspan.run.result import versions
+from longspan.versions import versions
 
 STOPPED, REFUSED, LOST = 75, 2, 3  # exit statuses
 PAUSE = 30.0  # seconds for which a rank stands still

@@ -35,7 +35,7 @@ from longspan.bench.record import origin_text
 from longspan.cli.machine import machine_facts
 from longspan.comm.groups import process_groups
 from longspan.plain_text import markdown_table
-from longspan.run.result import versions
+from longspan.versions import versions
 
 CHOICES: dict[str, dict[str, Callable[[], None]]] = {
     "streams": {

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from longspan.bench.record import origin_text, write_record
 from longspan.cli.machine import machine_facts
 from longspan.comm import run_local
-from longspan.run.result import versions
+from longspan.versions import versions
 from tests.attention.full_size import CONFIGURATIONS, NAMES, Measured, measure
 
 

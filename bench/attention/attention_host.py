@@ -40,7 +40,7 @@ from longspan.attention.members import Members
 from longspan.attention.tiles_between import Mask
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.comm.shard_part import ShardPart
-from longspan.run.result import versions
+from longspan.versions import versions
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 HEADS, KV_HEADS = 32, 8

@@ -24,7 +24,7 @@ from longspan.attention import all_gather, all_to_all, ring
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.comm import run_local
 from longspan.run.gaps import merge_intervals
-from longspan.run.result import versions
+from longspan.versions import versions
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 Span = tuple[float, float, str]

@@ -36,7 +36,7 @@ from longspan.attention.kernels import table
 from longspan.bench.record import origin_text
 from longspan.cli.machine import machine_facts
 from longspan.run.gaps import merge_intervals
-from longspan.run.result import versions
+from longspan.versions import versions
 
 Span = tuple[float, float]
 RUNS = 4  # under the profiler

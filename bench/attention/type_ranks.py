@@ -24,7 +24,7 @@ from longspan.bench.record import missing_row, write_unfinished
 from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.layout import Layout
-from longspan.run.result import versions
+from longspan.versions import versions
 
 CHECK_ROWS = 256  # of each rank, in the comparison with dense attention
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # relative, of the 2-norm

@@ -23,10 +23,10 @@ from longspan.evaluation.result import Evaluation
 from longspan.model import load_model, prepare
 from longspan.plan import Plan, PlanOptions, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
-from longspan.run.result import versions
 from longspan.train.optim.optimizer import build_optimizer
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step
+from longspan.versions import versions
 
 BOUND = {torch.bfloat16: 5e-3, torch.float32: 1e-5}  # of the difference of two losses, by what computes them
 

@@ -27,7 +27,7 @@ from longspan.bench.record import origin_text, write_record
 from longspan.cli.machine import machine_facts
 from longspan.comm import run_local
 from longspan.plan.simulate.distributions import sample_lengths
-from longspan.run.result import versions
+from longspan.versions import versions
 
 
 def main() -> None:

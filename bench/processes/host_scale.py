@@ -41,7 +41,7 @@ from longspan.comm.all_ranks import run_on_every_rank
 from longspan.comm.groups.channels import Channels
 from longspan.comm.stop_signal import StopSignal, received_signal
 from longspan.errors import CommError
-from longspan.run.result import versions
+from longspan.versions import versions
 
 DIGEST = "0f" * 32
 

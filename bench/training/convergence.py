@@ -31,7 +31,7 @@ from typing import Any
 import svg_curves
 
 from longspan.cli.machine import machine_facts, machine_text
-from longspan.run.result import versions
+from longspan.versions import versions
 
 ROOT = Path(__file__).parents[2]
 PLANNERS = ("padded", "fixed", "dynamic")

@@ -28,8 +28,8 @@ from longspan.comm import run_local
 from longspan.data.document import synthetic_documents
 from longspan.model import load_model
 from longspan.plain_text import markdown_table
-from longspan.run.result import versions
 from longspan.train import build_optimizer
+from longspan.versions import versions
 
 LENGTHS = (64, 64)
 COPIES = {

@@ -37,8 +37,8 @@ from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.presets import preset_config
 from longspan.plain_text import markdown_table
 from longspan.plan import plan_fixed
-from longspan.run.result import versions
 from longspan.train import run_step
+from longspan.versions import versions
 
 WAYS = ("none", "selective", "full", "selective+host", "full+host", "selective+host, torch", "full+host, torch")
 

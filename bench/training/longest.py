@@ -37,12 +37,12 @@ from longspan.model.layers import decoder_layers
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
-from longspan.run.result import versions
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks, plan_memory_on_ranks
 from longspan.train.plans import PlanChoice, home_of, query_heads
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.versions import versions
 
 
 def run_memory(config: RunConfig, configuration: Any, rows: int, world: World) -> RunMemory:

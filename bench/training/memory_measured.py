@@ -30,10 +30,10 @@ from longspan.files import write_atomically
 from longspan.model.prepared import vocabulary_size
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Cost
-from longspan.run.result import versions
 from longspan.train.long_documents import scale_positions
 from longspan.train.plans import PlanChoice, home_of, query_heads
 from longspan.train.training import Training, load_run_model, make_optimizer, model_configuration, prepare_run_model
+from longspan.versions import versions
 
 LONGEST = 32768  # tokens without scaled positions
 HYBRID = "examples/gpu/qwen3-next-8-layers"

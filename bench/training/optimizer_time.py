@@ -27,12 +27,12 @@ from torch.optim import AdamW, Optimizer
 from longspan.bench.record import origin_text, write_record
 from longspan.cli.machine import machine_facts
 from longspan.plain_text import markdown_table
-from longspan.run.result import versions
 from longspan.train.optim import adamw_launch
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.optim.rounding_bits import Places, RoundingBits
 from longspan.train.optim.stochastic_rounding import StochasticRounding
+from longspan.versions import versions
 
 SHAPES = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *((12288, 4096),) * 2, (4096, 12288))
 NORMS = ((4096,), (4096,), (128,), (128,))

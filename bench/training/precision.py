@@ -36,9 +36,9 @@ from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
 from longspan.model.float8_layers import device_lack
 from longspan.plan import Cost
-from longspan.run.result import versions
 from longspan.train.step import run_step
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.versions import versions
 
 BOUND = 0.02
 START = "start"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm import recorded
-from longspan.comm.all_ranks import longer_timeout, set_timeout
+from longspan.comm.time_limits import longer_timeout, set_timeout
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.launch.launch import run_local

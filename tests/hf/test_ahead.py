@@ -70,9 +70,9 @@ def test_a_step_is_of_its_batches_until_they_are_written_to() -> None:
 def test_an_answer_is_of_the_same_tensors_or_equal_ones_that_were_not_written_to() -> None:
     called, values = batch(), Offset(None, 0)  # pyright: ignore[reportArgumentType]
     made = AheadBatch(document_entries(called), read_step([called], 4.0)[0][0], values, versions_of(called))
-    assert made.answers(called) and made.has_entries_of(called)
-    assert made.answers(batch()) and not made.has_entries_of(batch())
-    assert not made.has_entries_of(called | {"position_ids": torch.arange(3).expand(2, 3)})
+    assert made.answers(called) and made.has_same_tensors(called)
+    assert made.answers(batch()) and not made.has_same_tensors(batch())
+    assert not made.has_same_tensors(called | {"position_ids": torch.arange(3).expand(2, 3)})
     assert not made.answers(batch() | {"labels": None})
     assert not made.answers(batch() | {"position_ids": torch.arange(3).expand(2, 3)}), "other documents"
     if "attention_mask" in called:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
-from longspan.model.tensor_parallel.plan import PARTIAL_GRADIENT, list_styles, partial_parameters
+from longspan.model.tensor_parallel.plan import PARTIAL_GRADIENT, list_partial_gradients, list_styles
 from tests.model.stock import tiny
 
 
@@ -64,14 +64,14 @@ def test_a_parameter_whose_gradient_would_not_be_a_sum_is_refused(case: str) -> 
     REFUSED[case](model.get_submodule("model.layers.1.mlp"))
     says = rf"model.layers.1.mlp.\w*\.?{case.partition(' ')[0]} \(\w+\) is not in the .* plan of LlamaForCausalLM"
     with pytest.raises(ModelError, match=says):
-        partial_parameters(model, list_styles(model))
+        list_partial_gradients(model, list_styles(model))
 
 
 def test_a_parameter_of_attention_is_refused() -> None:
     model = tiny("llama")
     model.get_submodule("model.layers.0.self_attn").gain = nn.Parameter(torch.ones(4))
     with pytest.raises(ModelError, match=r"model.layers.0.self_attn.gain \(LlamaAttention\)"):
-        partial_parameters(model, list_styles(model))
+        list_partial_gradients(model, list_styles(model))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -79,7 +79,7 @@ def test_a_learnt_activation_is_summed_once(shared: bool) -> None:
     model, gain = tiny("llama"), Gain()
     for i in range(2):
         _activation(model.get_submodule(f"model.layers.{i}.mlp"), gain if shared else Gain())
-    entries = partial_parameters(model, list_styles(model))
+    entries = list_partial_gradients(model, list_styles(model))
     assert [entry.name for entry in entries] == [f"model.layers.{i}.mlp.act_fn.gain" for i in range(2 - shared)]
     assert all(entry.style == PARTIAL_GRADIENT and entry.parameter == "gain" for entry in entries)
     assert not gain.gain.is_meta and gain.gain.grad is None
@@ -88,4 +88,4 @@ def test_a_learnt_activation_is_summed_once(shared: bool) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "deepseek-v3"])
 def test_plans_that_name_everything_add_nothing(family: str) -> None:
     model = tiny(family)
-    assert partial_parameters(model, list_styles(model)) == []
+    assert list_partial_gradients(model, list_styles(model)) == []

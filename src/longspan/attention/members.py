@@ -55,7 +55,11 @@ class Members:
     def __init__(
         self, part: ShardPart, mask: Mask, device: torch.device, inner: int = 1, spans: Spans = NO_SPANS
     ) -> None:
-        """Count the rows of each member of the ring, where `inner` slots that exchange heads make one member."""
+        """Number the members of the ring, and count the rows of each and those of each slot of this member.
+
+        `inner` slots that exchange heads make one member. What is derived later is stored: `_launches` by the owner of
+        the block (None: all rows), `_gathered_orders` by where each member's rows begin among gathered ones.
+        """
         assert part.degree % inner == 0, (part.degree, inner)
         self.part: ShardPart = part
         self.mask: Mask = mask

@@ -10,7 +10,7 @@ from longspan.bench.benches import BenchFlags
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import is_reporting
 from longspan.errors import ConfigError
-from longspan.run.result import versions
+from longspan.versions import versions
 
 
 def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdown: str) -> None:

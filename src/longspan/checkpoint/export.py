@@ -215,17 +215,19 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDep
     for _, group in groupby(sorted(stored, key=lambda name: (unit_order[weight_unit(name)], name)), weight_unit):
         names = {stored_names[name]: name for name in group}
         group_entries = {stored_name: stored[name] for stored_name, name in names.items()}
-        tensors = _read_group(checkpoint, metadata, group_entries)
+        tensors = _read_tensors(checkpoint, metadata, group_entries)
         yield {name: tensors[stored_name] for stored_name, name in names.items()}
 
 
 def _read_adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """Read all tensors under "model." in the checkpoint of an adapter, which are few enough to read at once."""
     metadata = read_metadata(checkpoint)
-    return _read_group(checkpoint, metadata, _weights_in(metadata))
+    return _read_tensors(checkpoint, metadata, _weights_in(metadata))
 
 
-def _read_group(checkpoint: Path, metadata: Metadata, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+def _read_tensors(
+    checkpoint: Path, metadata: Metadata, stored: Mapping[str, TensorStorageMetadata]
+) -> dict[str, Tensor]:
     """Read some tensors of a checkpoint whole, in this process. Raises CheckpointError for unreadable files."""
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     reader = DataReader(checkpoint, metadata)

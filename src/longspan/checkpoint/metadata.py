@@ -179,7 +179,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
 
     def place(name: str, location: list[Any], least: int) -> _StorageInfo:
         """Return in which file a chunk lies and where. Raises CheckpointError if it cannot hold `least` bytes there."""
-        number, first, length = map(_read_count, location)
+        number, first, length = map(_read_whole_number, location)
         file, size = files[number]
         if length < least or first + length > size:
             raise CheckpointError(
@@ -192,7 +192,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
         entries[name] = BytesStorageMetadata()
         places[MetadataIndex(name)] = place(name, location, 0)
     for name, tensor in table["tensors"].items():
-        dtype, shape = _read_dtype(tensor["dtype"], name), [_read_count(size) for size in tensor["shape"]]
+        dtype, shape = _read_dtype(tensor["dtype"], name), [_read_whole_number(size) for size in tensor["shape"]]
         chunks: list[ChunkStorageMetadata] = []
         elements = 0
         for offsets, sizes, *location in tensor["chunks"]:
@@ -214,13 +214,16 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
 def _lies_inside(shape: list[int], offsets: list[Any], sizes: list[Any]) -> bool:
     """Return whether a chunk has as many dimensions as its tensor, and ends inside of the tensor in each."""
     return len(offsets) == len(sizes) == len(shape) and all(
-        _read_count(first) + _read_count(size) <= whole
+        _read_whole_number(first) + _read_whole_number(size) <= whole
         for first, size, whole in zip(offsets, sizes, shape, strict=True)
     )
 
 
-def _read_count(number: Any) -> int:
-    """Return a number that is an integer of at least 0. Raises CheckpointError for anything else."""
+def _read_whole_number(number: Any) -> int:
+    """Return a count, size or offset that is an integer of at least 0. Raises CheckpointError for anything else.
+
+    The caller of this module's functions puts the name of the file before the message.
+    """
     if type(number) is not int or not 0 <= number < 2**63:
         raise CheckpointError(f"has {number!r:.40} where a whole number of at least 0 belongs; {_AGAIN}")
     return number

@@ -15,7 +15,7 @@ from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import Device, choose_processes, is_reporting, usable_gpus
 from longspan.errors import LongspanError, plural
 from longspan.plain_text import bytes_text, seconds_text, text_table
-from longspan.run.result import versions
+from longspan.versions import versions
 
 if TYPE_CHECKING:
     from longspan.attention import Kernel

@@ -12,7 +12,7 @@ from functools import partial
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from longspan.comm.world import World, open_worlds
+from longspan.comm.world import World
 from longspan.errors import LongspanError
 from longspan.files import os_error_text
 
@@ -20,37 +20,6 @@ Result = TypeVar("Result")
 LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
 
 _BEAT = 10.0  # seconds between two signs of life, at most
-
-
-def set_timeout(world: World, seconds: float) -> None:
-    """Set how long this rank waits for the others in collectives that start from now on.
-
-    >>> set_timeout(world, 60)
-
-    Each rank may do so on its own. The seconds count for every open world of the same `timeout` too, as these worlds
-    share communicators; a world that is opened later begins with its own `timeout`.
-    """
-    for open_world in open_worlds():
-        if open_world.timeout == world.timeout:
-            open_world.watch.timeout = float(seconds)
-            open_world.process_groups.set_timeout(seconds)
-
-
-@contextmanager
-def longer_timeout(world: World, seconds: float) -> Iterator[None]:
-    """Let this rank wait for the others for at least `seconds` inside, as while one of them writes a file.
-
-    >>> with longer_timeout(world, 600):
-    ...     world.control.barrier("the last rank has written")
-    """
-    usual_timeout = world.watch.timeout
-    if seconds > usual_timeout:
-        set_timeout(world, seconds)
-    try:
-        yield
-    finally:
-        if seconds > usual_timeout and world in open_worlds():
-            set_timeout(world, usual_timeout)
 
 
 @contextmanager

@@ -5,7 +5,8 @@ With "auto" a step may last ten times as long as it is predicted to, or as the l
 is longer, and at least 60 s; an evaluation likewise. `LONG` holds where nothing is predicted, and where ranks wait for
 work of one of them: set-up, the first two steps and the first evaluation of each set, which compile kernels,
 checkpoints and saved models, loggers that upload, and all of a run whose plans are priced for another machine, as on
-CPUs. Work of one rank that sends signs of life (`leave_together`) may last as long as it takes.
+CPUs. Work of one rank that sends signs of life (`leave_together`) may last as long as it takes. `set_timeout` sets the
+limit of a rank's collectives, on which all of this rests.
 """
 
 import time
@@ -14,12 +15,42 @@ from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
 
-from longspan.comm.all_ranks import set_timeout
-from longspan.comm.world import World
+from longspan.comm.world import World, open_worlds
 
 LEAST, TIMES, LONG = 60.0, 10.0, 600.0  # seconds, multiples of the predicted time, seconds
 FIRST_STEPS = 2  # of a session, in which kernels are compiled
 MEASURED = 20  # steps whose median counts
+
+
+def set_timeout(world: World, seconds: float) -> None:
+    """Set how long this rank waits for the others in collectives that start from now on.
+
+    >>> set_timeout(world, 60)
+
+    Each rank may do so on its own. The seconds count for every open world of the same `timeout` too, as these worlds
+    share communicators; a world that is opened later begins with its own `timeout`.
+    """
+    for open_world in open_worlds():
+        if open_world.timeout == world.timeout:
+            open_world.watch.timeout = float(seconds)
+            open_world.process_groups.set_timeout(seconds)
+
+
+@contextmanager
+def longer_timeout(world: World, seconds: float) -> Iterator[None]:
+    """Let this rank wait for the others for at least `seconds` inside, as while one of them writes a file.
+
+    >>> with longer_timeout(world, 600):
+    ...     world.control.barrier("the last rank has written")
+    """
+    usual_timeout = world.watch.timeout
+    if seconds > usual_timeout:
+        set_timeout(world, seconds)
+    try:
+        yield
+    finally:
+        if seconds > usual_timeout and world in open_worlds():
+            set_timeout(world, usual_timeout)
 
 
 def longest_wait(timeout: float | str) -> float:

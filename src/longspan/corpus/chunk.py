@@ -127,8 +127,8 @@ def _is_deep(record: dict[str, Any]) -> bool:
     return True
 
 
-def values_of_record(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of a table whose structs lack keys with null: Arrow gives a struct every key in every row.
+def drop_struct_nulls(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a table without the null keys of its structs, as Arrow gives a struct every key in every row.
 
     A column that is null stays.
     """
@@ -160,7 +160,7 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
             elif may_be_deep and _is_deep(record):
                 row = BadRow(where, f"a row of more than {MOST_LEVELS} lists and objects in each other")
             else:
-                row = Row(where, values_of_record(record), chunk.folder)
+                row = Row(where, drop_struct_nulls(record), chunk.folder)
             yield PlacedRow(number, row)
         first += len(batch)
 

@@ -10,7 +10,7 @@ from longspan.config.sections import DataConfig
 from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_files
 from longspan.corpus.first_rows import kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.lines import end_line, left_out_lines, names_line, rows_line, unseen_line
+from longspan.corpus.rows.lines import left_out_lines, missing_end_line, names_line, rows_line, unseen_line
 from longspan.corpus.rows.sample import RowSettings
 from longspan.corpus.store.builder import Recipe
 from longspan.corpus.store.cache import NONE, cache_folder
@@ -86,7 +86,7 @@ def describe_rows(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
     for (key, _), encoding in zip(settings.paths(), recipe.encodings, strict=True):
         source_text = f"{key}: " if settings.data.sources else ""
         yield source_text + rows_line(encoding)
-        if (line := end_line(encoding)) is not None:
+        if (line := missing_end_line(encoding)) is not None:
             yield source_text + line
 
 

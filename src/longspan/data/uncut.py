@@ -121,7 +121,10 @@ class UncutBorders:
         return np.array(borders, dtype=np.int64)
 
     def _find_spans(self, first: int) -> tuple[list[int], list[int]]:
-        """Return starts and stops, in tokens of the stream, of the spans in the part whose first place is `first`."""
+        """Return starts and stops, in tokens of the stream, of the spans in the part whose first place is `first`.
+
+        A part's `ends` start with 0, so that `ends[i]` of its tokens are before document i.
+        """
         stream_part: StreamPart = self._stream.part_at(first)
         index, starts, stops = self._spans.find_spans(stream_part.ids)
         begins = stream_part.before + stream_part.ends[index]

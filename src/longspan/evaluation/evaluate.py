@@ -145,9 +145,10 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
 def list_degree_choices(
     choice: PlanChoice, documents: CorpusDocuments | PasskeyDocuments, home: Layout
 ) -> list[PlanChoice]:
-    """List a choice at degree 1, 2, 4, … as far as they divide the slots, each under a cap that holds the documents.
+    """List a choice at several degrees, each under a cap that holds the documents.
 
-    Degrees at which a2a cannot split the query heads evenly are left out.
+    They are 1, 2, 4, … as far as they divide the slots, and all slots. Degrees at which a2a cannot split the query
+    heads evenly are left out.
     """
     longest = max(documents.lengths)
     return [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(home, choice)]

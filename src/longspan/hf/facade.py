@@ -127,7 +127,7 @@ class AheadBatch(NamedTuple):
     values: Offset
     versions: tuple[int, ...]  # of the entries, by `versions_of`
 
-    def has_entries_of(self, batch: Mapping[str, Any]) -> bool:
+    def has_same_tensors(self, batch: Mapping[str, Any]) -> bool:
         """Whether a call is made with the very tensors of this batch and no others: its rows need no second reading."""
         entries = document_entries(batch)
         if any(x is not None for name, x in batch.items() if name not in entries and name not in IGNORED):
@@ -141,7 +141,7 @@ class AheadBatch(NamedTuple):
         """
         if versions_of(self.entries) != self.versions:
             return False
-        if self.has_entries_of(batch):
+        if self.has_same_tensors(batch):
             return True
         entries = document_entries(batch)
         pairs = [(torch.as_tensor(x), torch.as_tensor(entries.get(name, ()))) for name, x in self.entries.items()]
@@ -221,7 +221,7 @@ class Facade:
             labels, fused_lm_head = self.labels_apart, self.logits_of is None
         batch = {"input_ids": input_ids, "labels": labels, **batch}
         ahead = self._take_ahead_batch(batch) if self.logits_of is None or fused_lm_head else None
-        rows = ahead.rows if ahead is not None and ahead.has_entries_of(batch) else read_batch(batch)
+        rows = ahead.rows if ahead is not None and ahead.has_same_tensors(batch) else read_batch(batch)
         if self.logits_of is not None and not fused_lm_head:
             return self._answer_logits(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)
         if labels is None:  # nothing is predicted, and hidden states are not answered

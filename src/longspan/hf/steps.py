@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers.training_args import ParallelMode
 
-from longspan.comm.all_ranks import set_timeout
-from longspan.comm.time_limits import TimeLimits
+from longspan.comm.time_limits import TimeLimits, set_timeout
 from longspan.data.document import Document
 from longspan.errors import NonFiniteError
 from longspan.hf.ahead import (

@@ -73,7 +73,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     begin = np.empty(len(source.size), dtype=np.int64)  # of each block here, in x
     begin[distinct_blocks[me]] = source.block_begins(me)[_first_occurrences(source.members[me], source)]
     return RowMoves(
-        folds=_list_repeats(source, me, begin) if summed and repeats[me] else (),
+        folds=_list_folds(source, me, begin) if summed and repeats[me] else (),
         leaves=_block_rows(begin, np.concatenate(leaving), source.size),
         sends=tuple(int(source.size[blocks].sum()) for blocks in leaving),
         receives=tuple(int(source.size[blocks].sum()) if m != me else 0 for m, blocks in enumerate(arriving)),
@@ -219,9 +219,10 @@ def _list_further_addends(addends: Integers, summed: Integers, size: Integers) -
     return tuple(rounds)
 
 
-def _list_repeats(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
-    """List the second, third, … occurrences of each row here, a Placement for each round, to be added to its first.
+def _list_folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
+    """List the second, third, … occurrences of rows here, to be added to the first: the field `folds` of RowMoves.
 
+    There is a round for the second occurrences, one for the third, and so on, as the targets of one fold are distinct.
     `begin` is where the first occurrence of each block begins among this member's rows. `number` counts the occurrences
     of a block from 0, for the entries of `order`, which sorts equal blocks together.
     """

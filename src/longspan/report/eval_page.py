@@ -19,6 +19,8 @@ _COUNTS = ("eval_documents", "eval_tokens", "eval_targets")
 def eval_page(record: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     """Return the page of one call of `longspan eval`, from the record that --json prints.
 
+    `pictures` are charts of passkey retrieval as SVG or HTML, which is put in as it is.
+
     >>> Path("report.html").write_text(eval_page(json.loads(Path("results.json").read_text())))
     """
     return page(f"{record['target']} · longspan", list(_eval_sections(record, pictures)))

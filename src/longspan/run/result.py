@@ -1,31 +1,15 @@
 """The result of a training run, as a value that prints well; without torch, because the launcher reads it too."""
 
 import math
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from longspan import __version__
 from longspan.errors import plural
 from longspan.evaluation.result import Evaluation, comparison_table, sets_table
 from longspan.files import json_values
-
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "flash-attn-4")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that results depend on, as far as they are installed."""
-    installed = {"python": platform.python_version(), "longspan": __version__}
-    for name in PACKAGES:
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return installed
-
+from longspan.versions import versions
 
 LAST_STEPS = 10  # whose mean loss sums up a run
 

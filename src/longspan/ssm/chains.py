@@ -91,6 +91,42 @@ class Chains:
         return LocalRuns(self.lengths, self.device, shared[self.local_indices])
 
     @cached_property
+    def local_chains(self) -> Integers:
+        """Return the chains of two runs or more in which this member has one: (chains, most runs) of indices of runs.
+
+        −1 stands past a chain's end. Longer chains come first, so that those with a run at a place are the first few.
+        """
+        runs = self.runs
+        first_runs = np.flatnonzero(runs.place == 0)
+        sizes = np.diff(np.append(first_runs, len(runs.place)))
+        is_local = np.zeros(len(first_runs), dtype=bool)
+        is_local[np.searchsorted(first_runs, self.local_indices, side="right") - 1] = True
+        chain_numbers = np.flatnonzero(is_local & (sizes > 1))
+        chain_numbers = chain_numbers[np.argsort(-sizes[chain_numbers], kind="stable")]
+        first_runs, sizes = first_runs[chain_numbers], sizes[chain_numbers]
+        table = np.full((len(chain_numbers), int(sizes.max(initial=0))), -1, dtype=np.int64)
+        table_row, place = (
+            np.repeat(np.arange(len(chain_numbers)), sizes),
+            expand_runs(np.zeros_like(chain_numbers), sizes),
+        )
+        table[table_row, place] = expand_runs(first_runs, first_runs + sizes)
+        return table
+
+    @cached_property
+    def local_places(self) -> range:
+        """Return the range from the first to the last place at which this member has a run in `local_chains`."""
+        table = self.local_chains
+        places = np.flatnonzero(((table >= 0) & (self.local_numbers[table] >= 0)).any(0))
+        return range(int(places[0]), int(places[-1]) + 1) if len(places) else range(0)
+
+    @cached_property
+    def local_numbers(self) -> Integers:
+        """Return for each run of all members its number among this member's; −1 for another member's."""
+        number = np.full(len(self.runs.member), -1)
+        number[self.local_indices] = np.arange(len(self.local_indices))
+        return number
+
+    @cached_property
     def forward(self) -> "Passing":
         """Return which runs pass their final state on: all but the last of a chain.
 
@@ -156,42 +192,6 @@ class Passing:
             states[leaving] = start + np.arange(len(leaving)) * state_rows
             transitions[carrying] = start + len(leaving) * state_rows + np.arange(len(carrying)) * transition_rows
         return states, transitions
-
-    @cached_property
-    def local_chains(self) -> Integers:
-        """Return the chains of two runs or more in which this member has one: (chains, most runs) of indices of runs.
-
-        −1 stands past a chain's end. Longer chains come first, so that those with a run at a place are the first few.
-        """
-        runs = self.chains.runs
-        first_runs = np.flatnonzero(runs.place == 0)
-        sizes = np.diff(np.append(first_runs, len(runs.place)))
-        is_local = np.zeros(len(first_runs), dtype=bool)
-        is_local[np.searchsorted(first_runs, self.chains.local_indices, side="right") - 1] = True
-        chain_numbers = np.flatnonzero(is_local & (sizes > 1))
-        chain_numbers = chain_numbers[np.argsort(-sizes[chain_numbers], kind="stable")]
-        first_runs, sizes = first_runs[chain_numbers], sizes[chain_numbers]
-        table = np.full((len(chain_numbers), int(sizes.max(initial=0))), -1, dtype=np.int64)
-        table_row, place = (
-            np.repeat(np.arange(len(chain_numbers)), sizes),
-            expand_runs(np.zeros_like(chain_numbers), sizes),
-        )
-        table[table_row, place] = expand_runs(first_runs, first_runs + sizes)
-        return table
-
-    @cached_property
-    def local_places(self) -> range:
-        """Return the range from the first to the last place at which this member has a run in `local_chains`."""
-        table = self.local_chains
-        places = np.flatnonzero(((table >= 0) & (self.local_numbers[table] >= 0)).any(0))
-        return range(int(places[0]), int(places[-1]) + 1) if len(places) else range(0)
-
-    @cached_property
-    def local_numbers(self) -> Integers:
-        """Return for each run of all members its number among this member's; −1 for another member's."""
-        number = np.full(len(self.chains.runs.member), -1)
-        number[self.chains.local_indices] = np.arange(len(self.chains.local_indices))
-        return number
 
 
 chains_by_shard = WeakKeyDictionary[SequenceShard, tuple[Chains, ...]]()  # freed with their shards

@@ -47,10 +47,10 @@ class ForwardFold:
         entering = v.new_zeros(shape, dtype=state_dtype(v.dtype))
         if not self._passing.any:
             return entering
-        table, local_numbers = self._passing.local_chains, self._passing.local_numbers
+        table, local_numbers = self.chains.local_chains, self.chains.local_numbers
         gathered = self._gathered.wait()
         state = entering[:0]
-        for place in range(1, self._passing.local_places.stop):  # up to this member's last run in any chain
+        for place in range(1, self.chains.local_places.stop):  # up to this member's last run in any chain
             runs_before, runs = table[:, place - 1], table[:, place]
             count = int((runs >= 0).sum())  # chains that go on, which come first
             states = gathered.states(runs_before[:count])
@@ -86,11 +86,9 @@ class BackwardFold:
         if not passing.any:
             return leaving
         gathered = self._gathered.wait()
-        table, local_numbers = passing.local_chains, passing.local_numbers
-        gradient = leaving[:0]
-        for place in range(
-            table.shape[1] - 1, passing.local_places.start, -1
-        ):  # down to the run after this member's first
+        table, local_numbers = self._chains.local_chains, self._chains.local_numbers
+        gradient, first_place = leaving[:0], self._chains.local_places.start
+        for place in range(table.shape[1] - 1, first_place, -1):  # down to the run after this member's first
             runs = table[:, place]
             count = int((runs >= 0).sum())
             continuing = len(gradient)  # chains with a run after this one, which come first

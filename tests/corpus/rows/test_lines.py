@@ -7,7 +7,7 @@ import pytest
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.rows.lines import end_line, rows_line, unseen_line
+from longspan.corpus.rows.lines import missing_end_line, rows_line, unseen_line
 from longspan.corpus.rows.sample import Row, Sample, Unseen
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.manifest import LeftOut
@@ -71,7 +71,7 @@ UNMARKED_END = marked_template("phi3").replace("+ '<|end|>' }}{% endgeneration %
 def test_a_template_that_never_ends_the_last_turn_is_named(
     tmp_path: Path, template: str | None, begins: str | None
 ) -> None:
-    line = end_line(encoding_of(write_folder(tmp_path, "phi3", template=template)))
+    line = missing_end_line(encoding_of(write_folder(tmp_path, "phi3", template=template)))
     if begins is None:
         assert line is None
     else:

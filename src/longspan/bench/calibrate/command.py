@@ -19,7 +19,7 @@ from longspan.plain_text import text_table
 from longspan.plan import Machine
 from longspan.plan.cost.links import LEVELS
 from longspan.plan.cost.machine import find_device
-from longspan.run.result import versions
+from longspan.versions import versions
 
 CPU_RANKS = 2
 GPU_DEFAULTS: dict[str, Any] = {

@@ -155,10 +155,10 @@ def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
 
 def _part_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
     """Write the seconds by part of the rows that were profiled."""
-    return [(name, *part_cells(profiled)) for name, profiled in _profiled_ranks(record)]
+    return [(name, *part_cells(profiled)) for name, profiled in _list_profiled_ranks(record)]
 
 
-def _profiled_ranks(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def _list_profiled_ranks(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """List what was profiled: of each row the first rank, and the busiest one where it computes longer."""
     profiled = list[tuple[str, dict[str, Any]]]()
     for row in record["rows"]:
@@ -174,7 +174,7 @@ def _kernel_tables(record: dict[str, Any]) -> str:
     tables = [
         f"Longest kernels of {row_name}:\n\n"
         + markdown_table(KERNEL_TITLES, [(f"`{name}`", *cells) for name, *cells in kernel_rows(profiled)])
-        for row_name, profiled in _profiled_ranks(record)
+        for row_name, profiled in _list_profiled_ranks(record)
     ]
     return "".join(f"{table}\n\n" for table in tables)
 

@@ -25,10 +25,10 @@ PEER = "Hugging Face + FSDP2 + torch context_parallel (cuDNN), full recomputatio
 
 
 @contextmanager
-def make_peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Callable[[], None], list[float]]]:
-    """Make the step of stock Hugging Face under FSDP2 and `context_parallel`, and the list of its steps' losses.
+def open_peer_step(settings: StepSettings, world: World) -> Iterator[tuple[Callable[[], None], list[float]]]:
+    """Hold a model inside the context; yields its step and the list of its steps' losses.
 
-    Raises ValueError for what these do not offer.
+    The model is stock Hugging Face's under FSDP2 and `context_parallel`. Raises ValueError for what these do not offer.
     """
     _check_stack(settings, world)
     from torch.distributed.tensor.experimental import context_parallel

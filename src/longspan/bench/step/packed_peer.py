@@ -213,12 +213,13 @@ def fit_recomputation(layers: CompiledLayers, step: Callable[[], None], world: W
 
 
 @contextmanager
-def make_packed_step(
+def open_packed_step(
     settings: StepSettings, world: World
 ) -> Iterator[tuple[Callable[[], None], list[float], dict[str, Any]]]:
-    """Make the step of whole packed documents, the list of its steps' losses, and facts about it for a record.
+    """Hold a model inside the context; yields its step of whole packed documents, the list of its steps' losses, facts.
 
-    The model is stock Hugging Face's under FSDP2, with compiled layers. Raises ValueError for what these do not offer.
+    The facts about the step are for a record. The model is stock Hugging Face's under FSDP2, with compiled layers.
+    Raises ValueError for what these do not offer.
     """
     max_rows = settings.config.context.max_tokens_per_slot
     assert isinstance(max_rows, int)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from longspan.bench.record import missing_row, write_unfinished
-from longspan.bench.step.hf_peer import PEER, make_peer_step
-from longspan.bench.step.packed_peer import PACKED_PEER, make_packed_step
+from longspan.bench.step.hf_peer import PEER, open_peer_step
+from longspan.bench.step.packed_peer import PACKED_PEER, open_packed_step
 from longspan.bench.step.settings import StepSettings
 from longspan.bench.timing import gaps_in_turn, profile_in_turn, time_in_turn
 from longspan.cli.machine import machine_facts
@@ -28,7 +28,6 @@ from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.profile import seconds_computing
-from longspan.run.result import versions
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.live_bytes import allocator_retries, peak_reserved_bytes
 from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
@@ -37,6 +36,7 @@ from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.versions import versions
 
 
 def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
 def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
     """Measure the peer's step of one sequence, by stock Hugging Face; an error becomes a row that says so."""
     try:
-        with make_peer_step(settings, world) as (step, losses):
+        with open_peer_step(settings, world) as (step, losses):
             return measure_steps(settings, step, world) | {"loss": losses[0]}
     except Exception as error:  # whatever it cannot do is recorded
         return missing_row(error)
@@ -177,7 +177,7 @@ def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
 def _measure_packed_peer(settings: StepSettings, world: World) -> dict[str, Any]:
     """Measure the peer's step of packed documents; an error becomes a row that says so."""
     try:
-        with make_packed_step(settings, world) as (step, losses, facts):
+        with open_packed_step(settings, world) as (step, losses, facts):
             return measure_steps(settings, step, world) | {"loss": losses[0]} | facts
     except Exception as error:  # whatever it cannot do is recorded
         return missing_row(error)

@@ -163,7 +163,7 @@ def run_keys(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
     names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
     names |= {"context.context_parallel_size"} if one_degree else {*DYNAMIC}
     names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
-    values = {name: _key_value(config, name) for name in sorted(names)}
+    values = {name: _read_key(config, name) for name in sorted(names)}
     if not one_degree and not values[DYNAMIC[1]]:
         values[DYNAMIC[1]] = run.home.slots
     return values
@@ -183,8 +183,8 @@ def _non_default_keys(config: RunConfig) -> set[str]:
     return names
 
 
-def _key_value(config: RunConfig, name: str) -> Any:
-    """Return the value of "section.key", a tuple as a list."""
+def _read_key(config: RunConfig, name: str) -> Any:
+    """Return the value of "section.key" in a configuration, a tuple as a list."""
     section, _, key = name.partition(".")
     value = key_value(getattr(config, section), key)
     return list(value) if isinstance(value, tuple) else value

@@ -33,7 +33,8 @@ def dry_run(config: RunConfig, words: Sequence[str], file: str, *, world: int, o
 
     `words` are those behind `longspan train`, and `file` is the configuration among them. `world` are its processes
     (0: torchrun's, else one for each GPU here, else one); `on_gpus` False leaves the GPUs here aside. Raises
-    ConfigError for keys and files that the run refuses, and PlanError where it does not fit.
+    ConfigError for keys and files that the run refuses, and PlanError where it does not fit; with `as_json` the answer
+    says that it does not fit, and 0 is returned.
     """
     ranks = world or (int(os.environ["WORLD_SIZE"]) if has_torchrun() else (usable_gpus() if on_gpus else 0) or 1)
     check_config(config, ranks)
@@ -47,7 +48,8 @@ def dry_run(config: RunConfig, words: Sequence[str], file: str, *, world: int, o
         run = replace(
             run, config=documents.config, target_share=documents.target_share, image_rows=documents.image_rows
         )
-        answer = answer_run(run, documents, frozenset(), choices)
+        # No key counts as given by a question: the printed command repeats the words and the file, with their keys.
+        answer = answer_run(run, documents, given=frozenset(), choices=choices)
     return show_answer(answer, repeat_words(words, file, answer.keys), plot=(), as_json=as_json)
 
 

@@ -55,14 +55,16 @@ class RunOnGpus:
     @classmethod
     def of(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
         """Make the run of a configuration. Raises ConfigError, LayoutError or PlanError for keys that do not fit."""
-        check_model_keys(config, training=False)
+        check_model_keys(config, training=False)  # train.lr may be left out, as nothing is trained here
         check_numbers(config, training=False)
         home = home_of(config.parallel, gpus.count)
         for check in (check_precision, check_lora, check_mtp_section, check_pipeline, check_mode):
             check(config)
         check_measures(config.train, gpu=True)
         check_parallel(config, home)
-        check_plans(replace(config, eval=()), home, training=True)  # an answer counts no evaluations
+        # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
+        # data.eval_documents is 0), but not those of named evaluation sets.
+        check_plans(replace(config, eval=()), home, training=True)
         return cls(config, gpus, home, planner_model(config))
 
     def change_count(self, count: int) -> "RunOnGpus":

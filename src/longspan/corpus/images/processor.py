@@ -102,7 +102,7 @@ class Processor:
         if not self.has_grids:
             return None
         if size not in self._grids:
-            self._grids[size] = _call_processor(self.name, size, lambda: self._grid_of_blank(size))
+            self._grids[size] = _call_processor(self.name, size, lambda: self._find_grid(size))
         return self._grids[size]
 
     def text(self, size: Size, among: int = 1) -> str:
@@ -113,7 +113,7 @@ class Processor:
         grid, several = self.grid(size), self._sees_others and among > 1
         key = grid or (several, None if self.has_fixed_placeholders else size)  # the text depends on these alone
         if key not in self._texts:
-            self._texts[key] = _call_processor(self.name, size, lambda: self._text_of_blank(size, grid, several))
+            self._texts[key] = _call_processor(self.name, size, lambda: self._find_text(size, grid, several))
         return self._texts[key]
 
     def image(self, picture: Any, among: int = 1) -> ImageInput:
@@ -141,8 +141,8 @@ class Processor:
             return False
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
-    def _grid_of_blank(self, size: Size) -> Grid:
-        """Return the grid of patches of an image of this size: by the processor's rule, or of a blank image."""
+    def _find_grid(self, size: Size) -> Grid:
+        """Find the grid of patches of images of this size: by the processor's rule, or else by a blank image."""
         with suppress(Exception):  # processors whose resizing has other arguments
             if (grid := self._compute_grid(size)) is not None:
                 return grid
@@ -163,8 +163,11 @@ class Processor:
         grid = (1, height // processor.patch_size, width // processor.patch_size)
         return grid if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}) else None
 
-    def _text_of_blank(self, size: Size, grid: Grid | None, several: bool) -> str:
-        """Return what the processor writes for an image of this size: by its grid, or else for a blank image."""
+    def _find_text(self, size: Size, grid: Grid | None, several: bool) -> str:
+        """Find what the processor writes for images of this size: by their grid, or else by a blank image.
+
+        Raises DataError for a processor that does not say what it writes for one image.
+        """
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))

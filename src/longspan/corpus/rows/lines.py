@@ -16,11 +16,11 @@ _WORDS = ("Zq0user", "Zq1assistant")
 
 def rows_line(encoding: RowEncoding) -> str:
     """Describe the contents of rows, and how they become tokens and targets."""
-    around = around_line(encoding.tokenizer)
+    surrounding_tokens = describe_surrounding_tokens(encoding.tokenizer)
     treatment = {
-        "text": around,
+        "text": surrounding_tokens,
         "messages": "" if encoding.kind != "messages" else _template_line(encoding),  # others may have no template
-        "prompt+completion": f"{around}; targets are the completion and its end",
+        "prompt+completion": f"{surrounding_tokens}; targets are the completion and its end",
         "input_ids": "taken as they are; targets are those that labels or masks name, or all",
     }
     return f"{rows_hold(encoding.kind)}: {treatment[encoding.kind]}"
@@ -37,7 +37,7 @@ def _template_line(encoding: RowEncoding) -> str:
     return f"written by the chat template of {encoding.tokenizer.folder}, {targets}"
 
 
-def end_line(encoding: RowEncoding) -> str | None:
+def missing_end_line(encoding: RowEncoding) -> str | None:
     """Warn that the last turn of a conversation has no end that is learnt; None if it has one, and for other rows.
 
     A conversation of two words is encoded: behind the answer its targets must have a special token, or one that ends
@@ -62,8 +62,8 @@ def end_line(encoding: RowEncoding) -> str | None:
     )
 
 
-def around_line(tokenizer: TextTokenizer) -> str:
-    """Describe the tokens before and after every text."""
+def describe_surrounding_tokens(tokenizer: TextTokenizer) -> str:
+    """Describe the tokens that are put before and after every text."""
     opening, closing = " ".join(tokenizer.opening), " ".join(tokenizer.closing)
     parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
     if not parts:

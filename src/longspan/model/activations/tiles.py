@@ -190,7 +190,10 @@ def _take_narrowed_sum(sums: list[Tensor | None], index: int, parameter: Tensor)
 
 
 def autocast_of(x: Tensor) -> Around:
-    """Return a function that makes the autocast context of now again, since backward passes run without autocast."""
+    """Return a function that makes the autocast context of now again, since backward passes run without autocast.
+
+    Its cache is off: a tile would use the cast weights of the tile before, whose graph autograd has freed.
+    """
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return nullcontext

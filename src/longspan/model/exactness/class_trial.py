@@ -168,7 +168,10 @@ def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _random_draw_reasons(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return in words what a class draws at random if two runs with different seeds differ; else nothing."""
+    """Return in words what a class draws at random if two runs with different seeds differ; else nothing.
+
+    `model` is in training mode, in which a class may draw.
+    """
     outs: list[Tensor] = []
     for seed in (1, 2):
         torch.manual_seed(seed)

@@ -68,6 +68,7 @@ def is_compared(numbers: Integers) -> Integers:
 def make_trial_rows(world: World, parts: int, table: PositionTable | None) -> tuple[TrialRows, TrialRows, TrialRows]:
     """Make the rows of three passes: some rows, the same next to others, and fewer next to others in another order.
 
+    `parts` is the number of tensor-parallel ranks among which sequence parallelism splits rows; 1 where it does not.
     Documents are no longer than a model's table of positions, if it has one.
     """
     most_positions = max(_LENGTHS) if table is None else table.positions
@@ -276,7 +277,7 @@ class ObservedPass:
         leaves, structure = tree_flatten(out)
         changed, leaf = list[Any](), 0
         for value in leaves:
-            if _flatten_rows(self.rows, value) is not None:
+            if _as_row_tensor(self.rows, value) is not None:
                 changed.append(self._restore_tensor(value, Key(name, call, out=True, leaf=leaf)))
                 leaf += 1
             else:
@@ -286,7 +287,7 @@ class ObservedPass:
     def _restore_tensor(self, value: Tensor, key: Key) -> Tensor:
         """Return a tensor with the compared rows of the pass before, where both have them."""
         assert self.before is not None
-        x, earlier = _flatten_rows(self.rows, value), self.before.tensors.get(key)
+        x, earlier = _as_row_tensor(self.rows, value), self.before.tensors.get(key)
         if x is None or earlier is None or (pairs := self._rows_to_compare(x, earlier)) is None:
             return value
         places, earlier_places = pairs
@@ -296,12 +297,12 @@ class ObservedPass:
 def _row_tensors(rows: TrialRows, values: Any) -> Iterator[Tensor]:
     """Yield the tensors of rows (R, …) among some values."""
     for leaf in tree_leaves(values):
-        if (x := _flatten_rows(rows, leaf)) is not None:
+        if (x := _as_row_tensor(rows, leaf)) is not None:
             yield x
 
 
-def _flatten_rows(rows: TrialRows, value: Any) -> Tensor | None:
-    """Return a floating tensor of the pass's rows, (R, …) or (1, R, …), as (R, …); None for another value."""
+def _as_row_tensor(rows: TrialRows, value: Any) -> Tensor | None:
+    """Return a value as a tensor of rows (R, …) if it is one of the pass: floating, (R, …) or (1, R, …); else None."""
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1):
         return None
     if rows.row_numbers(value.shape[0]) is not None:

@@ -190,7 +190,7 @@ class _Values:
     """
 
     def __init__(self, model: Any, world: World, parts: int) -> None:
-        """Draw the ids, the same on every rank; `parts` as for `make_trial_rows`, with COUNT numbers each."""
+        """Draw the ids, the same on every rank: COUNT numbers for each of `parts`, as `make_trial_rows` takes them."""
         self.device, self.dtype, self.shape = world.device, model.dtype, (2, COUNT * parts)
         self.width, vocabulary = (getattr(model.config.get_text_config(), n) for n in ("hidden_size", "vocab_size"))
         depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
@@ -238,7 +238,11 @@ class _Values:
 
 
 def _first_culprit(shares: Mapping[Key, float]) -> Key | None:
-    """Find the first module whose outputs differ while its inputs do not; or else the first difference."""
+    """Find the first module whose outputs differ while its inputs do not; or else the first difference.
+
+    `shares` are errors as shares of the tolerance, in the order of the pass: above 1 rows have changed. None if no row
+    has changed.
+    """
     different = [key for key, share in shares.items() if share > 1]
     with_other_inputs = {(key.module, key.call) for key in different if not key.out}
     culprits = [key for key in different if key.out and (key.module, key.call) not in with_other_inputs]

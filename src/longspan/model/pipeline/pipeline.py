@@ -167,7 +167,11 @@ class PipelineModel(nn.Module):
                 yield f"{prefix}{'.' if prefix else ''}{name}", module
 
     def train(self, mode: bool = True) -> "PipelineModel":
-        """Set the training or evaluation mode of all stages."""
+        """Set the training or evaluation mode of all stages, and of this module and its children.
+
+        Stages and modules around their layers are no children of it (they have no name in the whole model), and modules
+        that only give children their names are in no stage.
+        """
         for stage in self.stages:
             stage.train(mode)
         super().train(mode)

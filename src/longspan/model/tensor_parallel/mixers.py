@@ -25,7 +25,7 @@ from longspan.model.adapters import is_adapted
 from longspan.model.tensor_parallel.family_plans import ROWWISE
 from longspan.model.tensor_parallel.mixer_parts import MixerParts, find_tensors, is_first_adapter_matrix, mixer_parts
 from longspan.model.tensor_parallel.split_adapters import split_adapted_linear
-from longspan.model.tensor_parallel.styles import ReplacedAttributes, View, make_row_view, split_rows
+from longspan.model.tensor_parallel.styles import ReplacedAttributes, View, shard_and_view_rows, split_rows
 
 Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature
 
@@ -137,7 +137,7 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
     if norm := _find_feature_norm(mixer, parts):
         split_norm(norm, world)
     views: Views = {}
-    for owner, attribute, view in _part_views(mixer, parts, world):
+    for owner, attribute, view in _shard_and_view_parts(mixer, parts, world):
         views.setdefault(owner, {})[attribute] = view
     output: Any = mixer.get_submodule(parts.output)
     if is_adapted(output):
@@ -153,15 +153,18 @@ def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
     return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
 
 
-def _part_views(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
-    """Yield (module, attribute, view): the function from a mixer's attribute to what this rank's forward sees."""
+def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
+    """Shard the parameters of a mixer that have rows to split; yields (module, attribute, view) of all that differs.
+
+    A view is a function from an attribute to what this rank's forward sees of it.
+    """
     copied: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
         yield mixer.get_submodule(owner), attribute, partial(_return_constant, value)
     for part_name, rows in parts.rows.items():
         for name, owner, attribute in find_tensors(mixer, part_name):
-            view = copied if is_first_adapter_matrix(name) else make_row_view(owner, attribute, rows, world)
+            view = copied if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
             yield owner, attribute, view
     for part_name in parts.whole:
         for _, owner, attribute in find_tensors(mixer, part_name):

@@ -172,10 +172,11 @@ def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
 _FEATURES = 8  # of the trial of a single module: any even number
 
 
-def partial_parameters(model: nn.Module, placed: Sequence[StyledModule]) -> list[StyledModule]:
-    """List the parameters of split blocks that the plan does not name and whose gradients are to be summed over tp.
+def list_partial_gradients(model: nn.Module, placed: Sequence[StyledModule]) -> list[StyledModule]:
+    """List the parameters of split blocks that every rank holds whole and whose gradients are partial over tp.
 
-    A parameter that several blocks share is listed once. Raises ModelError for one whose sum would be wrong.
+    The plan does not name them; their gradients are to be summed over the tensor-parallel ranks. A parameter that
+    several blocks share is listed once. Raises ModelError for one whose sum would be wrong.
     """
     named = {id(p) for entry in placed for p in _entry_parameters(entry)}
     summed: dict[int, StyledModule] = {}
@@ -222,9 +223,9 @@ def _partial_block_parameters(
 def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
     """Name the parameters that act on the block's output only through the inputs of row-wise linears.
 
-    Such parameters, of a norm of features inside the block say, are split with the features. A parameter is one if the
-    inputs of row-wise linears depend on it and the output does not, once these linears' outputs are cut from the graph.
-    The block runs on the meta device; the result is empty if it cannot be called with only hidden states.
+    Such parameters, as of a learnt activation, act on this rank's features only. A parameter is one if the inputs of
+    row-wise linears depend on it and the output does not, once these linears' outputs are cut from the graph. The block
+    runs on the meta device; the result is empty if it cannot be called with only hidden states.
     """
     inputs: list[Tensor] = []
 

@@ -99,10 +99,10 @@ def final_norm_name(model: PreTrainedModel) -> str:
     return names[-1]
 
 
-def refuse_rows_outside_region(model: PreTrainedModel) -> None:
-    """Raise ModelError unless the model is embedding, layers and norm, and calls the norm once, last.
+def refuse_model_without_region(model: PreTrainedModel) -> None:
+    """Raise ModelError for a model without the region in which rows are split: from its embedding to its last layer.
 
-    Only then are rows split from the embedding to the last layer, and whole after the norm.
+    Rows are whole again after the norm. So a model must be embedding, layers and norm, and call the norm once, last.
     """
     base, name, norm = decoder_model(model), type(model).__name__, final_norm_name(model)
     embedding, layers = usual_parts(model)[:2]

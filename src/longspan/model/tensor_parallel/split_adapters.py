@@ -102,12 +102,12 @@ def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> 
     embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())
     blocks = split_block_names(placed)
     linears = [name for name, module in modules.items() if is_adapted(module) and module not in embedding_and_head]
-    if unplaced := [name for name in linears if not _can_be_split(name, styles, blocks)]:
+    if unplaced := [name for name in linears if not _stays_exact(name, styles, blocks)]:
         yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"
 
 
-def _can_be_split(name: str, styles: Mapping[str, str], blocks: AbstractSet[str]) -> bool:
-    """Return whether an adapted linear can be split, or may stay whole.
+def _stays_exact(name: str, styles: Mapping[str, str], blocks: AbstractSet[str]) -> bool:
+    """Return whether an adapted linear stays exact over tensor-parallel ranks: it can be split, or may stay whole.
 
     A linear with a style is split by it. Without a style, it is split by a mixer around it, or stays whole outside of
     split blocks; inside attention or an MLP that is split, its gradient would be partial.

@@ -297,14 +297,14 @@ def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
 
 
 def split_packed_columns(linear: nn.Linear, world: World) -> None:
-    """Let each rank make its slice of both halves of the outputs, such as a gate and what it weighs."""
+    """Shard a linear so that each rank makes its slice of both halves of the outputs, such as a gate and its values."""
     rows = equal_parts(linear.out_features, 2)
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
-    wrap_forward(linear, views={name: make_row_view(linear, name, rows, world) for name in names})
+    wrap_forward(linear, views={name: shard_and_view_rows(linear, name, rows, world) for name in names})
 
 
-def make_row_view(owner: nn.Module, name: str, rows: EvenRows | FusedRows, world: World) -> View:
-    """Make the view that turns a parameter or buffer into this rank's rows, and shard a parameter where that works.
+def shard_and_view_rows(owner: nn.Module, name: str, rows: EvenRows | FusedRows, world: World) -> View:
+    """Shard a parameter in its module where that works; returns the view by which a forward sees this rank's rows.
 
     One even slice needs no message. A parameter of other rows is sharded evenly and gathered at each use; if tp does
     not divide its rows it stays whole on every rank, as a buffer does.

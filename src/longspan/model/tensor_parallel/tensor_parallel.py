@@ -29,14 +29,14 @@ from longspan.model.tensor_parallel.plan import (
     StyledModule,
     check_tp_sizes,
     layer_experts,
+    list_partial_gradients,
     list_styles,
-    partial_parameters,
     split_block_names,
 )
 from longspan.model.tensor_parallel.residual_rows import (
     final_norm_name,
     layers_and_depths,
-    refuse_rows_outside_region,
+    refuse_model_without_region,
     residual_regions,
     split_residuals,
 )
@@ -81,7 +81,7 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
     if tp > 1:
         _list_split_modules(model, tp, sequence_parallel=sequence_parallel)
         if sequence_parallel:
-            refuse_rows_outside_region(model)
+            refuse_model_without_region(model)
     elif sequence_parallel:
         raise ModelError("sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out")
 
@@ -97,7 +97,7 @@ def _list_split_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: b
     for name, module, style, _ in placed:
         if style == tp_style.MIXER:
             check_mixer(name, module, tp)
-    placed += partial_parameters(model, placed)
+    placed += list_partial_gradients(model, placed)
     refuse_mixed_features(model, placed)
     if sequence_parallel:
         for name, layer in layers_and_depths(model).items():

@@ -128,7 +128,7 @@ class ImageTokens:
         """Compute the positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
 
         They are plain (0, 1, 2 …) in models without positions of three axes (M-RoPE), and in documents without images.
-        Raises DataError if runs of placeholders do not fit the grids, or two images have no text between them.
+        Raises DataError where `kinds` does, and if two images have no text between them.
         """
         model = model_class(self.config)
         if model is None or not hasattr(model, "get_rope_index") or not len(grids):
@@ -140,7 +140,8 @@ class ImageTokens:
     def kinds(self, ids: npt.NDArray[np.int64], grids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the kind of each token (T,): text 0, image 1.
 
-        Raises DataError if the runs of placeholders do not fit the images' grids.
+        Raises DataError if the runs of placeholders do not fit the images' grids, and where `rows` does: for a grid
+        that the model does not merge, and for a configuration that does not tell the rows.
         """
         rows = [self.rows(tuple(grid)) for grid in grids.tolist()]
         return IMAGE * mark_placeholders(ids, self.placeholder, rows, plural(len(rows), "image"))

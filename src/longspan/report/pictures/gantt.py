@@ -19,7 +19,7 @@ WIDTH, NARROW = 1120, 400  # of the picture on a page, and on a page of a teleph
 _LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12
 
 
-def row_height(slots: int) -> float:
+def slot_height(slots: int) -> float:
     """Return the height of a slot in pixels: tall for few slots, and never a picture taller than a screen."""
     return min(30.0, max(14.0, 240 / slots)) if slots <= 24 else min(14.0, 620 / slots)
 
@@ -34,7 +34,7 @@ def gantt_svg(
     >>> svg = gantt_svg(plan, unit="rows")
     """
     picture = plan_bars(plan, cost, unit)
-    height = row_height(plan.slots)
+    height = slot_height(plan.slots)
     x_scale = (width - _LEFT - _RIGHT) / (picture.end or 1.0)
     bars, summaries = picture.select_bars(x_scale, height, limit)
     cost = plan.cost if cost is None else cost
@@ -68,12 +68,12 @@ def time_format(cost: Cost, step_seconds: float) -> Callable[[float], str]:
 class _Canvas:
     """Turns bars into SVG elements at one scale."""
 
-    def __init__(self, picture: PlanBars, x_scale: float, height: float, cost: Cost, width: int) -> None:
-        """Set the scale: pixels a second or a row (`x_scale`), pixels a slot (`height`), and pixels of the drawing."""
+    def __init__(self, picture: PlanBars, x_scale: float, slot_height: float, cost: Cost, width: int) -> None:
+        """Set the scale, in pixels: `x_scale` of a second or a row, `slot_height` of a slot, `width` of the drawing."""
         self.write_time = time_format(cost, picture.end)
         self.timed = bool(cost.source)
-        self.picture, self.plan, self.x_scale, self.height = picture, picture.plan, x_scale, height
-        self.bottom, self.right = _TOP + height * picture.plan.slots, width - _RIGHT
+        self.picture, self.plan, self.x_scale, self.slot_height = picture, picture.plan, x_scale, slot_height
+        self.bottom, self.right = _TOP + slot_height * picture.plan.slots, width - _RIGHT
 
     def x(self, value: float) -> float:
         """Return the x in pixels of a time in seconds, or of a number of rows."""
@@ -97,8 +97,8 @@ class _Canvas:
         Rectangles are smaller than their place by a gap, but never too small to be seen.
         """
         x, width = self.x(bar.start), (bar.stop - bar.start) * self.x_scale
-        y, tall = _TOP + bar.slot * self.height, bar.slots * self.height
-        inset = 0.5 if self.height >= 5 else 0.0
+        y, tall = _TOP + bar.slot * self.slot_height, bar.slots * self.slot_height
+        inset = 0.5 if self.slot_height >= 5 else 0.0
         rect = tag(
             "rect",
             class_=f"b k{self.picture.color_of[bar.document]}",
@@ -129,9 +129,9 @@ class _Canvas:
             class_="many",
             data_info="|".join(info),
             x=self.x(part.start),
-            y=_TOP + part.slot * self.height,
+            y=_TOP + part.slot * self.slot_height,
             width=max((part.stop - part.start) * self.x_scale, 0.6),
-            height=max(part.slots * self.height, 0.8),
+            height=max(part.slots * self.slot_height, 0.8),
         )
 
     def axes(self) -> str:
@@ -145,13 +145,13 @@ class _Canvas:
         else at its top.
         """
         slots, parts = self.plan.slots, [label("slot", _LEFT - 8, _TOP - 9, "end")]
-        slot_step = 1 << math.ceil(math.log2(max(1.0, 13 / self.height)))
+        slot_step = 1 << math.ceil(math.log2(max(1.0, 13 / self.slot_height)))
         for slot in range(0, slots, slot_step):
-            y = _TOP + slot * self.height + (self.height / 2 + 3.5 if slot_step == 1 else 9)
+            y = _TOP + slot * self.slot_height + (self.slot_height / 2 + 3.5 if slot_step == 1 else 9)
             parts.append(label(str(slot), _LEFT - 8, y, "end", "tick"))
         nodes = range(self.plan.node_size, slots, self.plan.node_size)
-        if nodes and self.plan.node_size * self.height >= 6:
-            lines = "".join(f"M{_LEFT} {_TOP + n * self.height:.1f}H{self.right}" for n in nodes)
+        if nodes and self.plan.node_size * self.slot_height >= 6:
+            lines = "".join(f"M{_LEFT} {_TOP + n * self.slot_height:.1f}H{self.right}" for n in nodes)
             parts.append(tag("path", class_="node", d=lines))
         return "".join(parts)
 
@@ -209,18 +209,22 @@ class _Canvas:
 
 
 def _tooltip_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
-    """Return the data of the tooltip: for each drawn document its group, and for each such group its slots and rows."""
+    """Return the data of the tooltip, whose lists `page.js` reads by position.
+
+    Each drawn document has [its length, the number of its group], and each of these groups, in the order of their
+    numbers, has the list of its facts.
+    """
     times, write_time = group_times(plan, cost), time_format(cost, plan.timeline(cost).step_seconds)
     drawn_groups = dict.fromkeys((bar.micro_batch, bar.group) for bar in bars)
-    groups = {group: number for number, group in enumerate(drawn_groups)}
-    documents = {bar.document: [plan.lengths[bar.document], groups[bar.micro_batch, bar.group]] for bar in bars}
-    described = [
+    group_numbers = {indices: number for number, indices in enumerate(drawn_groups)}
+    documents = {bar.document: [plan.lengths[bar.document], group_numbers[bar.micro_batch, bar.group]] for bar in bars}
+    facts = [
         _group_facts(
             plan.micro_batches[micro_batch].groups[group], micro_batch, write_time(float(times[micro_batch][group]))
         )
-        for micro_batch, group in groups
+        for micro_batch, group in drawn_groups
     ]
-    return {"documents": documents, "groups": described}
+    return {"documents": documents, "groups": facts}
 
 
 def _group_facts(group: Group, micro_batch: int, seconds: str) -> list[object]:

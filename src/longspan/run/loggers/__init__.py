@@ -1,4 +1,6 @@
-"""Where the rows of a run go: its logs (`metrics.jsonl`, `plans.jsonl`) and its loggers (tensorboard, wandb, your own).
+"""Where the rows of a run go: its logs (`metrics.jsonl`, `plans.jsonl`, `groups.jsonl`) and its loggers.
+
+Loggers are tensorboard, wandb, and your own.
 
 >>> from longspan.run.loggers import Logger, RunStart           # what a logger of your own implements and receives
 """

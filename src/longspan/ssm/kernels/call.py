@@ -80,11 +80,14 @@ class Backward(Protocol):
         ...
 
     def prepare_chunks(self) -> None:
-        """Do work that needs no gradient at final states, while these are exchanged."""
+        """Do work that needs no gradient at final states, while these are exchanged; runs once, before `gradients`."""
         ...
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of the inputs that are not None, with those (R, H, K, V) at final states of runs."""
+        """Return the gradients of the inputs that are not None, with those (R, H, K, V) at final states of runs.
+
+        `prepare_chunks` must have run.
+        """
         ...
 
 

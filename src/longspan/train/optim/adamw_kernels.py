@@ -125,7 +125,7 @@ def update_block(
     p = p * decay - tl.div_rn(m, denominator) * rate
     if BY_CHANCE:
         place = offset + (first + lane if FLAT else places_in_rows(row, first, lane, BLOCK))
-        word = random_bits(place, start_key, middle_key)
+        word = random_words(place, start_key, middle_key)
         p = round_by_bits(p, word & 0xFFFF, parameter.dtype.element_ty)
         m = round_by_bits(m, word >> 16, mean.dtype.element_ty)
         v = round_by_bits(v, word * THIRD >> 16, square.dtype.element_ty)
@@ -178,8 +178,8 @@ def row_start(at_row, rows, near, far):
 
 
 @triton.jit
-def random_bits(place, start_key, middle_key):
-    """Compute 32 random bits for each place; `rounding_bits.random_words` says how."""
+def random_words(place, start_key, middle_key):
+    """Compute a word of 32 random bits for each place; `random_words` in `rounding_bits.py` is the same hash."""
     word = place.to(tl.uint32) * GOLDEN + start_key
     word = word ^ (word >> 16) ^ ((place >> 32).to(tl.uint32) * FAR + middle_key)
     word *= FIRST

@@ -36,7 +36,7 @@ from longspan.train.terms.modality_pass import ModalityPass
 class EncodersTerm(Term):
     """The encoders of a MultimodalModel in a step: all waves of a whole step, or those of a portion at a time.
 
-    Where any rank cannot read its items, every rank raises DataError.
+    Where any rank cannot read its items, `read` raises DataError on every rank.
     """
 
     def __init__(self, model: MultimodalModel, inputs: StepInputs, items: ItemTable, depths: int = 0) -> None:
@@ -55,7 +55,10 @@ class EncodersTerm(Term):
         read_and_agree(read, table.digest(), inputs.world, what="lists of items")
 
     def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Plan the waves of some micro-batches of an evaluation and read the inputs of this rank's items."""
+        """Plan the waves of some micro-batches of an evaluation and read the inputs of this rank's items.
+
+        It runs without the other ranks: an error is raised on this rank only, and the caller agrees on errors.
+        """
         self._micro_batches = micro_batches
         self._encoding = Encoding(self._model, self._inputs.plan, micro_batches, self._items, backward=False)
         self._encoding.read_items(self._inputs.documents.documents)

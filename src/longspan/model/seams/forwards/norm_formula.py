@@ -131,7 +131,10 @@ def _kernel_constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
 
 
 def _flatten_rows(x: Tensor) -> Tensor:
-    """View x as (rows, features): its rows lie at equal distances, features one after another."""
+    """Return x as (rows, features), with rows at equal distances and features one after another.
+
+    It is a view of x where x lies so, and otherwise a copy.
+    """
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
