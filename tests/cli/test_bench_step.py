@@ -1,13 +1,14 @@
 """`longspan bench step`: a run's own steps under all planners on two CPU processes, and what it refuses."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from longspan import Layout, World
+from longspan.bench.step import ranks
 from longspan.bench.step.command import record_markdown, record_text
 from longspan.bench.step.flags import parse_step
 from longspan.bench.step.ranks import profile_step
@@ -19,7 +20,7 @@ from longspan.errors import ConfigError
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from longspan.run.gaps import merge_intervals
-from longspan.run.profile import kind_of, seconds_by_part
+from longspan.run.profile import PARTS, kind_of, seconds_by_part
 from longspan.testing import run_ranks
 from tests.train.small import small_config
 
@@ -183,25 +184,23 @@ def test_a_cap_that_a_run_would_find_needs_its_folder(tmp_path: Path, capsys: py
     assert f"and there is no {tmp_path}/run; give a number of rows" in capsys.readouterr().err
 
 
-def _profile_uneven_step(rank: int, busy: int) -> dict[str, Any]:
-    x = torch.ones(512, 512)
-    with World(Layout(ranks=2)) as world:
-
-        def take_step() -> None:
-            for _ in range(100 if rank == busy else 1):
-                x @ x
-            world.control.barrier()
-
-        return profile_step(take_step, world)
+def _profile_uneven_step(rank: int, computing: Sequence[float]) -> dict[str, Any]:
+    """What is profiled of a step in which rank r computes for computing[r] seconds."""
+    parts = dict.fromkeys(PARTS[:-1], 0.0) | {"other layers": computing[rank], "exposed communication": 9.0 - rank}
+    with World(Layout(ranks=2)) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "profile_in_turn", lambda *_: (parts, [{"name": f"of rank {rank}"}], 10.0))
+        return profile_step(lambda: None, world)
 
 
-def test_the_rank_that_others_wait_for_is_profiled() -> None:
-    first, second = run_ranks(_profile_uneven_step, 2, 1)
-    assert first == second and first["busiest"]["rank"] == 1
-    busy, waiting = first["busiest"]["parts"], first["parts"]
-    assert busy["other layers"] > 1.05 * waiting["other layers"]
-    first, second = run_ranks(_profile_uneven_step, 2, 0)
-    assert first == second and "busiest" not in first
+@pytest.mark.parametrize(("computing", "busiest"), [((1.0, 3.0), 1), ((3.0, 1.0), None), ((2.0, 2.05), None)])
+def test_the_rank_that_others_wait_for_is_profiled(computing: tuple[float, float], busiest: int | None) -> None:
+    first, second = run_ranks(_profile_uneven_step, 2, computing)
+    assert first == second and first["parts"]["other layers"] == computing[0]
+    assert first["parts"]["exposed communication"] == 9.0 and first["kernels"] == [{"name": "of rank 0"}]
+    assert first.get("busiest", {}).get("rank") == busiest
+    if busiest is not None:
+        assert first["busiest"]["parts"]["other layers"] == computing[busiest]
+        assert first["busiest"]["kernels"] == [{"name": f"of rank {busiest}"}]
 
 
 def test_parts_add_up_and_count_once() -> None:
