@@ -263,8 +263,8 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     return Weights(all_weights, 0, visited * expert_weights, max(0, experts - visited) * expert_weights)
 
 
-def routed_width(read: ConfigReader) -> int:
-    """Return the numbers that a layer sends to experts for a row: the row as wide as experts read it, once for each."""
+def count_routed_numbers(read: ConfigReader) -> int:
+    """Count the numbers that a layer sends to experts for a row: the row as wide as experts read it, once for each."""
     visited = read.count("num_experts_per_tok", "num_experts_per_token")
     return visited * (read.count("moe_latent_size") or read.count("hidden_size"))
 

@@ -16,13 +16,13 @@ from longspan.plan.shape.layers import (
     Weights,
     attention_weights,
     attention_widths,
+    count_routed_numbers,
     depth_kinds,
     feed_forward_weights,
     has_latent_attention,
     key_value_heads,
     layer_kinds,
     layer_types,
-    routed_width,
     sliding_window,
 )
 from longspan.plan.shape.mixer_shape import MixerShape, mixer_kind, read_mixer_shape
@@ -124,7 +124,7 @@ class ModelShape:
             stored_weights=sum(layer.all + layer.unvisited for layer in layers) + stored,
             stored_experts=sum(layer.of_experts + layer.unvisited for layer in layers),
             expert_layers=expert_layers,
-            routed_numbers=expert_layers * routed_width(read),
+            routed_numbers=expert_layers * count_routed_numbers(read),
             hidden=hidden,
             logits=vocabulary * (1 + depths),
         )
