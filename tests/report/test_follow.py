@@ -69,7 +69,7 @@ def fetch(address: str, **headers: str) -> str:
 
 
 def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
-    file, tail = tmp_path / "rows", Tail(tmp_path / "rows", most=9)
+    file, tail = tmp_path / "rows", Tail(tmp_path / "rows", most_bytes=9)
     assert [*tail.lines()] == []
     file.write_bytes(b"one\ntwo\nthr")
     assert [*tail.lines()] == [b"one\n", b"two\n"]
@@ -191,7 +191,7 @@ def test_a_page_gets_what_changed_and_the_end(tmp_path: Path) -> None:
     (run / "summary.json").write_text(json.dumps({"step": 61, "steps": 61, "stopped": ""}))
     with Follower(run, farewell=0.0) as follower:
         live = follower.wait()
-        assert live.last_line() == "the run has come to its end at step 61 of 61"
+        assert live.state_sentence() == "the run has come to its end at step 61 of 61"
         last = json.loads(fetch(f"{follower.address}parts"))
         assert last["over"] and "61/61 done" in last["title"]
 

@@ -104,15 +104,15 @@ def _draw_cell(grid: PasskeyGrid, i: int, j: int) -> str:
 def _share_color(share: float) -> tuple[str, bool]:
     """Return the colour of a share, between those of RAMP, and whether it is dark enough for white digits.
 
-    Light is the relative luminance of sRGB, with a gamma of 2.2.
+    Luminance is the relative one of sRGB, with a gamma of 2.2.
     """
     red, green, blue = (
         round(np.interp(share, np.linspace(0, 1, len(RAMP)), primary)) for primary in zip(*RAMP, strict=True)
     )
-    light = sum(
+    luminance = sum(
         w * (primary / 255) ** 2.2 for w, primary in zip((0.2126, 0.7152, 0.0722), (red, green, blue), strict=True)
     )
-    return f"#{red:02x}{green:02x}{blue:02x}", light < EVEN
+    return f"#{red:02x}{green:02x}{blue:02x}", luminance < EVEN
 
 
 def passkey_grids(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, PasskeyGrid], ...]:

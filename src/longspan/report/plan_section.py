@@ -28,7 +28,7 @@ def plan_section(
     step whose time is the median; without it the median by the ratio to the lower bound.
     """
     names = [name for name, _ in plans]
-    first = names.index(median) if median in names else _median_plan(plans)
+    first = names.index(median) if median in names else _median_plan_index(plans)
     words = [f"{name}, the median" if name == median else name for name in names]
     options = (tag("option", text(name), value=i, selected=i == first) for i, name in enumerate(words))
     choice = tag("label", "plan ", tag("select", *options, id="plan-choice")) if len(plans) > 1 else ""
@@ -103,7 +103,7 @@ def _legend_drawings() -> tuple[tuple[str, str], ...]:
     )
 
 
-def _median_plan(plans: Sequence[tuple[str, Plan]]) -> int:
+def _median_plan_index(plans: Sequence[tuple[str, Plan]]) -> int:
     """Return the index of the plan whose ratio to the lower bound is the median, the better of two middle ones.
 
     Plans of evaluations count only if there are none of steps; a plan whose ratio is NaN counts as the worst.

@@ -38,9 +38,9 @@ def live_title(live: LiveRun) -> str:
 
 
 def live_parts(live: LiveRun) -> dict[str, str]:
-    """Return the parts by name, in their order. A part that its records make impossible says so."""
+    """Return the parts by name, in their order; a part whose records cannot be shown says so."""
     parts: dict[str, Callable[[LiveRun], str]] = {
-        "status": _status_text,
+        "status": _status_header,
         "figures": _figure_cards,
         "loss": _loss_section,
         "plan": _plan_part,
@@ -63,7 +63,7 @@ def _markup_or_note(make: Callable[[LiveRun], str], live: LiveRun, name: str) ->
         return tag("p", text(words[:500]), class_="note")
 
 
-def _status_text(live: LiveRun) -> str:
+def _status_header(live: LiveRun) -> str:
     """Return the name of the run, whether it is at work, and how far it is."""
     title = tag("p", "longspan", class_="brand") + tag("h1", text(live.run.name))
     state = tag("span", text(_WORDS[live.state]), class_=f"state {live.state}", role="status")
@@ -76,7 +76,7 @@ def _status_text(live: LiveRun) -> str:
 def _progress_words(live: LiveRun) -> Iterator[str]:
     """Yield how far the run is, how long the steps that are left will take, and whether it seems to have stalled."""
     if live.state != "running":
-        yield live.last_line()
+        yield live.state_sentence()
         if live.state == "waiting":
             yield "this page shows one that begins"
         elif live.state in ("done", "stopped"):
@@ -149,8 +149,8 @@ def _column_chart(live: LiveRun, title: str, name: str, color: int) -> Chart:
     """
     run, values = live.run, live.run.train[name]
     window = max(5, len(values) // 60) if len(values) >= 100 else 1
-    faint = Series("each step", run.step, values, color, "faint" if window > 1 else "line")
-    lines = (faint, Series(f"averaged over {window} steps", run.step, smooth(values, window), color))
+    each_step = Series("each step", run.step, values, color, "faint" if window > 1 else "line")
+    lines = (each_step, Series(f"averaged over {window} steps", run.step, smooth(values, window), color))
     events = tuple((step, "") for step, _ in resume_events(run))
     unit = "tokens per second" if name == "tokens_per_second" else "seconds"
     return Chart(title, lines[: 2 if window > 1 else 1], unit, width=480, height=200, events=events, zero=True)

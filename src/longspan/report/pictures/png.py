@@ -1,5 +1,6 @@
 """The picture of a plan as PNG, with matplotlib (the `viz` extra)."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -103,16 +104,19 @@ def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
 
 
 def _name_panels(axes: Any, picture: PlanBars) -> None:
-    """Write the name of each micro-batch above its panel, or its number alone; nothing where there is no room."""
-    last, room = -1.0, 0.02 * (picture.end or 1.0)
+    """Write the name of each micro-batch above its panel, only its number if the panel is narrow.
+
+    A number needs 2% of the axis, a name four times that; a panel whose number would cover the last one gets none.
+    """
+    last_middle, room = -math.inf, 0.02 * (picture.end or 1.0)
     for index, panel in enumerate(picture.panels):
         middle = (panel.start + panel.stop) / 2
-        if middle - last >= room:
+        if middle - last_middle >= room:
             name = f"micro-batch {index}" if panel.stop - panel.start >= 4 * room else f"{index}"
             axes.annotate(
                 name, (middle, 0), (0, 4), textcoords="offset points", ha="center", fontsize=8, color="#555555"
             )
-            last = middle
+            last_middle = middle
 
 
 def _picture_title(plan: Plan) -> str:
