@@ -20,7 +20,7 @@ from longspan.report.markup import label, tag, text
 RAMP = ((165, 0, 38), (244, 109, 67), (254, 224, 144), (116, 173, 209), (49, 54, 149))  # at 0, 1/4, 1/2, 3/4 and 1
 EVEN = 0.18  # luminance of colours on which black and white are equally clear
 CELL, ROW = 68.0, 34.0  # pixels: width and height of a cell
-LEFT, TOP, BOTTOM, LEAST_WIDTH = 62.0, 74.0, 52.0, 600.0
+LEFT, TOP, BOTTOM, LEAST_WIDTH = 62.0, 74.0, 52.0, 600.0  # pixels around the cells, and of the whole
 GOOD = "Keys whose every token is right: 100% in every cell is best."
 AXES = "tokens of the document; depth 0: the key stands at its beginning, 1: at its end"
 STYLE = """

@@ -76,7 +76,7 @@ def small_charts(run: RunFolder) -> Iterator[Chart]:
     Gradient norms get a logarithmic axis if one is over 30 times the median. Numbers after columns are colours.
     Window 1 means no averages: the learning rate is smooth, and a mean of memory would hide its peak.
     """
-    curves = partial(_column_curves, run)
+    curves = partial(column_curves, run)
     norm = finite(run.train["grad_norm"])
     spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
     yield Chart("Speed", curves("tokens_per_second", 0), "tokens per second", zero=True)
@@ -101,12 +101,12 @@ def _share_charts(run: RunFolder) -> Iterator[Chart]:
     measured to predicted seconds says which parts of the price a run has; without it all parts count.
     """
     if len(finite(run.train["mfu"])):
-        share = _column_curves(run, "mfu", 3)
+        share = column_curves(run, "mfu", 3)
         yield Chart("Model FLOPs utilisation", share, "of the device's peak", y_format="percent", zero=True)
     elif len(finite(run.train["tflops"])):
-        yield Chart("Model FLOPs", _column_curves(run, "tflops", 3), "TFLOP/s of a device", zero=True)
+        yield Chart("Model FLOPs", column_curves(run, "tflops", 3), "TFLOP/s of a device", zero=True)
     if len(finite(run.train["bound_share"])):
-        share = _column_curves(run, "bound_share", 2)
+        share = column_curves(run, "bound_share", 2)
         yield Chart("Share of the plan's bound", share, "lower bound / seconds", y_format="percent", zero=True)
     columns = [(part, f"{CORRECTION}{part}") for part in PARTS if part in (_price_ratios(run) or PARTS)]
     if any(len(finite(run.train[column])) for _, column in columns):
@@ -117,7 +117,7 @@ def _share_charts(run: RunFolder) -> Iterator[Chart]:
         yield Chart("Encoder", encoder_series, "share of the step", y_format="percent", zero=True)
 
 
-def _column_curves(run: RunFolder, name: str, color: int, window: int | None = None) -> tuple[Series, ...]:
+def column_curves(run: RunFolder, name: str, color: int, window: int | None = None) -> tuple[Series, ...]:
     """Return the curve of a column and that of its averages over `window` steps (None: by their number; 1: none)."""
     values, window = run.train[name], window or _averaging_window(run)
     if window == 1:
@@ -139,7 +139,7 @@ def _averaging_window(run: RunFolder) -> int:
 
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
-LAST = 10  # steps in "final loss"
+LAST = 10  # steps, whose mean is the training loss that is shown
 CARDS = 4  # in a row, at most
 HALF = 460  # width of a chart, two in a row
 

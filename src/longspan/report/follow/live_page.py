@@ -9,16 +9,15 @@ import numpy as np
 from longspan.errors import plural
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan.plan_rows import group_counts
-from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.chart import Chart, chart_figure
 from longspan.report.evaluation_sections import HELD_OUT, chart_at_both_widths
 from longspan.report.follow.live_run import LiveRun
 from longspan.report.markup import page, room_text, section, tag, text
 from longspan.report.plan_section import plan_section
-from longspan.report.report_pages import plans_at_run_speed
-from longspan.report.run_page import LAST, configuration_parts, finite, loss_chart, resume_events
-from longspan.report.series import smooth
+from longspan.report.report_pages import plans_at_run_speed, step_seconds
+from longspan.report.run_page import LAST, column_curves, configuration_parts, finite, loss_chart, resume_events
 
-EVALUATIONS = 12  # that are shown, the newest first
+SHOWN_EVALUATIONS = 12  # at most, the newest first
 RECENT = 20  # steps that an estimate is made of
 STALLED = 10  # times the median step, and half a minute at least, after which a step counts as late
 _WORDS = {"waiting": "waits", "running": "trains", "done": "done", "stopped": "stopped", "broken": "ended"}
@@ -143,17 +142,11 @@ def _speed_section(live: LiveRun) -> str:
 
 
 def _column_chart(live: LiveRun, title: str, name: str, color: int) -> Chart:
-    """Return the chart of the column `name` of the steps, in the page's colour number `color`.
-
-    From 100 steps on, their values are drawn faint, and a running mean over them.
-    """
-    run, values = live.run, live.run.train[name]
-    window = max(5, len(values) // 60) if len(values) >= 100 else 1
-    each_step = Series("each step", run.step, values, color, "faint" if window > 1 else "line")
-    lines = (each_step, Series(f"averaged over {window} steps", run.step, smooth(values, window), color))
-    events = tuple((step, "") for step, _ in resume_events(run))
+    """Return the chart of the column `name` of the steps, in the page's colour number `color`."""
+    events = tuple((step, "") for step, _ in resume_events(live.run))
     unit = "tokens per second" if name == "tokens_per_second" else "seconds"
-    return Chart(title, lines[: 2 if window > 1 else 1], unit, width=480, height=200, events=events, zero=True)
+    curves = column_curves(live.run, name, color)
+    return Chart(title, curves, unit, width=480, height=200, events=events, zero=True)
 
 
 def _plan_part(live: LiveRun) -> str:
@@ -162,15 +155,13 @@ def _plan_part(live: LiveRun) -> str:
         return ""
     step, plan = live.plan
     name = f"step {step:,}"
-    took = live.run.train["seconds"][live.run.step == step]
-    seconds = float(took[0]) if len(took) and took[0] > 0 else None
     plans = plans_at_run_speed(replace(live.run, plans=((name, plan),)))
     rows = [
         [str(row["degree"]), str(row["cp_comm_type"]) or "–", f"{row['count']:,}", f"{row['tokens']:,}"]
         for row in group_counts(plan)
     ]
     table = _table(("degree", "type", "groups", "tokens"), rows)
-    picture = plan_section(plans, took={name: seconds}, title=f"Plan of {name}, the newest")
+    picture = plan_section(plans, took={name: step_seconds(live.run, name)}, title=f"Plan of {name}, the newest")
     return section("Degrees and types", table) + picture
 
 
@@ -189,9 +180,9 @@ def _evaluation_section(live: LiveRun) -> str:
             f"{r.documents:,}",
             f"{r.tokens:,}",
         ]
-        for r in rows[:EVALUATIONS]
+        for r in rows[:SHOWN_EVALUATIONS]
     ]
-    note = f"The newest {EVALUATIONS} of {len(rows):,}." if len(rows) > EVALUATIONS else "The newest first."
+    note = f"The newest {SHOWN_EVALUATIONS} of {len(rows):,}." if len(rows) > SHOWN_EVALUATIONS else "The newest first."
     names = ("step", "set", "degree", "loss", "perplexity", "documents", "tokens")
     table = _table(names, cells, minor=("perplexity", "documents", "tokens"))
     return section("Evaluations", tag("p", text(note), class_="note"), table)

@@ -150,11 +150,12 @@ class LiveRecords:
             self._forget_records()
 
     def _forget_records(self) -> None:
-        """Forget all steps, evaluations and saves that were read."""
+        """Forget all steps, evaluations and saves that were read, and what was noted of their rows."""
         self._step, self._columns = array("q"), {name: array("d") for name in COLUMNS}
         self._evaluations.clear()
         self._saves.clear()
         self._damaged = 0
+        self._notes.pop("evaluation", None)  # of a row that is there no more
 
     def _add_step(self, row: Mapping[str, Any]) -> None:
         """Add a step, and its save if it has one; steps from this one on, which a resumed run repeats, go first."""
