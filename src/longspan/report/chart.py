@@ -21,7 +21,7 @@ COLORS = 6  # of page.css, and curves of a chart at most
 MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
 FLAT = 1e-9  # a relative difference that is rounding
 MARK_SIZE = 5.0
-WORDS, CHARACTER = 10, 6.8  # height of a label, and width of one of its letters
+LABEL_HEIGHT, LETTER_WIDTH = 10, 6.8  # pixels
 NAME_ROOM = 0.03  # of the x axis, outside the first and the last of named places
 
 
@@ -207,15 +207,15 @@ def _tick_digits(values: Sequence[float]) -> int:
 
 
 def _draw_references(chart: Chart, frame: _Frame) -> str:
-    """Return lines over the whole width, with their words at the right, WORDS high, above the line or below it.
+    """Return lines over the whole width, with their words at the right, LABEL_HEIGHT high, above the line or below it.
 
     Words go below where there is no room above, or where a grid line would cross them above and none would below.
     """
     parts, grid = list[str](), [float(frame.to_y(value)) for value in _y_ticks(chart, frame)]
     for value, words in chart.references:
         y = float(frame.to_y(value))
-        crossed = any(y - WORDS - 6 <= line <= y - 4 for line in grid)
-        below = y < frame.top + 18 or (crossed and not any(y + 3 <= line <= y + WORDS + 6 for line in grid))
+        crossed = any(y - LABEL_HEIGHT - 6 <= line <= y - 4 for line in grid)
+        below = y < frame.top + 18 or (crossed and not any(y + 3 <= line <= y + LABEL_HEIGHT + 6 for line in grid))
         parts.append(tag("path", class_="reference", d=f"M{frame.left} {y:.1f}H{frame.right}"))
         parts.append(label(words, frame.right - 2, y + (14 if below else -6), "end", "label halo"))
     return "".join(parts)
@@ -231,7 +231,7 @@ def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
     for x, words in sorted(chart.events, key=lambda event: (-len(event[1]), event[0])):
         if not frame.x[0] <= x <= frame.x[1]:
             continue
-        line_x, width = float(frame.to_x(x)), CHARACTER * len(words)
+        line_x, width = float(frame.to_x(x)), LETTER_WIDTH * len(words)
         yield tag("path", class_="reference", d=f"M{line_x:.1f} {frame.top}V{frame.bottom}")
         start = line_x + 4 if line_x + 4 + width <= frame.right else line_x - 4 - width
         if words and start >= frame.left and all(start + width <= a or b <= start for a, b in used_spans):
@@ -242,7 +242,7 @@ def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
 def _draw_notes(chart: Chart, frame: _Frame) -> Iterator[str]:
     """Draw words below points, inside the drawing."""
     for x, y, words in chart.notes:
-        width = CHARACTER * len(words)
+        width = LETTER_WIDTH * len(words)
         start = max(frame.left + 4, min(float(frame.to_x(x)) - width / 2, frame.right - width))
         yield label(words, start, float(frame.to_y(y)) + 22, "start", "label halo strong")
 

@@ -79,8 +79,8 @@ def _run_body(run: RunFolder) -> list[str]:
         with np.errstate(all="ignore"):
             body = [*run_sections(run)]
             if run.plans:
-                took = {name: step_seconds(run, name) for name, _ in run.plans}
-                plans = plan_section(plans_at_run_speed(run), took=took, median=run.median)
+                seconds = {name: step_seconds(run, name) for name, _ in run.plans}
+                plans = plan_section(plans_at_run_speed(run), measured_seconds=seconds, median=run.median)
                 body.insert(-1 if run.config_text else len(body), plans)  # the configuration stays last
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(

@@ -191,8 +191,8 @@ def _outcome_words(run: RunFolder) -> Iterator[str]:
     """Yield how the training loss went, and the loss on held-out documents, with whether degrees agree on it."""
     loss, seconds = finite(run.train["loss"]), finite(run.train["seconds"])
     if len(loss) > 1:
-        took = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
-        yield f"loss {loss[0]:.3g} → {loss[-LAST:].mean():.3g}{took}"
+        duration = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
+        yield f"loss {loss[0]:.3g} → {loss[-LAST:].mean():.3g}{duration}"
     rows = list(run.final or last_evaluations(run.held_out))
     if not rows:
         return

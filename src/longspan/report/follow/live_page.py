@@ -161,7 +161,9 @@ def _plan_part(live: LiveRun) -> str:
         for row in group_counts(plan)
     ]
     table = _table(("degree", "type", "groups", "tokens"), rows)
-    picture = plan_section(plans, took={name: step_seconds(live.run, name)}, title=f"Plan of {name}, the newest")
+    picture = plan_section(
+        plans, measured_seconds={name: step_seconds(live.run, name)}, title=f"Plan of {name}, the newest"
+    )
     return section("Degrees and types", table) + picture
 
 

@@ -10,7 +10,7 @@ from longspan.plan import Cost, Plan
 from longspan.report.pictures.bars import FILLS, Bar, PlanBars, Unit, plan_bars
 
 MANY, IDLE = "#93a5bf", "#f3f3f0"
-LETTER, LINE = 7, 11  # pixels of a label: width of a letter, height
+LETTER_WIDTH, LABEL_HEIGHT = 7, 11  # pixels
 
 
 def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: Unit = "seconds") -> Path:
@@ -68,10 +68,10 @@ def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float
     for b in bars:
         width, height = (b.stop - b.start) * x_scale, b.slots * y_scale
         names = f"{b.document} · {picture.plan.lengths[b.document]:,}", f"{b.document}"
-        upright = width < LETTER * len(names[1]) + 4
+        upright = width < LETTER_WIDTH * len(names[1]) + 4
         across, along = (width, height) if upright else (height, width)
-        name = next((name for name in names if along >= LETTER * len(name) + 4), "")
-        if name and across >= LINE:
+        name = next((name for name in names if along >= LETTER_WIDTH * len(name) + 4), "")
+        if name and across >= LABEL_HEIGHT:
             middle = ((b.start + b.stop) / 2, b.slot + b.slots / 2)
             color = FILLS[picture.color_of[b.document]]
             ground = {"facecolor": color, "edgecolor": "none", "pad": 0.5}  # covers host lines
