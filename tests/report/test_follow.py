@@ -69,7 +69,7 @@ def fetch(address: str, **headers: str) -> str:
 
 
 def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
-    file, tail = tmp_path / "rows", Tail(tmp_path / "rows", most=9)
+    file, tail = tmp_path / "rows", Tail(tmp_path / "rows", most_bytes=9)
     assert [*tail.lines()] == []
     file.write_bytes(b"one\ntwo\nthr")
     assert [*tail.lines()] == [b"one\n", b"two\n"]
@@ -163,6 +163,15 @@ def test_the_newest_plan_has_the_cost_of_the_rows_before(tmp_path: Path) -> None
     assert "<td>a2a</td>" in part and "Plan of step 3, the newest" in part and "3 groups" not in part
 
 
+def test_the_note_on_an_evaluation_goes_with_its_file(tmp_path: Path) -> None:
+    add_rows(tmp_path, train_row(1), {"step": 1, "eval_loss": 5.5})
+    records = LiveRecords(tmp_path)
+    assert "is left out" in records.read().notes[0]
+    (tmp_path / "metrics.jsonl").unlink()
+    add_rows(tmp_path, train_row(2, loss=3.0))
+    assert read_now(records).notes == ()
+
+
 @pytest.mark.parametrize("change", [{"slots": 1 << 40}, {"micro_batches": [[[0, 0, 1 << 40, 0]]]}, {"kinds": []}])
 def test_a_plan_that_no_run_writes_is_a_note(tmp_path: Path, change: dict[str, Any]) -> None:
     row = json.loads(plan_row(1, plan_fixed([900], Layout(2), cp=2, max_tokens_per_slot=512))) | change
@@ -191,7 +200,7 @@ def test_a_page_gets_what_changed_and_the_end(tmp_path: Path) -> None:
     (run / "summary.json").write_text(json.dumps({"step": 61, "steps": 61, "stopped": ""}))
     with Follower(run, farewell=0.0) as follower:
         live = follower.wait()
-        assert live.last_line() == "the run has come to its end at step 61 of 61"
+        assert live.state_sentence() == "the run has come to its end at step 61 of 61"
         last = json.loads(fetch(f"{follower.address}parts"))
         assert last["over"] and "61/61 done" in last["title"]
 

@@ -127,7 +127,7 @@ def test_hostile_records_make_parts(follower: Follower, tmp_path: Path) -> None:
         (run / name).write_text(words)
     (run / "metrics.jsonl").write_bytes("\n".join([*rows, *BAD_ROWS, ""]).encode("latin-1"))
     live = LiveRecords(run).read()
-    assert "\x1b" not in live.last_line() and len(live_parts(live)) == 9
+    assert "\x1b" not in live.state_sentence() and len(live_parts(live)) == 9
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")  # it would be waited for
     assert LiveRecords(run).read().step == 0

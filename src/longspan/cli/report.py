@@ -68,7 +68,7 @@ def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
     with Follower(run_dir, flags.port) as follower:
         live = follower.records.read()
         if live.state != "done":  # if the run has ended already, only the last line is printed
-            state = "" if live.state == "running" else f" ({live.last_line()}; waits for one to begin)"
+            state = "" if live.state == "running" else f" ({live.state_sentence()}; waits for one to begin)"
             line = f"following {run_dir}{state}: {follower.address}\nCtrl-C ends this; the run goes on"
             print(json.dumps({"address": follower.address}) if flags.json else line, flush=True)
         try:
@@ -78,7 +78,7 @@ def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
                 raise
             live = follower.records.read()
     end = {"state": live.state, "step": live.step, "steps": live.steps}
-    print(json.dumps(end) if flags.json else f"{live.last_line()}{_end_text(live.state, run_dir)}", flush=True)
+    print(json.dumps(end) if flags.json else f"{live.state_sentence()}{_end_text(live.state, run_dir)}", flush=True)
     return 0
 
 

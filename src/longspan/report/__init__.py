@@ -1,7 +1,7 @@
 """The report of a run and the pictures of a plan: self-contained HTML, SVG, Chrome trace, PNG.
 
-Everything is drawn here, without a plot library and without torch, so that `longspan plan` starts at once. Nothing in
-this room measures: it reads the folder that a run wrote, or a plan.
+Everything is drawn here without torch and, except PNG files, without a plot library, so that `longspan plan` starts at
+once. Nothing in this room measures: it reads the folder that a run wrote, or a plan.
 
 >>> from longspan.report import write_report
 >>> write_report("runs/first")            # runs/first/report.html

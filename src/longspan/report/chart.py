@@ -21,7 +21,7 @@ COLORS = 6  # of page.css, and curves of a chart at most
 MAX_POINTS = 900  # of one curve, in the drawing and under the crosshair
 FLAT = 1e-9  # a relative difference that is rounding
 MARK_SIZE = 5.0
-WORDS, CHARACTER = 10, 6.8  # height of a label, and width of one of its letters
+LABEL_HEIGHT, LETTER_WIDTH = 10, 6.8  # pixels
 NAME_ROOM = 0.03  # of the x axis, outside the first and the last of named places
 
 
@@ -152,14 +152,15 @@ def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
     if x_low == x_high or chart.x_names:
         room = 0.5 if x_low == x_high else NAME_ROOM * (x_high - x_low)
         x_low, x_high = x_low - room, x_high + room
+    # 52 pixels are for the words of ticks on the y axis, 36 for those of the x axis and its name below them
     return _Frame(52, chart.width - 14, 10, chart.height - 36, (x_low, x_high), (low, high), chart.log)
 
 
 def _draw_axes(chart: Chart, frame: _Frame) -> str:
     """Draw grid lines, ticks and names of both axes."""
-    parts, marks = list[str](), _y_ticks(chart, frame)
-    digits = _tick_digits(marks)
-    for value in marks:
+    parts, y_values = list[str](), _y_ticks(chart, frame)
+    digits = _tick_digits(y_values)
+    for value in y_values:
         y = float(frame.to_y(value))
         parts.append(tag("path", class_="grid", d=f"M{frame.left} {y:.1f}H{frame.right}"))
         parts.append(label(_tick_text(value, chart.y_format, digits), frame.left - 7, y + 3.5, "end", "tick"))
@@ -193,28 +194,28 @@ def _tick_text(value: float, y_format: Format, digits: int) -> str:
     return bytes_text(value) if y_format == "bytes" else number_text(value, digits)
 
 
-def _tick_digits(marks: Sequence[float]) -> int:
+def _tick_digits(values: Sequence[float]) -> int:
     """Return how many significant digits write every tick exactly, to a thousandth of the ticks' distance; 3 at least.
 
     A single tick, which has no distance, gets 4.
     """
-    if len(marks) < 2:
+    if len(values) < 2:
         return 4
-    tolerance = 1e-3 * (marks[1] - marks[0])
-    exact = (n for n in range(3, 16) if all(abs(float(f"{mark:.{n}g}") - mark) <= tolerance for mark in marks))
+    tolerance = 1e-3 * (values[1] - values[0])
+    exact = (n for n in range(3, 16) if all(abs(float(f"{value:.{n}g}") - value) <= tolerance for value in values))
     return next(exact, 16)
 
 
 def _draw_references(chart: Chart, frame: _Frame) -> str:
-    """Return lines over the whole width, with their words at the right, WORDS high, above the line or below it.
+    """Return lines over the whole width, with their words at the right, LABEL_HEIGHT high, above the line or below it.
 
     Words go below where there is no room above, or where a grid line would cross them above and none would below.
     """
     parts, grid = list[str](), [float(frame.to_y(value)) for value in _y_ticks(chart, frame)]
     for value, words in chart.references:
         y = float(frame.to_y(value))
-        crossed = any(y - WORDS - 6 <= line <= y - 4 for line in grid)
-        below = y < frame.top + 18 or (crossed and not any(y + 3 <= line <= y + WORDS + 6 for line in grid))
+        crossed = any(y - LABEL_HEIGHT - 6 <= line <= y - 4 for line in grid)
+        below = y < frame.top + 18 or (crossed and not any(y + 3 <= line <= y + LABEL_HEIGHT + 6 for line in grid))
         parts.append(tag("path", class_="reference", d=f"M{frame.left} {y:.1f}H{frame.right}"))
         parts.append(label(words, frame.right - 2, y + (14 if below else -6), "end", "label halo"))
     return "".join(parts)
@@ -230,7 +231,7 @@ def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
     for x, words in sorted(chart.events, key=lambda event: (-len(event[1]), event[0])):
         if not frame.x[0] <= x <= frame.x[1]:
             continue
-        line_x, width = float(frame.to_x(x)), CHARACTER * len(words)
+        line_x, width = float(frame.to_x(x)), LETTER_WIDTH * len(words)
         yield tag("path", class_="reference", d=f"M{line_x:.1f} {frame.top}V{frame.bottom}")
         start = line_x + 4 if line_x + 4 + width <= frame.right else line_x - 4 - width
         if words and start >= frame.left and all(start + width <= a or b <= start for a, b in used_spans):
@@ -241,7 +242,7 @@ def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
 def _draw_notes(chart: Chart, frame: _Frame) -> Iterator[str]:
     """Draw words below points, inside the drawing."""
     for x, y, words in chart.notes:
-        width = CHARACTER * len(words)
+        width = LETTER_WIDTH * len(words)
         start = max(frame.left + 4, min(float(frame.to_x(x)) - width / 2, frame.right - width))
         yield label(words, start, float(frame.to_y(y)) + 22, "start", "label halo strong")
 
@@ -261,17 +262,17 @@ def _draw_curves(drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
 
 def mark(color: int, x: float, y: float, size: float = 4.0) -> str:
     """Return the mark of a colour at (x, y): one of four shapes, by which colours 0 to 3 differ without colour."""
-    css, step = f"mark c{color}", 1.25 * size
+    css, reach = f"mark c{color}", 1.25 * size  # from (x, y) to the farthest corners of the last two shapes
     match color % 4:
         case 0:
             return tag("circle", class_=css, cx=x, cy=y, r=size)
         case 1:
             return tag("rect", class_=css, x=x - size, y=y - size, width=2 * size, height=2 * size)
         case 2:  # a triangle, and last a diamond
-            path = f"l{step:.1f} {2 * size:.1f}h{-2 * step:.1f}z"
+            path = f"l{reach:.1f} {2 * size:.1f}h{-2 * reach:.1f}z"
         case _:
-            path = f"l{step:.1f} {step:.1f}l{-step:.1f} {step:.1f}l{-step:.1f} {-step:.1f}z"
-    return tag("path", class_=css, d=f"M{x:.1f} {y - step:.1f}{path}")
+            path = f"l{reach:.1f} {reach:.1f}l{-reach:.1f} {reach:.1f}l{-reach:.1f} {-reach:.1f}z"
+    return tag("path", class_=css, d=f"M{x:.1f} {y - reach:.1f}{path}")
 
 
 def _series_legend(series: Sequence[Series]) -> str:

@@ -8,7 +8,7 @@ from longspan.report.markup import label, tag, text
 from longspan.report.pictures.bars import FILLS
 
 HEAD = 42  # above the drawing, with the lines of the title: unit and legend
-LINE = 17
+LINE = 17  # pixels from one line of a title to the next
 # The colours of page.css, for light and for dark pages.
 STYLE = """
 svg{--card:#fff;--ink:#1d2126;--soft:#5d6670;--grid:#ecece8;--axis:#9aa4af;
@@ -27,7 +27,7 @@ text{font:12px system-ui,sans-serif;fill:var(--soft)}.title,.strong{font-weight:
 
 
 def chart_document(chart: Chart) -> str:
-    """Return the chart as the text of an .svg file, under its title and a legend.
+    """Return the chart as the text of an .svg file, under its title and a legend; colours are 0 to 3, those of STYLE.
 
     >>> Path("degrees.svg").write_text(chart_document(chart))
 
@@ -143,8 +143,9 @@ def stack_document(
 ) -> str:
     """Return bars of parts as the text of an .svg file, with a legend.
 
-    Bars begin at 0 and share one scale, on which the longest bar and the reference fit. All have the same parts; those
-    that are 0 in every bar are not in the legend. The reference is a line at a value, with its words.
+    Bars begin at 0 and share one scale, on which the longest bar and the reference fit. All have the same parts, whose
+    colours are those of FILLS: at most 16 parts may be over 0 in any bar, and others are not in the legend. The
+    reference is a line at a value, with its words.
 
     >>> Path("memory.svg").write_text(stack_document("Memory", [StackedBar("none", {"kept": 3.0}, "3 GiB")], "GiB"))
     """

@@ -10,7 +10,7 @@ from longspan.errors import plural
 from longspan.plain_text import seconds_text
 from longspan.report.chart import chart_figure
 from longspan.report.evaluation_sections import HELD_OUT, bucket_charts
-from longspan.report.markup import page, section, tag, text
+from longspan.report.markup import page, scrolling_table, section, tag, text
 
 _COLUMNS = ("eval_loss", "eval_perplexity")  # before metrics
 _COUNTS = ("eval_documents", "eval_tokens", "eval_targets")
@@ -27,12 +27,12 @@ def eval_page(record: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
 
 
 def _eval_sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
-    """Yield the sections of the page: header, evaluations, differences from another model, curves, pictures."""
+    """Yield the sections: header, evaluations, differences from another model, curves, and `pictures` (markup)."""
     models = [record, *([record["compare"]] if "compare" in record else [])]
     yield _eval_header(record)
-    yield section("Evaluations", _table(*_evaluations_table(models)))
+    yield section("Evaluations", scrolling_table(*_evaluations_table(models)))
     for difference in record.get("compare", {}).get("differences", ()):
-        yield _difference_tables(difference, [str(model["target"]) for model in models])
+        yield _difference_section(difference, [str(model["target"]) for model in models])
     charts = list(_loss_charts(models))
     if charts:
         yield section("Where the loss is", tag("div", *charts, class_="grid-2"))
@@ -43,7 +43,7 @@ def _eval_sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterat
 def _eval_header(record: Mapping[str, Any]) -> str:
     """Return the header: the checkpoint, its model, the ranks and their degrees, and which settings were changed."""
     degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
-    lines = [" · ".join([*_model_lines(record), plural(record["world"], "rank"), *degrees])]
+    lines = [" · ".join([_kind_text(record), plural(record["world"], "rank"), *degrees])]
     lines += [
         f"{change['key']} {change['before']} became {change['now']} ({change['why']})" for change in record["changes"]
     ]
@@ -51,22 +51,22 @@ def _eval_header(record: Mapping[str, Any]) -> str:
     return tag("header", title, *(tag("p", text(line), class_="sub") for line in lines))
 
 
-def _model_lines(model: Mapping[str, Any]) -> list[str]:
-    """Write the kind of weights, in one line: a Hugging Face folder, or a run or checkpoint with its step."""
+def _kind_text(model: Mapping[str, Any]) -> str:
+    """Write the kind of weights: a Hugging Face folder, or a run or checkpoint with the step of all its evaluations."""
     if model["kind"] == "folder":
-        return ["Hugging Face folder"]
-    return [f"{model['kind']}, step {model['evaluations'][0]['step']}"]
+        return "Hugging Face folder"
+    return f"{model['kind']}, step {model['evaluations'][0]['step']}"
 
 
 def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return names and cells of the table: a row for each set and degree of each model.
 
     Columns are those of every evaluation, then the metrics of any evaluation, then counts. A metric that is no number
-    in some row is left out.
+    in some row is left out; where a row lacks it, its cell is "-".
     """
     rows = [(model, row) for model in models for row in model["evaluations"]]
-    columns = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}
-    others = dict.fromkeys(key for _, row in rows for key in row if key.startswith("eval_") and key not in columns)
+    no_metrics = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}
+    others = dict.fromkeys(key for _, row in rows for key in row if key.startswith("eval_") and key not in no_metrics)
     metrics = [key for key in others if all(isinstance(row.get(key, 0.0), int | float | None) for _, row in rows)]
     keys = (*_COLUMNS, *metrics, *_COUNTS)
     names = ["weights", "set", "type", "cp", *(key.removeprefix("eval_").replace("_", " ") for key in keys), "seconds"]
@@ -84,7 +84,7 @@ def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], 
     return names, cells
 
 
-def _difference_tables(difference: Mapping[str, Any], names: Sequence[str]) -> str:
+def _difference_section(difference: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return the section that compares two models, named by `names`, on one set: a sentence and a table by length."""
     unit, error = difference["unit"].replace("_", " "), difference["standard_error"]
     first_name, other_name = names
@@ -98,7 +98,7 @@ def _difference_tables(difference: Mapping[str, Any], names: Sequence[str]) -> s
     cells = [
         [name, _number_cell(a), _number_cell(b), f"{b - a:+.6f}", f"{documents:,}"] for name, a, b, documents in rows
     ]
-    table = _table(["tokens of the document", first_name, other_name, "difference", "documents"], cells)
+    table = scrolling_table(["tokens of the document", first_name, other_name, "difference", "documents"], cells)
     return section(f"Difference, {difference['name'] or HELD_OUT}", tag("p", text(words), class_="note"), table)
 
 
@@ -123,10 +123,3 @@ def _number_cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}"
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table that scrolls to the side where the page is narrow."""
-    head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
-    body = (tag("tr", *(tag("td", text(cell)) for cell in row)) for row in rows)
-    return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")

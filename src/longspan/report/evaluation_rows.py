@@ -47,7 +47,7 @@ class EvalRow:
     def from_row(cls, row: Mapping[str, Any]) -> "EvalRow | None":
         """Return the evaluation of a row of metrics.jsonl; None for a row of training, or a loss that is not finite.
 
-        Numbers whose keys begin with "eval_" are metrics, but for the fixed columns (_NO_METRIC).
+        Numbers whose keys begin with "eval_" are metrics, except the fixed columns (_NO_METRIC).
 
         Raises ConfigError for a row that lacks keys or has no number in their place.
         """
@@ -86,7 +86,7 @@ class EvalRow:
 
     @property
     def record_key(self) -> tuple[int, str, bool, int]:
-        """What tells one evaluation from another: step, set, whether its plan may have several degrees, and its degree.
+        """The key of an evaluation: its step, its set, whether its plan may have several degrees, and its degree.
 
         Of rows with one key the last counts. A plan of several degrees has 0 for its degree, since the largest varies.
         """
@@ -111,7 +111,7 @@ def last_evaluations(rows: Sequence[EvalRow]) -> tuple[EvalRow, ...]:
 
 
 def number(value: object) -> float:
-    """Return a number of a record that a figure can show; NaN for anything else."""
+    """Return a number of a record as a float; NaN for what is no number, or too large to be drawn (MOST or more)."""
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST:
         return float(value)
     return math.nan

@@ -8,7 +8,7 @@ import numpy as np
 from longspan.plain_text import bytes_text, number_text
 from longspan.report.chart import COLORS, Chart, Series, chart_figure
 from longspan.report.evaluation_rows import EvalRow, last_evaluations
-from longspan.report.markup import section, tag, text
+from longspan.report.markup import scrolling_table, section, tag, text
 from longspan.report.run_folder import RunFolder
 
 WIDTH, HEIGHT = 560, 260
@@ -78,9 +78,10 @@ def evaluation_sections(run: RunFolder) -> Iterator[str]:
 
 
 def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
-    """Return the evaluations of every set by its name, one for each step: of several degrees the last in order.
+    """Return the evaluations of every set by its name, one for each step.
 
-    The held-out documents, whose name is "", come first.
+    Of a step's evaluations the last in the order of `record_key` is taken: that under a plan of several degrees, else
+    that at the largest degree. The held-out documents, whose name is "", come first.
     """
     sets = dict[str, dict[int, EvalRow]]()
     for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
@@ -94,7 +95,7 @@ def relative_spread(losses: Sequence[float]) -> float:
 
 
 def chart_at_both_widths(chart: Callable[[int], Chart]) -> Iterator[str]:
-    """The figures of a chart for wide and for narrow pages."""
+    """Return the figures of a chart for wide and for narrow pages."""
     return (chart_figure(chart(width), css_class=name) for name, width in WIDTHS.items())
 
 
@@ -117,15 +118,14 @@ def _sets_table(sets: dict[str, list[EvalRow]]) -> str:
     metrics = list(dict.fromkeys(name for row in rows for name, _ in row.metrics))
     names = ["set", "step", "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
     names += ["documents", "tokens", "cp"]
-    body = list[str]()
+    table_rows = list[list[str]]()
     for row in rows:
         values = dict(row.metrics)
         cells = [row.name or HELD_OUT, f"{row.step:,}", f"{row.loss:.6f}", row.perplexity]
         cells += [_metric_text(name, values[name]) if name in values else "–" for name in metrics]
         cells += [f"{row.documents:,}" if row.documents else "–", f"{row.tokens:,}", row.degree]
-        body.append(tag("tr", *(tag("td", text(cell)) for cell in cells)))
-    head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
-    return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")
+        table_rows.append(cells)
+    return scrolling_table(names, table_rows)
 
 
 def _metric_text(name: str, value: float) -> str:
@@ -166,7 +166,8 @@ def degrees_table(rows: Sequence[EvalRow]) -> str:
 def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
     """Return the row of a degree: its loss, and whether that equals the loss of `base`, the first row.
 
-    Losses are equal if they are of as many tokens and differ by SAME at most, relative to the first.
+    Losses are equal if they are of as many tokens and differ by SAME at most, relative to the first. With `memory` the
+    row has a cell for the bytes that the evaluation added to a GPU.
     """
     relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
     good = abs(relative) <= SAME and row.tokens == base.tokens
@@ -174,12 +175,13 @@ def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
     difference = "" if row is base else f"{relative:+.1e}"
     added = [bytes_text(row.activation_bytes)] * memory
     cells = (row.degree, f"{row.loss:.9f}", row.perplexity, f"{row.tokens:,}", *added, difference)
+    # 2 and 3 are perplexity and tokens, which narrow pages leave out
     figures = (tag("td", text(cell), class_="minor" if i in (2, 3) else None) for i, cell in enumerate(cells))
     return tag("tr", *figures, tag("td", verdict[0], class_=verdict[1]))
 
 
 def _column_class(name: str) -> str | None:
-    """The class of columns that narrow pages leave out."""
+    """Return the class of columns that narrow pages leave out."""
     return "minor" if name in ("perplexity", "tokens") else None
 
 

@@ -1,6 +1,6 @@
 """HTML and SVG elements as strings, escaped in one place."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
@@ -33,22 +33,29 @@ def text(value: object) -> str:
 
 
 def style_sheet() -> str:
-    """The style of pages, for a drawing outside a page."""
+    """Return the style of pages, for a drawing outside a page."""
     return room_text("page.css")
 
 
 def section(title: str, *content: str) -> str:
-    """A part of a page under its title."""
+    """Return a part of a page under its title; `content` is markup."""
     return tag("section", tag("h2", text(title)), *content)
 
 
+def scrolling_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of plain text under the `names` of its columns, which scrolls sideways on a narrow page."""
+    head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
+    body = (tag("tr", *(tag("td", text(cell)) for cell in row)) for row in rows)
+    return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")
+
+
 def key(*shapes: str) -> str:
-    """The small drawing of a legend's entry, 22 by 12."""
+    """Return the small drawing of a legend's entry, 22 by 12."""
     return tag("svg", *shapes, class_="key", viewBox="0 0 22 12", aria_hidden="true")
 
 
 def label(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
-    """Words in a drawing, at a point."""
+    """Return words in a drawing at (x, y), which is where they start, end or have their middle, as `anchor` says."""
     return tag("text", text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
 
 
@@ -91,5 +98,5 @@ def page(title: str, body: Sequence[str], *, style: str = "", script: str = "", 
 
 
 def room_text(name: str) -> str:
-    """The text of a style sheet or a script of this room."""
+    """Return the text of a style sheet or a script of this room."""
     return files("longspan.report").joinpath(name).read_text(encoding="utf-8")

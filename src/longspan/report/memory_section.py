@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from longspan.plain_text import bytes_text
-from longspan.report.markup import key, label, section, tag, text
+from longspan.report.markup import key, label, scrolling_table, section, tag, text
 from longspan.report.run_folder import RunFolder
 
 KINDS = {
@@ -31,7 +31,7 @@ MEASURES = {
     "selective+host": "keep their input and attention's output on the host",
     "full+host": "keep their input on the host",
 }
-WIDTH, HEIGHT, LEFT = 720.0, 26.0, 70.0
+WIDTH, HEIGHT, LEFT = 720.0, 26.0, 70.0  # pixels: of the drawing, of a bar, and before the bars
 
 
 def memory_section(run: RunFolder) -> str:
@@ -42,7 +42,7 @@ def memory_section(run: RunFolder) -> str:
         return ""
     peak = peak_of_steps(run)
     sentences = f"{measures_text(plan.get('measures', ()))}."
-    if peak and not device.get("communicators"):
+    if peak and not device.get("communicators"):  # a plan for CPUs has none
         sentences += " On CPUs the measured peak is the whole process's, with Python and its libraries."
     measures = tag("p", text(sentences), class_="sub")
     return section(
@@ -140,17 +140,17 @@ def _bytes_table(device: Mapping[str, float], host: Mapping[str, float], peak: f
 
     On GPUs the peak is what torch allocates, so that a total without communicators stands above it.
     """
-    rows = [(kind, _cell(device, kind), _cell(host, kind)) for kind in (*_kinds_in_use(device, host), "total")]
+    rows = [
+        (kind, _bytes_cell(device, kind), _bytes_cell(host, kind)) for kind in (*_kinds_in_use(device, host), "total")
+    ]
     if device.get("communicators"):
         allocated = device["total"] - device["communicators"]
         rows.append(("total without communicators", bytes_text(allocated), ""))
     if peak:
         rows.append(("measured peak", bytes_text(peak), ""))
-    head = tag("thead", tag("tr", *(tag("th", text(name)) for name in ("", "device", "host"))))
-    body = (tag("tr", *(tag("td", text(cell)) for cell in row)) for row in rows)
-    return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")
+    return scrolling_table(("", "device", "host"), rows)
 
 
-def _cell(values: Mapping[str, float], kind: str) -> str:
+def _bytes_cell(values: Mapping[str, float], kind: str) -> str:
     """Write the bytes of a kind; "" where there are none."""
     return bytes_text(values[kind]) if values.get(kind) else ""

@@ -20,7 +20,7 @@ from longspan.report.markup import label, tag, text
 RAMP = ((165, 0, 38), (244, 109, 67), (254, 224, 144), (116, 173, 209), (49, 54, 149))  # at 0, 1/4, 1/2, 3/4 and 1
 EVEN = 0.18  # luminance of colours on which black and white are equally clear
 CELL, ROW = 68.0, 34.0  # pixels: width and height of a cell
-LEFT, TOP, BOTTOM, LEAST_WIDTH = 62.0, 74.0, 52.0, 600.0
+LEFT, TOP, BOTTOM, LEAST_WIDTH = 62.0, 74.0, 52.0, 600.0  # pixels around the cells, and of the whole
 GOOD = "Keys whose every token is right: 100% in every cell is best."
 AXES = "tokens of the document; depth 0: the key stands at its beginning, 1: at its end"
 STYLE = """
@@ -104,15 +104,15 @@ def _draw_cell(grid: PasskeyGrid, i: int, j: int) -> str:
 def _share_color(share: float) -> tuple[str, bool]:
     """Return the colour of a share, between those of RAMP, and whether it is dark enough for white digits.
 
-    Light is the relative luminance of sRGB, with a gamma of 2.2.
+    Luminance is the relative one of sRGB, with a gamma of 2.2.
     """
     red, green, blue = (
         round(np.interp(share, np.linspace(0, 1, len(RAMP)), primary)) for primary in zip(*RAMP, strict=True)
     )
-    light = sum(
+    luminance = sum(
         w * (primary / 255) ** 2.2 for w, primary in zip((0.2126, 0.7152, 0.0722), (red, green, blue), strict=True)
     )
-    return f"#{red:02x}{green:02x}{blue:02x}", light < EVEN
+    return f"#{red:02x}{green:02x}{blue:02x}", luminance < EVEN
 
 
 def passkey_grids(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, PasskeyGrid], ...]:

@@ -17,18 +17,18 @@ HEAD, FOOT = 68, 44  # above and below the drawing of a document: title and fact
 def plan_section(
     plans: Sequence[tuple[str, Plan]],
     cost: Cost | None = None,
-    took: Mapping[str, float | None] | None = None,
+    measured_seconds: Mapping[str, float | None] | None = None,
     *,
     median: str = "",
     title: str = "Plan of a step",
 ) -> str:
     """Return pictures of plans with a selector between them, in time and in rows.
 
-    `took` has the measured seconds of plans by name. The plan that shows first is the one named `median`, that of the
-    step whose time is the median; without it the median by the ratio to the lower bound.
+    `measured_seconds` has what a plan's step took, by the plan's name. The plan that shows first is the one named
+    `median`, that of the step whose time is the median; without it the median by the ratio to the lower bound.
     """
     names = [name for name, _ in plans]
-    first = names.index(median) if median in names else _median_plan(plans)
+    first = names.index(median) if median in names else _median_plan_index(plans)
     words = [f"{name}, the median" if name == median else name for name in names]
     options = (tag("option", text(name), value=i, selected=i == first) for i, name in enumerate(words))
     choice = tag("label", "plan ", tag("select", *options, id="plan-choice")) if len(plans) > 1 else ""
@@ -37,7 +37,8 @@ def plan_section(
         tag("button", "rows", type="button", data_unit="rows", aria_pressed="false"),
     )
     units = tag("span", *buttons, class_="switch", role="group", aria_label="unit")
-    cards = (_plan_card(i, plan, cost, (took or {}).get(name), i == first) for i, (name, plan) in enumerate(plans))
+    seconds = measured_seconds or {}
+    cards = (_plan_card(i, plan, cost, seconds.get(name), is_shown=i == first) for i, (name, plan) in enumerate(plans))
     controls = tag("div", choice, units, class_="controls")
     return tag("section", tag("h2", text(title)), controls, *cards, _plan_legend(), id="plans")
 
@@ -103,7 +104,7 @@ def _legend_drawings() -> tuple[tuple[str, str], ...]:
     )
 
 
-def _median_plan(plans: Sequence[tuple[str, Plan]]) -> int:
+def _median_plan_index(plans: Sequence[tuple[str, Plan]]) -> int:
     """Return the index of the plan whose ratio to the lower bound is the median, the better of two middle ones.
 
     Plans of evaluations count only if there are none of steps; a plan whose ratio is NaN counts as the worst.
@@ -113,26 +114,26 @@ def _median_plan(plans: Sequence[tuple[str, Plan]]) -> int:
     return by_ratio[(len(by_ratio) - 1) // 2]
 
 
-def _plan_card(index: int, plan: Plan, cost: Cost | None, took: float | None, first: bool) -> str:
+def _plan_card(index: int, plan: Plan, cost: Cost | None, seconds: float | None, *, is_shown: bool) -> str:
     """Return one plan of the section: its facts and its pictures, in time and in rows, for wide and narrow pages.
 
-    `took` is what its step took in seconds, None if not measured; the `first` plan is the one that shows.
+    `seconds` are the measured ones of its step, None if there are none. One plan `is_shown`, and a script shows others.
     """
-    facts = (tag("div", tag("dt", text(name)), tag("dd", text(value))) for name, value in _plan_facts(plan, took))
+    facts = (tag("div", tag("dt", text(name)), tag("dd", text(value))) for name, value in _plan_facts(plan, seconds))
     # Each picture is there twice, and the style sheet shows the one that suits the page's width.
     wide, narrow = (
         {unit: gantt_svg(plan, cost, unit=unit, width=width) for unit in UNITS} for width in (WIDTH, NARROW)
     )
     pictures = {unit: wide[unit] + narrow[unit] for unit in UNITS}
     # Only the picture that shows is part of the document; page.js takes other pictures out of templates.
-    first_picture = pictures.pop("seconds") if first else ""
+    first_picture = pictures.pop("seconds") if is_shown else ""
     templates = (tag("template", svg, data_unit=unit) for unit, svg in pictures.items())
     content = tag("dl", *facts, class_="facts"), tag("div", first_picture, class_="picture"), *templates
-    return tag("div", *content, class_="plan", data_plan_index=index, hidden=not first)
+    return tag("div", *content, class_="plan", data_plan_index=index, hidden=not is_shown)
 
 
-def _plan_facts(plan: Plan, took: float | None) -> Iterator[tuple[str, str]]:
-    """Yield the facts of a plan as names and values: what it holds, how it is cut, and what it is predicted to take."""
+def _plan_facts(plan: Plan, seconds: float | None) -> Iterator[tuple[str, str]]:
+    """Yield the facts of a plan as names and values: what it holds, how it is cut, predicted and measured `seconds`."""
     degrees = sorted({group.degree for m in plan.micro_batches for group in m.groups})
     yield "planner", f"{plan.planner}, {plan.mode}"
     yield "documents", f"{len(plan.lengths):,}, longest {max(plan.lengths, default=0):,}"
@@ -143,8 +144,8 @@ def _plan_facts(plan: Plan, took: float | None) -> Iterator[tuple[str, str]]:
     yield "rows used", f"{100 * plan.efficiency:.0f}% of the fullest slot's"
     if plan.cost.source:
         yield "predicted", seconds_text(plan.predicted_seconds)
-    if took is not None:
-        yield "measured", seconds_text(took)
+    if seconds is not None:
+        yield "measured", seconds_text(seconds)
     yield "priced for", plan.cost.source or "no machine: times only compare"
     if plan.mode == "free" and plan.cost.closing_seconds:
         yield "of these, closing", f"{seconds_text(plan.cost.closing_seconds)}: parameters gathered, gradients summed"

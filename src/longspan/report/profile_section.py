@@ -4,30 +4,36 @@ They come from RUN/profiles, which `train.profile_steps` fills (`run/profile.py`
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from longspan.report.markup import section, tag, text
+from longspan.report.markup import scrolling_table, section, tag, text
 from longspan.run.gaps import GAP_TITLES, gap_cells
 from longspan.run.profile import FOLDER, KERNEL_TITLES, PARTS, PARTS_FILE, TITLES, kernel_rows, part_cells
 
 SHOWN = 8  # profiled steps, the last ones
 
 
-def profile_section(run: Path) -> str:
+def profile_section(run_dir: Path) -> str:
     """Return the section, whose note names files that cannot be read; "" for a run without profiled steps."""
     notes = list[str]()
-    rows = list(_profile_rows(run / FOLDER, notes))
+    rows = list(_profile_rows(run_dir / FOLDER, notes))
     if not rows and not notes:
         return ""
-    parts = _table(TITLES, [(folder, *part_cells(row)) for folder, row in rows])
+    parts = scrolling_table(TITLES, [(folder, *part_cells(row)) for folder, row in rows])
     kernels = (
-        tag("details", tag("summary", f"Longest kernels of {text(folder)}"), _table(KERNEL_TITLES, kernel_rows(row)))
+        tag(
+            "details",
+            tag("summary", f"Longest kernels of {text(folder)}"),
+            scrolling_table(KERNEL_TITLES, kernel_rows(row)),
+        )
         for folder, row in rows
     )
     gaps = (
-        tag("details", tag("summary", f"Who made the device wait in {text(folder)}"), _table(GAP_TITLES, cells))
+        tag(
+            "details", tag("summary", f"Who made the device wait in {text(folder)}"), scrolling_table(GAP_TITLES, cells)
+        )
         for folder, row in rows
         if (cells := _gap_rows(row))
     )
@@ -80,10 +86,3 @@ def _is_kernel(kernel: Any) -> bool:
         and isinstance(kernel.get("calls"), int)
         and isinstance(kernel.get("seconds"), int | float)
     )
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table that scrolls to the side where the page is narrow."""
-    head = tag("thead", tag("tr", *(tag("th", text(name)) for name in names)))
-    body = (tag("tr", *(tag("td", text(cell)) for cell in row)) for row in rows)
-    return tag("div", tag("table", head, tag("tbody", *body)), class_="scroll")

@@ -31,15 +31,15 @@ def plans_at_run_speed(run: RunFolder) -> tuple[tuple[str, Plan], ...]:
 def step_seconds(run: RunFolder, name: str) -> float | None:
     """Return the seconds of a saved plan's step; None for an evaluation, and for a step without a record."""
     number = re.fullmatch(r"step ([\d,]+)", name)
-    took = run.train["seconds"][run.step == int(number.group(1).replace(",", ""))] if number else np.zeros(0)
-    return float(took[0]) if len(took) and took[0] > 0 else None
+    seconds = run.train["seconds"][run.step == int(number.group(1).replace(",", ""))] if number else np.zeros(0)
+    return float(seconds[0]) if len(seconds) and seconds[0] > 0 else None
 
 
 def _time_factor(run: RunFolder) -> float | None:
     """Return the median seconds of steps over the median prediction of saved plans; None where either is unknown."""
     predicted = [plan.predicted_seconds for name, plan in run.plans if name.startswith("step ")]
-    took = run.train["seconds"][run.train["seconds"] > 0]
-    return float(np.median(took) / np.median(predicted)) if len(took) and any(predicted) else None
+    seconds = run.train["seconds"][run.train["seconds"] > 0]
+    return float(np.median(seconds) / np.median(predicted)) if len(seconds) and any(predicted) else None
 
 
 def _scale_plan(plan: Plan, factor: float | None) -> Plan:
@@ -79,8 +79,8 @@ def _run_body(run: RunFolder) -> list[str]:
         with np.errstate(all="ignore"):
             body = [*run_sections(run)]
             if run.plans:
-                took = {name: step_seconds(run, name) for name, _ in run.plans}
-                plans = plan_section(plans_at_run_speed(run), took=took, median=run.median)
+                seconds = {name: step_seconds(run, name) for name, _ in run.plans}
+                plans = plan_section(plans_at_run_speed(run), measured_seconds=seconds, median=run.median)
                 body.insert(-1 if run.config_text else len(body), plans)  # the configuration stays last
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(

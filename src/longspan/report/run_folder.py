@@ -92,8 +92,8 @@ class RunFolder:
         rows, notes = _metric_rows(path)
         train = {int(row["step"]): row for row in rows if "loss" in row}  # a resumed run repeats steps: the last counts
         evaluations = {row.record_key: row for row in _evaluation_rows(rows, notes)}
-        median = _median_step(train)
-        plans, plan_notes = _read_plans(path / "plans", median)
+        median_step = _median_step(train)
+        plans, plan_notes = _read_plans(path / "plans", median_step)
         summary = read_json_object(path / "summary.json", notes)
         config_text, config = read_config(path, notes)
         steps = sorted(train)
@@ -108,7 +108,7 @@ class RunFolder:
             config_text=config_text,
             config=config,
             plans=plans,
-            median=_step_name(median) if median else "",
+            median=_step_name(median_step) if median_step else "",
             summary=summary,
             facts=RunFacts.from_json(read_json_object(path / "run.json", notes)),
             notes=(*notes, *plan_notes),
@@ -120,7 +120,7 @@ class RunFolder:
         return tuple(row for row in self.evaluations if not row.name)
 
     def vocab_size(self) -> int | None:
-        """The number of entries of the vocabulary, where the run recorded it."""
+        """Return the number of entries of the vocabulary, where the run recorded it."""
         size = self.summary.get("vocab_size")
         return size if isinstance(size, int) and not isinstance(size, bool) and size > 1 else None
 
@@ -198,25 +198,25 @@ def _median_step(rows: Mapping[int, Mapping[str, Any]]) -> int:
     return times[(len(times) - 1) // 2][1] if times else 0
 
 
-def _read_plans(folder: Path, median: int) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
+def _read_plans(folder: Path, median_step: int) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
     """Read the saved plans by name, and notes on damaged ones.
 
     Plans of steps come before those of evaluations. At most MAX_PLANS files are read, at even distances. The plan of
-    step `median` (0: none) is put first if plans.jsonl has it, whether or not a file of its own was read.
+    step `median_step` (0: none) is put first if plans.jsonl has it, whether or not a file of its own was read.
     """
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
     if len(files) > MAX_PLANS:
         index = np.unique(np.linspace(0, len(files) - 1, MAX_PLANS).round().astype(int))
         files = [files[i] for i in index.tolist()]
-    plans, notes, rows = dict[str, Plan](), list[str](), folder.parent / "plans.jsonl"
+    plans, notes, plan_rows = dict[str, Plan](), list[str](), folder.parent / "plans.jsonl"
     for file in files:
         try:
             plans[_plan_name(file.stem)] = Plan.from_json(file.read_text(encoding="utf-8"))
         except (PlanError, UnicodeDecodeError, OSError) as error:
             notes.append(f"plans/{file.name} is left out: {error}")
     try:
-        if median and rows.is_file() and (plan := find_plan(rows, median)) is not None:
-            plans = {_step_name(median): plan} | plans
+        if median_step and plan_rows.is_file() and (plan := find_plan(plan_rows, median_step)) is not None:
+            plans = {_step_name(median_step): plan} | plans
     except (PlanError, OSError) as error:
         notes.append(f"a plan of plans.jsonl is left out: {error}")
     return tuple(plans.items()), notes

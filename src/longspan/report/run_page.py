@@ -33,7 +33,7 @@ from longspan.run.facts import RunFacts
 
 
 def finite(values: np.ndarray) -> np.ndarray:
-    """The values that are finite: steps without a value have NaN."""
+    """Return the values that are finite: steps without a value have NaN."""
     return values[np.isfinite(values)]
 
 
@@ -74,8 +74,9 @@ def small_charts(run: RunFolder) -> Iterator[Chart]:
     """Yield a chart for each figure that the run measured of its steps.
 
     Gradient norms get a logarithmic axis if one is over 30 times the median. Numbers after columns are colours.
+    Window 1 means no averages: the learning rate is smooth, and a mean of memory would hide its peak.
     """
-    curves = partial(_column_curves, run)
+    curves = partial(column_curves, run)
     norm = finite(run.train["grad_norm"])
     spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
     yield Chart("Speed", curves("tokens_per_second", 0), "tokens per second", zero=True)
@@ -89,34 +90,34 @@ def small_charts(run: RunFolder) -> Iterator[Chart]:
         if len(finite(run.train[name])):
             yield Chart(title, curves(name, 1), "before its weight")
     if depths := [name for name in run.train if name.startswith(MTP_LOSS)]:
-        lines = _averages(run, [(f"depth {name.removeprefix(MTP_LOSS)}", name) for name in depths])
+        lines = _mean_curves(run, [(f"depth {name.removeprefix(MTP_LOSS)}", name) for name in depths])
         yield Chart("Multi-token prediction", lines, "nats per predicted token", y_format="loss")
 
 
 def _share_charts(run: RunFolder) -> Iterator[Chart]:
     """Yield the charts of how near steps come to the devices' peak and to the bound of their plans.
 
-    Then those of the corrections of plans' prices, for parts that have a ratio in the summary (without ratios for all
-    parts), and of the encoder's share of a step.
+    Then come those of the corrections of plans' prices, and of the encoder's share of a step. A summary with ratios of
+    measured to predicted seconds says which parts of the price a run has; without it all parts count.
     """
     if len(finite(run.train["mfu"])):
-        share = _column_curves(run, "mfu", 3)
+        share = column_curves(run, "mfu", 3)
         yield Chart("Model FLOPs utilisation", share, "of the device's peak", y_format="percent", zero=True)
     elif len(finite(run.train["tflops"])):
-        yield Chart("Model FLOPs", _column_curves(run, "tflops", 3), "TFLOP/s of a device", zero=True)
+        yield Chart("Model FLOPs", column_curves(run, "tflops", 3), "TFLOP/s of a device", zero=True)
     if len(finite(run.train["bound_share"])):
-        share = _column_curves(run, "bound_share", 2)
+        share = column_curves(run, "bound_share", 2)
         yield Chart("Share of the plan's bound", share, "lower bound / seconds", y_format="percent", zero=True)
     columns = [(part, f"{CORRECTION}{part}") for part in PARTS if part in (_price_ratios(run) or PARTS)]
-    if columns and any(len(finite(run.train[column])) for _, column in columns):
+    if any(len(finite(run.train[column])) for _, column in columns):
         lines = tuple(Series(part, run.step, run.train[column], i) for i, (part, column) in enumerate(columns))
         yield Chart("Correction of plans' prices", lines, "measured / predicted seconds")
     if len(finite(run.train["encoder_share"])):
-        encoder_series = _averages(run, [("measured", "encoder_share"), ("predicted", "predicted_encoder_share")])
+        encoder_series = _mean_curves(run, [("measured", "encoder_share"), ("predicted", "predicted_encoder_share")])
         yield Chart("Encoder", encoder_series, "share of the step", y_format="percent", zero=True)
 
 
-def _column_curves(run: RunFolder, name: str, color: int, window: int | None = None) -> tuple[Series, ...]:
+def column_curves(run: RunFolder, name: str, color: int, window: int | None = None) -> tuple[Series, ...]:
     """Return the curve of a column and that of its averages over `window` steps (None: by their number; 1: none)."""
     values, window = run.train[name], window or _averaging_window(run)
     if window == 1:
@@ -125,7 +126,7 @@ def _column_curves(run: RunFolder, name: str, color: int, window: int | None = N
     return Series("each step", run.step, values, color, "faint"), averaged
 
 
-def _averages(run: RunFolder, columns: Sequence[tuple[str, str]]) -> tuple[Series, ...]:
+def _mean_curves(run: RunFolder, columns: Sequence[tuple[str, str]]) -> tuple[Series, ...]:
     """Return a curve of running means for each of `columns`, pairs of the name to show and that of the column."""
     window = _averaging_window(run)
     curves = ((label, smooth(run.train[name], window)) for label, name in columns)
@@ -138,7 +139,7 @@ def _averaging_window(run: RunFolder) -> int:
 
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
-LAST = 10  # steps in "final loss"
+LAST = 10  # steps, whose mean is the training loss that is shown
 CARDS = 4  # in a row, at most
 HALF = 460  # width of a chart, two in a row
 
@@ -190,8 +191,8 @@ def _outcome_words(run: RunFolder) -> Iterator[str]:
     """Yield how the training loss went, and the loss on held-out documents, with whether degrees agree on it."""
     loss, seconds = finite(run.train["loss"]), finite(run.train["seconds"])
     if len(loss) > 1:
-        took = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
-        yield f"loss {loss[0]:.3g} → {loss[-LAST:].mean():.3g}{took}"
+        duration = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
+        yield f"loss {loss[0]:.3g} → {loss[-LAST:].mean():.3g}{duration}"
     rows = list(run.final or last_evaluations(run.held_out))
     if not rows:
         return
@@ -206,9 +207,8 @@ def _ending_text(run: RunFolder) -> str:
     if not run.summary:
         return ", has not finished or was interrupted"
     stopped = run.summary.get("stopped")
-    return (
-        f", stopped by {stopped} after step {run.summary.get('step')} of {run.summary.get('steps')}" if stopped else ""
-    )
+    steps = f"step {run.summary.get('step')} of {run.summary.get('steps')}"
+    return f", stopped by {stopped} after {steps}" if stopped else ""
 
 
 def configuration_parts(run: RunFolder) -> Iterator[str]:
@@ -294,9 +294,9 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
 
 
 def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
-    """Yield how near the steps come to the devices' peak, and to the bound of their plans, where these are known.
+    """Yield how near the steps come to the devices' peak, to the bound of their plans and to predicted times.
 
-    Each is a name, a median over steps and words about it; the encoder's share of a step is the last.
+    Each is a name, a value and words about it; those that are not known are left out.
     """
     mfu, tflops, bound = (finite(run.train[name]) for name in ("mfu", "tflops", "bound_share"))
     median = float(np.median(tflops)) if len(tflops) else 0.0
@@ -319,7 +319,7 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
 
 
 def _price_ratios(run: RunFolder) -> dict[str, float]:
-    """Return measured over predicted seconds of a run whose prices were refined: of steps ("whole"), and by part."""
+    """Return measured over predicted seconds, of steps ("whole") and by part; none if prices were not refined."""
     ratios = run.summary.get("measured_over_predicted")
     numbers = {str(name): number(value) for name, value in ratios.items()} if isinstance(ratios, dict) else {}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import numpy as np
@@ -14,7 +15,8 @@ from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic
 from longspan.report import chrome_trace, gantt_svg, plan_document, write_png
 from longspan.report.markup import style_sheet
-from longspan.report.pictures.bars import FILLS, plan_bars
+from longspan.report.pictures.bars import FILLS, Panel, PlanBars, plan_bars
+from longspan.report.pictures.png import _name_panels
 from tests.report.runs import mixed_plan
 
 EMPTY = Plan(4, (), (MicroBatch(), MicroBatch()), 0)
@@ -161,6 +163,14 @@ def test_png_of_few_slots_names_documents_and_hosts(tmp_path: Path, monkeypatch:
     path = write_png(plan, tmp_path / "plan.png")
     assert int.from_bytes(path.read_bytes()[20:24], "big") > 600 and lines == [2]
     assert {"0 · 60,000", "1 · 42,000", "2 · 20,000"} <= set(names) and len(names) > len(lengths) // 2
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6])
+def test_png_names_the_same_panels_at_every_scale(scale: float) -> None:
+    panels = tuple(Panel(i * scale, i * scale, (i + 1) * scale) for i in range(100))
+    axes = Mock()
+    _name_panels(axes, PlanBars(EMPTY, "rows", panels, ()))
+    assert [call.args[0] for call in axes.annotate.call_args_list][:3] == ["0", "2", "4"]
 
 
 def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,16 +9,15 @@ import numpy as np
 from longspan.errors import plural
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan.plan_rows import group_counts
-from longspan.report.chart import Chart, Series, chart_figure
+from longspan.report.chart import Chart, chart_figure
 from longspan.report.evaluation_sections import HELD_OUT, chart_at_both_widths
 from longspan.report.follow.live_run import LiveRun
 from longspan.report.markup import page, room_text, section, tag, text
 from longspan.report.plan_section import plan_section
-from longspan.report.report_pages import plans_at_run_speed
-from longspan.report.run_page import LAST, configuration_parts, finite, loss_chart, resume_events
-from longspan.report.series import smooth
+from longspan.report.report_pages import plans_at_run_speed, step_seconds
+from longspan.report.run_page import LAST, column_curves, configuration_parts, finite, loss_chart, resume_events
 
-EVALUATIONS = 12  # that are shown, the newest first
+SHOWN_EVALUATIONS = 12  # at most, the newest first
 RECENT = 20  # steps that an estimate is made of
 STALLED = 10  # times the median step, and half a minute at least, after which a step counts as late
 _WORDS = {"waiting": "waits", "running": "trains", "done": "done", "stopped": "stopped", "broken": "ended"}
@@ -38,9 +37,9 @@ def live_title(live: LiveRun) -> str:
 
 
 def live_parts(live: LiveRun) -> dict[str, str]:
-    """Return the parts by name, in their order. A part that its records make impossible says so."""
+    """Return the parts by name, in their order; a part whose records cannot be shown says so."""
     parts: dict[str, Callable[[LiveRun], str]] = {
-        "status": _status_text,
+        "status": _status_header,
         "figures": _figure_cards,
         "loss": _loss_section,
         "plan": _plan_part,
@@ -63,7 +62,7 @@ def _markup_or_note(make: Callable[[LiveRun], str], live: LiveRun, name: str) ->
         return tag("p", text(words[:500]), class_="note")
 
 
-def _status_text(live: LiveRun) -> str:
+def _status_header(live: LiveRun) -> str:
     """Return the name of the run, whether it is at work, and how far it is."""
     title = tag("p", "longspan", class_="brand") + tag("h1", text(live.run.name))
     state = tag("span", text(_WORDS[live.state]), class_=f"state {live.state}", role="status")
@@ -76,7 +75,7 @@ def _status_text(live: LiveRun) -> str:
 def _progress_words(live: LiveRun) -> Iterator[str]:
     """Yield how far the run is, how long the steps that are left will take, and whether it seems to have stalled."""
     if live.state != "running":
-        yield live.last_line()
+        yield live.state_sentence()
         if live.state == "waiting":
             yield "this page shows one that begins"
         elif live.state in ("done", "stopped"):
@@ -143,17 +142,11 @@ def _speed_section(live: LiveRun) -> str:
 
 
 def _column_chart(live: LiveRun, title: str, name: str, color: int) -> Chart:
-    """Return the chart of the column `name` of the steps, in the page's colour number `color`.
-
-    From 100 steps on, their values are drawn faint, and a running mean over them.
-    """
-    run, values = live.run, live.run.train[name]
-    window = max(5, len(values) // 60) if len(values) >= 100 else 1
-    faint = Series("each step", run.step, values, color, "faint" if window > 1 else "line")
-    lines = (faint, Series(f"averaged over {window} steps", run.step, smooth(values, window), color))
-    events = tuple((step, "") for step, _ in resume_events(run))
+    """Return the chart of the column `name` of the steps, in the page's colour number `color`."""
+    events = tuple((step, "") for step, _ in resume_events(live.run))
     unit = "tokens per second" if name == "tokens_per_second" else "seconds"
-    return Chart(title, lines[: 2 if window > 1 else 1], unit, width=480, height=200, events=events, zero=True)
+    curves = column_curves(live.run, name, color)
+    return Chart(title, curves, unit, width=480, height=200, events=events, zero=True)
 
 
 def _plan_part(live: LiveRun) -> str:
@@ -162,15 +155,15 @@ def _plan_part(live: LiveRun) -> str:
         return ""
     step, plan = live.plan
     name = f"step {step:,}"
-    took = live.run.train["seconds"][live.run.step == step]
-    seconds = float(took[0]) if len(took) and took[0] > 0 else None
     plans = plans_at_run_speed(replace(live.run, plans=((name, plan),)))
     rows = [
         [str(row["degree"]), str(row["cp_comm_type"]) or "–", f"{row['count']:,}", f"{row['tokens']:,}"]
         for row in group_counts(plan)
     ]
     table = _table(("degree", "type", "groups", "tokens"), rows)
-    picture = plan_section(plans, took={name: seconds}, title=f"Plan of {name}, the newest")
+    picture = plan_section(
+        plans, measured_seconds={name: step_seconds(live.run, name)}, title=f"Plan of {name}, the newest"
+    )
     return section("Degrees and types", table) + picture
 
 
@@ -189,9 +182,9 @@ def _evaluation_section(live: LiveRun) -> str:
             f"{r.documents:,}",
             f"{r.tokens:,}",
         ]
-        for r in rows[:EVALUATIONS]
+        for r in rows[:SHOWN_EVALUATIONS]
     ]
-    note = f"The newest {EVALUATIONS} of {len(rows):,}." if len(rows) > EVALUATIONS else "The newest first."
+    note = f"The newest {SHOWN_EVALUATIONS} of {len(rows):,}." if len(rows) > SHOWN_EVALUATIONS else "The newest first."
     names = ("step", "set", "degree", "loss", "perplexity", "documents", "tokens")
     table = _table(names, cells, minor=("perplexity", "documents", "tokens"))
     return section("Evaluations", tag("p", text(note), class_="note"), table)

@@ -81,10 +81,10 @@ class LiveRun:
         train = self.run.config.get("train")
         return train.get("steps") if isinstance(train, dict) else 0
 
-    def last_line(self) -> str:
+    def state_sentence(self) -> str:
         """Return where the run is, or what came of it, in a sentence without a full stop.
 
-        A signal's name is repeated only if it is a short word, as summary.json may hold anything.
+        The signal's name is shown only if it is a short word: a damaged summary.json may hold anything in its place.
         """
         step_text = f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
         match self.state:
@@ -118,8 +118,9 @@ class LiveRecords:
         self._evaluations, self._saves = dict[Any, EvalRow](), list[Save]()
         self._cost_line, self._plan_line = b"", b""  # the last lines of plans.jsonl with a cost, and of all
         self._plan: tuple[int, Plan] | None = None  # the newest plan, with its step
-        self._notes, self._damaged = dict[str, str](), 0
-        self._live: LiveRun | None = None
+        self._notes = dict[str, str]()  # by subject, so that a newer note takes an older one's place
+        self._damaged = 0  # lines of metrics.jsonl that could not be read
+        self._live: LiveRun | None = None  # as it was read last
 
     def read(self) -> LiveRun:
         """Return the run as it is now, or was at most half a second ago."""
@@ -149,11 +150,12 @@ class LiveRecords:
             self._forget_records()
 
     def _forget_records(self) -> None:
-        """Forget all steps, evaluations and saves that were read."""
+        """Forget all steps, evaluations and saves that were read, and what was noted of their rows."""
         self._step, self._columns = array("q"), {name: array("d") for name in COLUMNS}
         self._evaluations.clear()
         self._saves.clear()
         self._damaged = 0
+        self._notes.pop("evaluation", None)  # of a row that is there no more
 
     def _add_step(self, row: Mapping[str, Any]) -> None:
         """Add a step, and its save if it has one; steps from this one on, which a resumed run repeats, go first."""
@@ -215,7 +217,7 @@ class LiveRecords:
             facts=facts,
         )
         checkpoints, unfinished = _find_checkpoints(self.path, config)
-        notes += [*self._notes.values(), *_find_reports(self.path)]
+        notes += [*self._notes.values(), *_failure_notes(self.path)]
         if self._damaged:
             notes.append(f"{plural(self._damaged, 'line')} of metrics.jsonl could not be read and left out")
         # a plan without a step, and without a process at work, is of a run that never used it
@@ -237,8 +239,9 @@ class LiveRecords:
 def _state_of(run: RunFolder, holder: str, *, is_empty: bool) -> State:
     """Return whether a run is at work, and if not what came of it.
 
-    The summary counts only if it is of the last step: a resumed run leaves an older one until it ends. A number that
-    the summary lacks is NaN, which equals nothing, so that a run without a summary is "broken".
+    `is_empty` is whether metrics.jsonl has no step and no evaluation. The summary counts only if it is of the last
+    step: a resumed run leaves an older one until it ends. A number that the summary lacks is NaN, which equals nothing,
+    so that a run without a summary is "broken".
     """
     if holder:
         return "running"
@@ -261,13 +264,13 @@ def _find_checkpoints(path: Path, config: Mapping[str, Any]) -> tuple[tuple[int,
         return (), ()  # checkpoints are elsewhere, perhaps in an object store, which is not asked
     try:
         folder = path / "checkpoints"
-        partial = {step_of(p) for p in folder.iterdir() if is_unfinished(p)} if folder.is_dir() else set[int]()
-        return tuple(sorted(step_of(p) for p in complete_checkpoints(folder))), tuple(sorted(partial - {-1}))
+        unfinished = {step_of(p) for p in folder.iterdir() if is_unfinished(p)} if folder.is_dir() else set[int]()
+        return tuple(sorted(step_of(p) for p in complete_checkpoints(folder))), tuple(sorted(unfinished - {-1}))
     except OSError:
         return (), ()
 
 
-def _find_reports(path: Path) -> Iterator[str]:
+def _failure_notes(path: Path) -> Iterator[str]:
     """Yield a sentence for each folder that a run writes only where something went wrong: hang and memory."""
     if (path / "hang").is_dir():
         yield "a collective failed or timed out; what torch recorded is in the folder hang"

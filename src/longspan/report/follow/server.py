@@ -50,7 +50,7 @@ class Follower:
 
     >>> with Follower(Path("runs/first"), port=8765) as follower:
     ...     print(follower.address)             # http://127.0.0.1:8765/KEY/
-    ...     print(follower.wait().last_line())  # the run has come to its end at step 300 of 300
+    ...     print(follower.wait().state_sentence())  # the run has come to its end at step 300 of 300
 
     Port 0 is any free one. Raises ConfigError where a port cannot be listened on. The folder need not be there yet.
     """
@@ -68,8 +68,8 @@ class Follower:
         try:
             self._server = _Server((HOST, port), self)
         except OSError as error:
-            taken = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be listened on ({error.strerror})"
-            raise ConfigError(f"--port {port} of {HOST} {taken}; give another, or none for a free one") from error
+            reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be listened on ({error.strerror})"
+            raise ConfigError(f"--port {port} of {HOST} {reason}; give another, or none for a free one") from error
         self.address: str = f"http://{HOST}:{self._server.server_address[1]}/{self.key}/"
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
 
@@ -102,7 +102,7 @@ class Follower:
 
 
 def is_over(live: LiveRun, *, has_begun: bool) -> bool:
-    """Whether there is nothing left to follow: the run is done, or was seen at work (`has_begun`) and is no more.
+    """Return whether nothing is left to follow: the run is done, or was seen at work (`has_begun`) and is no more.
 
     One that stopped before it was followed may be about to be resumed.
     """
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send_text(200, "application/json", json.dumps(changes))
 
     def _may_ask(self, key: str, follower: Follower) -> bool:
-        """Whether the key is right, compared in constant time, and the browser asked for this machine by its name."""
+        """Return whether the key is right, compared in constant time, and the browser asked for this machine."""
         host = str(self.headers.get("Host", "")).rpartition(":")[0] or self.headers.get("Host", "")
         return secrets.compare_digest(key.encode(), follower.key.encode()) and host in HOSTS
 

@@ -26,10 +26,10 @@ class Tail:
     ...     rows.append(line)
     """
 
-    def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
-        """Begin at the first line of a file; lines of more than `most` bytes are left out."""
+    def __init__(self, path: Path, most_bytes: int = MOST_BYTES) -> None:
+        """Begin at the first line of a file; lines of more than `most_bytes` are left out."""
         self.is_first: bool = False
-        self._path, self._most = path, most
+        self._path, self._most_bytes = path, most_bytes
         self._file: tuple[int, int] | None = None  # device and number of the file that was read
         self._offset = 0  # behind the last whole line
         self._last_line = 0, b""  # where the last line begins, and its first bytes
@@ -47,14 +47,14 @@ class Tail:
             return
         with file:
             status = os.fstat(file.fileno())
-            name = status.st_dev, status.st_ino
-            if name != self._file or status.st_size < self._offset or not self._line_stands(file):
-                self._file, self._offset, self._last_line = name, 0, (0, b"")
+            identity = status.st_dev, status.st_ino  # differs if another file took the name
+            if identity != self._file or status.st_size < self._offset or not self._has_last_line(file):
+                self._file, self._offset, self._last_line = identity, 0, (0, b"")
                 self.is_first = True
             yield from self._new_lines(file)
 
-    def _line_stands(self, file: BinaryIO) -> bool:
-        """Return whether the line that was read last is still where it was."""
+    def _has_last_line(self, file: BinaryIO) -> bool:
+        """Return whether the line that was read last is still where it was; else the file was written anew in place."""
         start, first_bytes = self._last_line
         file.seek(start)
         return file.read(len(first_bytes)) == first_bytes
@@ -65,8 +65,8 @@ class Tail:
         Of a longer line the rest is read in chunks and dropped, up to its end.
         """
         file.seek(self._offset)
-        while line := file.readline(self._most + 1):
-            length, is_long = len(line), len(line) > self._most and not line.endswith(b"\n")
+        while line := file.readline(self._most_bytes + 1):
+            length, is_long = len(line), len(line) > self._most_bytes and not line.endswith(b"\n")
             first_bytes = line[:COMPARED]
             while not line.endswith(b"\n") and is_long and (line := file.readline(CHUNK)):
                 length += len(line)

@@ -83,7 +83,8 @@ class PlanBars:
     def color_of(self) -> dict[int, int]:
         """Return the index in FILLS of each document's colour; documents without one of the largest bars take turns.
 
-        In rows documents have the colours that they have in time under the plan's own cost.
+        In rows documents have the colours that they have in time under the plan's own cost, so that a document is the
+        same in both pictures of a page.
         """
         bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
         largest_bars = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
@@ -102,8 +103,8 @@ class PlanBars:
         ]
         drawn = set(sorted(large_enough, key=lambda i: -areas[i])[:limit])
         small_bars = [b for i, b in enumerate(self.bars) if i not in drawn]
-        merge = max(1, round(3 / y_scale))
-        return [self.bars[i] for i in sorted(drawn)], list(_summarize_bars(small_bars, self.plan, merge, x_scale))
+        most_slots = max(1, round(3 / y_scale))
+        return [self.bars[i] for i in sorted(drawn)], list(_summarize_bars(small_bars, self.plan, most_slots, x_scale))
 
 
 def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> PlanBars:
@@ -111,8 +112,8 @@ def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> P
 
     >>> picture = plan_bars(plan, unit="rows")
     """
-    make = _lay_out_rows if unit == "rows" else _lay_out_seconds
-    panels, bars = make(plan, plan.cost if cost is None else cost)
+    lay_out = _lay_out_rows if unit == "rows" else _lay_out_seconds
+    panels, bars = lay_out(plan, plan.cost if cost is None else cost)
     return PlanBars(plan, unit, tuple(panels), tuple(bars))
 
 
@@ -171,14 +172,14 @@ def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 
     In free mode slots are in different micro-batches at the same time.
     """
-    when, widths = plan.timeline(cost), group_times(plan, cost)
+    timeline, widths = plan.timeline(cost), group_times(plan, cost)
     bars: list[Bar] = []
     for index, micro_batch in enumerate(plan.micro_batches):
-        begin = when.start[index] + cost.micro_batch_seconds
+        begin = timeline.start[index] + cost.micro_batch_seconds
         bars += _stack_groups(index, micro_batch, begin, widths[index], cost)
     if plan.mode == "free" or not plan.micro_batches:
-        return [Panel(0.0, 0.0, when.step_seconds)], bars
-    starts, ends = when.start.min(axis=1).tolist(), when.end.max(axis=1).tolist()
+        return [Panel(0.0, 0.0, timeline.step_seconds)], bars
+    starts, ends = timeline.start.min(axis=1).tolist(), timeline.end.max(axis=1).tolist()
     return [Panel(a, a + cost.micro_batch_seconds, b) for a, b in zip(starts, ends, strict=True)], bars
 
 
@@ -234,8 +235,8 @@ def _document_shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]
     return sorted(pairs, key=lambda pair: -pair[1])
 
 
-def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, merge: int, x_scale: float) -> Iterator[Summary]:
-    """Yield summaries of bars that are too small, over up to `merge` neighbouring slots that begin together.
+def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_scale: float) -> Iterator[Summary]:
+    """Yield summaries of bars that are too small, over up to `most_slots` neighbouring slots that begin together.
 
     A document over several slots is counted on its first one only, so that no summary counts it twice.
     """
@@ -251,15 +252,15 @@ def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, merge: int, x_scale: 
             last[slots] = np.maximum(last[slots], bar.stop)
             documents[bar.slot] += 1
             tokens[bar.slot] += plan.lengths[bar.document]
-        for run in _runs_of_slots(first, merge, x_scale):
+        for run in _runs_of_slots(first, most_slots, x_scale):
             start = float(first[run].min())
             counts, stops = (int(documents[run].sum()), int(tokens[run].sum())), last[run]
             mean_least_most = float(stops.mean()), float(stops.min()), float(stops.max())
             yield Summary(index, int(run[0]), len(run), *counts, start, *mean_least_most)
 
 
-def _runs_of_slots(first: np.ndarray, merge: int, x_scale: float) -> Iterator[np.ndarray]:
-    """Yield runs of neighbouring slots whose small bars begin within about 4 pixels, at most `merge` slots in each.
+def _runs_of_slots(first: np.ndarray, most_slots: int, x_scale: float) -> Iterator[np.ndarray]:
+    """Yield runs of neighbouring slots whose small bars begin within about 4 pixels, at most `most_slots` in each.
 
     `first` (slots,) is where each slot's first small bar begins. Slots without one have infinity, and are left out.
     """
@@ -268,5 +269,5 @@ def _runs_of_slots(first: np.ndarray, merge: int, x_scale: float) -> Iterator[np
         return
     begin = np.round(first[busy] * x_scale / 4)
     for run in np.split(busy, np.flatnonzero((np.diff(busy) != 1) | (np.diff(begin) != 0)) + 1):
-        for start in range(0, len(run), merge):
-            yield run[start : start + merge]
+        for start in range(0, len(run), most_slots):
+            yield run[start : start + most_slots]

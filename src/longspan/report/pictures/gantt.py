@@ -71,7 +71,7 @@ class _Canvas:
     def __init__(self, picture: PlanBars, x_scale: float, slot_height: float, cost: Cost, width: int) -> None:
         """Set the scale, in pixels: `x_scale` of a second or a row, `slot_height` of a slot, `width` of the drawing."""
         self.write_time = time_format(cost, picture.end)
-        self.timed = bool(cost.source)
+        self.timed = bool(cost.source)  # whether times are seconds of a machine; else they are shares of the step
         self.picture, self.plan, self.x_scale, self.slot_height = picture, picture.plan, x_scale, slot_height
         self.bottom, self.right = _TOP + slot_height * picture.plan.slots, width - _RIGHT
 
@@ -97,7 +97,7 @@ class _Canvas:
         Rectangles are smaller than their place by a gap, but never too small to be seen.
         """
         x, width = self.x(bar.start), (bar.stop - bar.start) * self.x_scale
-        y, tall = _TOP + bar.slot * self.slot_height, bar.slots * self.slot_height
+        y, height = _TOP + bar.slot * self.slot_height, bar.slots * self.slot_height
         inset = 0.5 if self.slot_height >= 5 else 0.0
         rect = tag(
             "rect",
@@ -106,16 +106,16 @@ class _Canvas:
             x=x,
             y=y + inset,
             width=max(width - 0.6, 0.6),
-            height=max(tall - 2 * inset, 0.8),
+            height=max(height - 2 * inset, 0.8),
         )
-        return rect + self._bar_label(bar, x + width / 2, y + tall / 2 + 3.8, width, tall)
+        return rect + self._bar_label(bar, x + width / 2, y + height / 2 + 3.8, width, height)
 
-    def _bar_label(self, bar: Bar, x: float, y: float, width: float, tall: float) -> str:
+    def _bar_label(self, bar: Bar, x: float, y: float, width: float, height: float) -> str:
         """Return the longest name of a document that fits into its bar, as text at (x, y); "" if none fits."""
         length = self.plan.lengths[bar.document]
         names = (f"document {bar.document} · {length:,}", f"{bar.document} · {number_text(length)}", f"{bar.document}")
-        name = next((n for n in names if width >= 6.4 * len(n) + 6), "")
-        return tag("text", name, class_="name", x=x, y=y) if name and tall >= 12 else ""
+        name = next((n for n in names if width >= 6.4 * len(n) + 6), "")  # pixels of a character, and of both margins
+        return tag("text", name, class_="name", x=x, y=y) if name and height >= 12 else ""
 
     def summary(self, part: Summary) -> str:
         """Return the rectangle of documents that are too small to draw, with words for a pointer over it."""
@@ -249,8 +249,8 @@ def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
     events += [thread | {"tid": slot, "args": {"name": f"slot {slot}"}} for slot in range(plan.slots)]
     for bar in plan_bars(plan, cost).bars:
         group = plan.micro_batches[bar.micro_batch].groups[bar.group]
-        names: dict[str, Any] = {
-            "ph": "X",
+        common: dict[str, Any] = {
+            "ph": "X",  # of the format: an event with a duration
             "name": f"document {bar.document}",
             "cat": f"micro-batch {bar.micro_batch}",
             "pid": 0,
@@ -261,6 +261,6 @@ def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
             "degree": group.degree,
             "micro_batch": bar.micro_batch,
         }
-        event = names | times | {"args": facts | {"cp_comm_type": group.cp_comm_type}}
+        event = common | times | {"args": facts | {"cp_comm_type": group.cp_comm_type}}
         events += [event | {"tid": slot} for slot in range(bar.slot, bar.slot + bar.slots)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -1,5 +1,6 @@
 """The picture of a plan as PNG, with matplotlib (the `viz` extra)."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from longspan.plan import Cost, Plan
 from longspan.report.pictures.bars import FILLS, Bar, PlanBars, Unit, plan_bars
 
 MANY, IDLE = "#93a5bf", "#f3f3f0"
-LETTER, LINE = 7, 11  # pixels of a label: width of a letter, height
+LETTER_WIDTH, LABEL_HEIGHT = 7, 11  # pixels
 
 
 def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: Unit = "seconds") -> Path:
@@ -67,10 +68,10 @@ def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float
     for b in bars:
         width, height = (b.stop - b.start) * x_scale, b.slots * y_scale
         names = f"{b.document} · {picture.plan.lengths[b.document]:,}", f"{b.document}"
-        upright = width < LETTER * len(names[1]) + 4
+        upright = width < LETTER_WIDTH * len(names[1]) + 4
         across, along = (width, height) if upright else (height, width)
-        name = next((name for name in names if along >= LETTER * len(name) + 4), "")
-        if name and across >= LINE:
+        name = next((name for name in names if along >= LETTER_WIDTH * len(name) + 4), "")
+        if name and across >= LABEL_HEIGHT:
             middle = ((b.start + b.stop) / 2, b.slot + b.slots / 2)
             color = FILLS[picture.color_of[b.document]]
             ground = {"facecolor": color, "edgecolor": "none", "pad": 0.5}  # covers host lines
@@ -103,16 +104,19 @@ def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
 
 
 def _name_panels(axes: Any, picture: PlanBars) -> None:
-    """Write the name of each micro-batch above its panel, or its number alone; nothing where there is no room."""
-    last, room = -1.0, 0.02 * (picture.end or 1.0)
+    """Write the name of each micro-batch above its panel, only its number if the panel is narrow.
+
+    A number needs 2% of the axis, a name four times that; a panel whose number would cover the last one gets none.
+    """
+    last_middle, room = -math.inf, 0.02 * (picture.end or 1.0)
     for index, panel in enumerate(picture.panels):
         middle = (panel.start + panel.stop) / 2
-        if middle - last >= room:
+        if middle - last_middle >= room:
             name = f"micro-batch {index}" if panel.stop - panel.start >= 4 * room else f"{index}"
             axes.annotate(
                 name, (middle, 0), (0, 4), textcoords="offset points", ha="center", fontsize=8, color="#555555"
             )
-            last = middle
+            last_middle = middle
 
 
 def _picture_title(plan: Plan) -> str:
