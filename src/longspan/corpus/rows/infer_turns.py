@@ -131,7 +131,7 @@ def marked_spans(
     for start, stop in rendered.marks:
         owners = conversation.messages_in(start, stop)
         owners = owners or answers.intersection(conversation.messages_around(start, stop))
-        if owners.issubset(learnt):
+        if owners.issubset(learnt):  # also a mark that is no message's
             spans.append((start, stop))
         elif not owners.isdisjoint(learnt):
             names = ", ".join(f"messages[{i}]" for i in sorted(owners))
@@ -201,16 +201,16 @@ def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
 
 def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
     """Find where the model begins to generate: after a prompt, else after the question, else where its text begins."""
-    text, turn_before, first = conversation.text, conversation.turn_before(turn), turn.fields[0]
-    first_text = first.value.strip() if isinstance(first.value, str) else ""
+    text, turn_before, first_field = conversation.text, conversation.turn_before(turn), turn.fields[0]
+    first_text = first_field.value.strip() if isinstance(first_field.value, str) else ""
     begin = turn.ends[0] - len(first_text) if text[: turn.ends[0]].endswith(first_text) else turn.ends[0]
     for prompt in tokens.prompts:
         if (at := text.rfind(prompt, turn_before.ends[-1], begin)) >= 0:
             return at + len(prompt)
     if (start := _find_start_after_question(conversation, turn, turn_before)) is not None:
         return start
-    is_call = first.path[0] == "tool_calls"  # the text of a call does not begin with its arguments
-    return None if is_call else locate_start(first, conversation.messages, text, conversation.render)
+    is_call = first_field.path[0] == "tool_calls"  # the text of a call does not begin with its arguments
+    return None if is_call else locate_start(first_field, conversation.messages, text, conversation.render)
 
 
 def _find_start_after_question(conversation: _Conversation, turn: _Turn, turn_before: _Turn) -> int | None:

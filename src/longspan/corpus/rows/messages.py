@@ -145,7 +145,7 @@ class Field(NamedTuple):
 
 
 def texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> list[Field]:
-    """List the texts of messages, the last argument of each tool call, and blank contents of all but assistants."""
+    """List the texts of messages, one field for each tool call, and blank contents of all but assistants."""
     return [field for i, message in enumerate(messages) for field in _text_fields(i, message)]
 
 
@@ -201,8 +201,9 @@ def _put_value(container: Any, path: tuple[str | int, ...], value: Any) -> Any:
     if not path:
         return value
     key, *inner_path = path
+    inner = _put_value(container[key], tuple(inner_path), value)
     copy: Any = list(container) if isinstance(container, list) else dict(container)
-    copy[key] = _put_value(container[key], tuple(inner_path), value)
+    copy[key] = inner
     return copy
 
 

@@ -65,7 +65,7 @@ def count_plain_names(values: Mapping[str, Any]) -> Counter[str]:
 
 
 def has_media_keys(values: Mapping[str, Any]) -> bool:
-    """Whether a row has a key of images, videos or audio, with or without a value."""
+    """Return whether a row has a key of images, videos or audio, with or without a value."""
     return any(key in values for keys in _KEYS.values() for key in keys)
 
 
@@ -74,8 +74,8 @@ def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
 
     None if there is no such value. With `lists` only values that are lists count.
     """
-    present = ((keys[0], values.get(key)) for keys in _KEYS.values() for key in keys)
-    return next((media for media, value in present if value and (isinstance(value, list) or not lists)), None)
+    entries = ((keys[0], values.get(key)) for keys in _KEYS.values() for key in keys)
+    return next((list_key for list_key, value in entries if value and (isinstance(value, list) or not lists)), None)
 
 
 def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
@@ -206,10 +206,10 @@ def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return [kind for part in _message_parts(messages) for kind in PARTS if part == PARTS[kind]]
 
 
-def check_counts(named: Sequence[str], media: RowMedia, where: str) -> None:
+def check_counts(named_kinds: Sequence[str], media: RowMedia, where: str) -> None:
     """Raise RowError if texts name another number of images, videos or audio than there are."""
     for kind, media_count in (("image", len(media.images)), ("video", len(media.videos)), ("audio", 0)):
-        if (count := named.count(kind)) == media_count:
+        if (count := named_kinds.count(kind)) == media_count:
             continue
         if kind == "audio":
             raise RowError(f"{where} name audio {count} times, which is not read here; leave the row out")

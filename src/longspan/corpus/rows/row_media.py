@@ -190,8 +190,8 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
     if rate is not None:
         raise RowError(f"{name} has fps and timestamps, which both say when frames stand; give one of them")
     if not isinstance(times, list) or not all(map(_is_number, times)) or len(times) != frames:
-        count = plural(len(times), "number") if isinstance(times, list) else type_name(times)
-        raise RowError(f"{name} has timestamps of {count} for {plural(frames, 'frame')}; give each its second")
+        times_text = plural(len(times), "number") if isinstance(times, list) else type_name(times)
+        raise RowError(f"{name} has timestamps of {times_text} for {plural(frames, 'frame')}; give each its second")
     if any(b <= a for a, b in pairwise(times)) or times[0] < 0:
         raise RowError(f"{name} has timestamps that do not rise from 0 or later: {preview(times)}")
     interval = (times[-1] - times[0]) / (frames - 1) if frames > 1 else 1 / FPS
@@ -199,5 +199,5 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a number below 1e9, no boolean and not NaN (which differs from itself)."""
+    """Return whether a value is a plausible rate or time: below 1e9, no boolean and not NaN (which is not itself)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) < 1e9

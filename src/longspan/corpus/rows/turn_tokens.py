@@ -45,7 +45,7 @@ class TurnTokens:
     def _risky_characters(self) -> re.Pattern[str]:
         """Return the pattern of characters with which a text can form a token.
 
-        They are the first and last ones of tokens, and all of their characters except letters, digits and blanks.
+        They are the first and last ones of tokens, and all of their characters except those in words (`_is_word`).
         Without tokens the pattern matches nothing.
         """
         names = self.ends | self.headers | self.special
@@ -67,11 +67,11 @@ class TurnTokens:
         return re.compile(f"{plain.pattern}|{self._risky_characters.pattern}") if plain else self._risky_characters
 
     def is_harmless(self, value: Any) -> bool:
-        """Return whether no string in a value has a character of the tokens."""
+        """Return whether no string in a value has a character with which a text can form a token."""
         return not any(self._risky_characters.search(text) for _, text in strings(value, ""))
 
     def make_harmless(self, value: Any) -> Any:
-        """Replace the characters in a value with which its strings, or several of them, could form a token."""
+        """Replace the characters with which the strings in a value could form a token; names of `plain` tokens stay."""
         replaced = lambda match: match.group() if match.group() in self.plain else _HARMLESS  # noqa: E731
         return map_strings(value, lambda text: self._risky_or_plain.sub(replaced, text))
 
@@ -159,7 +159,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
 
 
 def _is_word(character: str) -> bool:
-    """Return whether a character is common in words, so that a text may have it inside without forming a token."""
+    """Return whether a character is common in words: one inside a token's name does not make a text form the token."""
     return character.isalnum() or character in "_- "
 
 
