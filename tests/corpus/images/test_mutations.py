@@ -74,7 +74,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("llava_onevision"),
     ),
     "places in the row, not in its part": (
-        ("corpus.store.document_encoder", "_shift_image(image, -document_rows.start)", "_shift_image(image, 0)"),
+        ("corpus.store.document_encoder", "_shift_image(image, -piece.start)", "_shift_image(image, 0)"),
         tables.test_long_documents_are_cut_before_an_image,
     ),
     "cut in an image": (

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from longspan.corpus.rows.encoding import RowEncoding
@@ -189,6 +190,34 @@ def test_keys_of_no_kind_are_left_alone(qwen: RowEncoding) -> None:
 def test_rows_of_tokens_that_are_none(qwen: RowEncoding, values: dict[str, Any], reason: str) -> None:
     (bad,) = RowEncoding("input_ids", qwen.tokenizer).encode([Row("t, line 1", values)])
     assert isinstance(bad, BadRow) and reason in bad.reason
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (np.array([]), "input_ids has no tokens"),
+        (np.zeros((0, 2), int), "input_ids has no tokens"),
+        (np.array([1, None], dtype=object), "input_ids holds something else than integers"),
+        (np.array([np.zeros((2, 2)), np.zeros((2, 3)), None], dtype=object)[:2], "something else than integers"),
+        (np.zeros((2, 2), int), "input_ids holds something else than integers"),
+        (np.array([1.5, 2.0]), "input_ids holds something else than integers"),
+        (np.array(3), "input_ids is a number; give a list of integers"),
+    ],
+)
+def test_arrays_that_are_no_tokens_are_bad_rows_as_lists_are(qwen: RowEncoding, array: Any, reason: str) -> None:
+    encoding = RowEncoding("input_ids", qwen.tokenizer)
+    (bad,) = encoding.encode([Row("t, line 1", {"input_ids": array})])
+    assert isinstance(bad, BadRow) and reason in bad.reason
+    (as_list,) = encoding.encode([Row("t, line 1", {"input_ids": array.tolist()})])
+    assert as_list == bad
+
+
+def test_arrays_of_integers_are_tokens_as_lists_are(qwen: RowEncoding) -> None:
+    encoding = RowEncoding("input_ids", qwen.tokenizer)
+    for array in (np.array([1, 2], np.uint16), np.array([1, 2], object)):
+        values = {"input_ids": array, "position_ids": np.arange(2), "seq_lengths": np.array([])}
+        (sample,) = encoding.encode([Row("t, line 1", values)])
+        assert isinstance(sample, Sample) and sample.ids.tolist() == [1, 2] and sample.ids.dtype == np.int64
 
 
 def test_rows_of_which_no_token_is_a_target_are_masked(qwen: RowEncoding) -> None:

@@ -37,7 +37,7 @@ class ChatEncoding:
     images: RowImages | None = None
 
     def samples(self, values: Any, first_target: int = 0, media: RowMedia = NOTHING_SHOWN) -> list[Sample]:
-        """Encode a row's messages, tools and `media`; messages before `first_target` are no targets.
+        """Encode a row's messages, tools and `media`; messages before number `first_target` are no targets.
 
         Raises RowError for malformed messages, and for those that the template or the search for turns refuses.
         """
@@ -49,7 +49,7 @@ class ChatEncoding:
             check_strings(messages, "messages", pattern)
             check_strings(tools, "tools", pattern)
         else:
-            check_strings([messages, tools], "the row", None)
+            check_strings([messages, tools], "the row", None)  # only for lone surrogates
         return list(self._encode_turns(messages, tools, learnt_messages(messages, first_target), media))
 
     def _encode_turns(
@@ -122,12 +122,12 @@ class ChatEncoding:
 
     @cached_property
     def _tokens_without_tools(self) -> TurnTokens:
-        """The tokens between turns of conversations without tools."""
+        """Return the tokens between turns of conversations without tools."""
         return turn_tokens(self.template, None, self.tokenizer.engine)
 
     @cached_property
     def _tokens_with_tools(self) -> TurnTokens:
-        """The tokens between turns of conversations with tools.
+        """Return the tokens between turns of conversations with tools.
 
         They are those of conversations without tools if the template refuses the plain conversation with a tool.
         """

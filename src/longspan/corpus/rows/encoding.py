@@ -65,24 +65,24 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
 def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:
     """Encode prompt and completion as one text, with the tokens that the tokenizer puts around it.
 
-    Targets are the tokens with a character of the completion (also one across the border), and the end of text.
+    Targets are the tokens with a character of the completion (also one across the border), and all tokens after it.
     """
     prompt, completion = (require_string(require_key(values, key), key) for key in ("prompt", "completion"))
     text_ids, spans = tokenizer.encode_with_spans(prompt + completion)
     (opening, closing), end = tokenizer.surrounding_ids, tokenizer.end_of_text
     ids = np.concatenate([opening, text_ids, closing, end]).astype(np.int64)
-    mask = np.ones(len(ids), dtype=bool)
-    mask[: len(opening)] = False
-    mask[len(opening) : len(opening) + len(text_ids)] = spans[:, 1] > len(prompt)
-    return Sample(ids, np.where(mask, ids, NO_TARGET))
+    is_target = np.ones(len(ids), dtype=bool)
+    is_target[: len(opening)] = False
+    is_target[len(opening) : len(opening) + len(text_ids)] = spans[:, 1] > len(prompt)
+    return Sample(ids, np.where(is_target, ids, NO_TARGET))
 
 
-def token_sample(values: Mapping[str, Any], vocabulary: int) -> Sample:
+def token_sample(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
     """Take tokens as they are, with labels or masks: a token is a target if no mask has a 0 for it."""
     ids = _read_integers(require_key(values, "input_ids"), "input_ids")
     if not len(ids):
         raise RowError("input_ids has no tokens; leave the row out")
-    _check_ids(ids, "input_ids", vocabulary)
+    _check_ids(ids, "input_ids", vocabulary_size)
     labels, masks = values.get("labels"), [name for name in MASKS if values.get(name) is not None]
     if labels is not None and masks:
         raise RowError(f"labels and {masks[0]} both say which tokens are targets; give one of them")
@@ -92,20 +92,20 @@ def token_sample(values: Mapping[str, Any], vocabulary: int) -> Sample:
         raise RowError(f"attention_mask masks {masked} tokens of padding; leave the padding out")
     if labels is not None:
         targets = _check_length(_read_integers(labels, "labels"), "labels", len(ids))
-        _check_ids(targets[targets != NO_TARGET], "labels", vocabulary)
+        _check_ids(targets[targets != NO_TARGET], "labels", vocabulary_size)
         return Sample(ids, targets)
     if not masks:
         return Sample(ids)
-    learnt = np.logical_and.reduce([_read_mask(values[name], name, len(ids)) for name in masks])
-    return Sample(ids, np.where(learnt, ids, NO_TARGET))
+    is_target = np.logical_and.reduce([_read_mask(values[name], name, len(ids)) for name in masks])
+    return Sample(ids, np.where(is_target, ids, NO_TARGET))
 
 
 def _check_one_document(values: Mapping[str, Any], length: int) -> None:
     """Raise RowError if keys of packed rows show several documents in a row, as they would attend to each other."""
-    parts, positions = values.get("seq_lengths"), values.get("position_ids")
+    lengths, positions = values.get("seq_lengths"), values.get("position_ids")
     hint = "give each a row of its own, steps pack rows themselves"
-    if parts is not None and len(_read_integers(parts, "seq_lengths")) > 1:
-        raise RowError(f"seq_lengths says that the row holds {len(parts)} documents; {hint}")
+    if lengths is not None and len(_read_integers(lengths, "seq_lengths")) > 1:
+        raise RowError(f"seq_lengths says that the row holds {len(lengths)} documents; {hint}")
     if positions is not None and not np.array_equal(_read_integers(positions, "position_ids"), np.arange(length)):
         raise RowError(
             f"position_ids are not 0 to {length - 1}, as those of one document are; {hint}, or leave them out"
@@ -123,21 +123,22 @@ def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
     """Return a list of a row, which may be empty, as an array of integers (n,). Raises RowError for anything else.
 
-    A list with an entry that is no number becomes an array of objects, which is refused here: numpy would raise an
-    error of its own where the entries are lists of different lengths.
+    An array of numpy, also of objects, counts as the list of its entries.
     """
-    if not isinstance(values, list | np.ndarray):
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, list):
         raise RowError(f"{name} is {type_name(values)}; give a list of integers: {preview(values)}")
-    only_numbers = len(values) and not _has_other_entries(values)
-    array = np.asarray(values) if only_numbers else np.asarray(values or [], dtype=object)
-    if len(array) and (array.ndim != 1 or array.dtype.kind not in "iub"):
-        raise RowError(f"{name} holds something else than integers; give a list of integers: {preview(list(values))}")
+    # Of other entries than numbers, such as lists of different lengths, numpy may fail to make an array.
+    array = np.asarray(values) if _are_numbers(values) else None
+    if array is None or (len(array) and array.dtype.kind not in "iub"):  # numpy makes floats of an empty list
+        raise RowError(f"{name} holds something else than integers; give a list of integers: {preview(values)}")
     return array.astype(np.int64)
 
 
-def _has_other_entries(values: Any) -> bool:
-    """Return whether a list has other entries than numbers, of which numpy may fail to make an array."""
-    return any(isinstance(value, list | dict | str | type(None)) for value in values)
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Return whether all values are numbers, booleans among them."""
+    return all(isinstance(value, int | float | np.number | np.bool_) for value in values)
 
 
 def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.NDArray[np.int64]:
@@ -147,13 +148,13 @@ def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.
     return values
 
 
-def _check_ids(ids: npt.NDArray[np.int64], name: str, vocabulary: int) -> None:
+def _check_ids(ids: npt.NDArray[np.int64], name: str, vocabulary_size: int) -> None:
     """Raise RowError for an id that is not in the vocabulary."""
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary))
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary_size))
     if len(wrong):
         raise RowError(
-            f"{name} holds {ids[wrong[0]]} at {wrong[0]}, and the tokenizer has ids 0 to {vocabulary - 1}; tokenize "
-            "with the model's own tokenizer"
+            f"{name} holds {ids[wrong[0]]} at {wrong[0]}, and the tokenizer has ids 0 to {vocabulary_size - 1}; "
+            "tokenize with the model's own tokenizer"
         )
 
 
@@ -211,7 +212,7 @@ class RowEncoding:
 
     @property
     def template(self) -> ChatTemplate:
-        """The tokenizer's chat template. Raises DataError if it has none."""
+        """Return the tokenizer's chat template. Raises DataError if it has none."""
         return self._chat.template
 
     @cached_property
@@ -225,7 +226,7 @@ class RowEncoding:
         return RowImages(self.tokenizer, template)
 
     def _may_have_media(self, values: Mapping[str, Any]) -> bool:
-        """Whether a row of text may have images or other media, by its keys.
+        """Return whether a row of text may have images or other media, by its keys.
 
         Without an image processor only a list under such a key counts: a column "image" may hold anything.
         """
@@ -273,12 +274,15 @@ class RowEncoding:
 
     @cached_property
     def _chat(self) -> ChatEncoding:
-        """The encoding of conversations. Raises DataError if the tokenizer has no chat template."""
+        """Return the encoding of conversations. Raises DataError if the tokenizer has no chat template."""
         template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
         return ChatEncoding(self.tokenizer, template, self.settings, self.images)
 
     def _extract_media(self, row: Row) -> tuple[Mapping[str, Any], RowMedia]:
-        """Return a row's values with images and videos as bare parts of messages, and its media in their order."""
+        """Return a row's values, in which media are bare parts of messages (`row_and_media`), and the media in order.
+
+        Raises RowError for media in a row whose kind or tokenizer cannot have them.
+        """
         values = row.values
         if self.images is None:
             without_parts = self.kind in ("text", "input_ids")  # with these a column "image" need not be an image
@@ -289,12 +293,12 @@ class RowEncoding:
                     "leave them out"
                 )
             return values, NOTHING_SHOWN
-        changed, media = row_and_media(row)
+        bare_values, media = row_and_media(row)
         if self.check_pixels:
             media.check_pixels()
         if media and self.kind == "input_ids":
             raise RowError("images stand beside input_ids; give text or messages, whose placeholders are made here")
-        return changed, media
+        return bare_values, media
 
 
 def _has_no_target(sample: Sample) -> bool:

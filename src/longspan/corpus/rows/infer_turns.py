@@ -12,7 +12,7 @@ and in place of each blank text of a message that is not an assistant's, and the
 second rendering without its marks equals the first, the marks stand where the texts end. Otherwise the template depends
 on what the texts are. Then blank texts are left as they are, and if that does not help, each text is marked in a
 rendering of its own: the rest of that rendering after the mark must end the first rendering.
-Texts are listed in `messages.py`, the tokens between turns in `turn_tokens.py`.
+Texts are listed in `messages.py`, tokens in `turn_tokens.py`.
 """
 
 import re
@@ -81,9 +81,9 @@ class _Conversation:
 
     def messages_around(self, start: int, stop: int) -> range:
         """Return the messages from the last one with a text before a span to the first one with a text after it."""
-        to_start, to_stop = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))  # counts
-        first = self.ends[to_start - 1][1] if to_start else 0
-        last = self.ends[to_stop][1] if to_stop < len(self.ends) else len(self.messages) - 1
+        count_to_start, count_to_stop = (bisect_right(self.ends, (at, len(self.messages))) for at in (start, stop))
+        first = self.ends[count_to_start - 1][1] if count_to_start else 0
+        last = self.ends[count_to_stop][1] if count_to_stop < len(self.ends) else len(self.messages) - 1
         return range(first, last + 1)
 
 
@@ -105,10 +105,10 @@ def find_assistant_spans(
     turns = [turn for turn in conversation.turns if turn.message in learnt]
     spans = tuple(span for turn in turns for span in _turn_spans(conversation, turn, tokens))
     lacking = [field for field, places in zip(fields, ends, strict=True) if field.message in learnt and not places]
-    cut_texts = sum(_is_thought_cut(field, text) for turn in turns for field in turn.fields)
+    cut_thoughts = sum(_is_thought_cut(field, text) for turn in turns for field in turn.fields)
     thoughts = sum(field.is_thought for field in lacking)
     blank = len(set(learnt) - {field.message for field in fields})
-    return Spans(spans, Unseen(thoughts + cut_texts, len(lacking) - thoughts, blank))
+    return Spans(spans, Unseen(thoughts + cut_thoughts, len(lacking) - thoughts, blank))
 
 
 def marked_spans(
@@ -131,7 +131,7 @@ def marked_spans(
     for start, stop in rendered.marks:
         owners = conversation.messages_in(start, stop)
         owners = owners or answers.intersection(conversation.messages_around(start, stop))
-        if owners.issubset(learnt):
+        if owners.issubset(learnt):  # also a mark that is no message's
             spans.append((start, stop))
         elif not owners.isdisjoint(learnt):
             names = ", ".join(f"messages[{i}]" for i in sorted(owners))
@@ -165,12 +165,12 @@ def _make_turn(message: int, fields: Sequence[Field], ends: Sequence[tuple[int, 
 
 
 def _is_thought_cut(field: Field, text: str) -> bool:
-    """Whether the template leaves out the thought at the beginning of an answer: its text up to </think>."""
+    """Return whether the template leaves out the thought at the beginning of an answer: its text up to </think>."""
     return field.path[0] == "content" and "</think>" in field.value and field.value.strip() not in text
 
 
 def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
-    """Find what is generated of a turn: one span, or several where tokens inside the turn end generation."""
+    """Yield the spans of a turn that are generated: one, or several where tokens inside the turn end generation."""
     name = f"messages[{turn.message}]"
     start = _find_start(conversation, turn, tokens)
     end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], conversation.latest_end(turn), name)
@@ -193,7 +193,7 @@ def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
 
 
 def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
-    """Return where a prompt of an answer ends that begins at `at`, or after blanks there; None if none does."""
+    """Return the end of the answer's prompt that begins at `at`, or behind the blanks there; None without a prompt."""
     while text[at : at + 1].isspace():
         at += 1
     return next((at + len(prompt) for prompt in tokens.prompts if text.startswith(prompt, at)), None)
@@ -201,30 +201,30 @@ def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
 
 def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
     """Find where the model begins to generate: after a prompt, else after the question, else where its text begins."""
-    text, turn_before, first = conversation.text, conversation.turn_before(turn), turn.fields[0]
-    first_text = first.value.strip() if isinstance(first.value, str) else ""
+    text, turn_before, first_field = conversation.text, conversation.turn_before(turn), turn.fields[0]
+    first_text = first_field.value.strip() if isinstance(first_field.value, str) else ""
     begin = turn.ends[0] - len(first_text) if text[: turn.ends[0]].endswith(first_text) else turn.ends[0]
     for prompt in tokens.prompts:
         if (at := text.rfind(prompt, turn_before.ends[-1], begin)) >= 0:
             return at + len(prompt)
-    if (start := _find_end_of_question(conversation, turn, turn_before)) is not None:
+    if (start := _find_start_after_question(conversation, turn, turn_before)) is not None:
         return start
-    is_call = first.path[0] == "tool_calls"  # the text of a call does not begin with its arguments
-    return None if is_call else locate_start(first, conversation.messages, text, conversation.render)
+    is_call = first_field.path[0] == "tool_calls"  # the text of a call does not begin with its arguments
+    return None if is_call else locate_start(first_field, conversation.messages, text, conversation.render)
 
 
-def _find_end_of_question(conversation: _Conversation, turn: _Turn, before: _Turn) -> int | None:
+def _find_start_after_question(conversation: _Conversation, turn: _Turn, turn_before: _Turn) -> int | None:
     """Find where an answer begins: after its question, and what the template writes between the two.
 
     The messages before the answer are rendered as a prompt. The end of this prompt is looked for in the text, from the
-    last words of the question on. None: the text and the prompt have nothing in common behind these words.
+    last words of the question on. None if the two have nothing in common behind these words, or the prompt is refused.
     """
     try:
         prompt = conversation.template.render(conversation.messages[: turn.message], conversation.tools, prompt=True)
     except RowError:  # a conversation that begins with the assistant
         return None
-    text, end = conversation.text, before.ends[-1]
-    last_words = str(before.fields[-1].value).rstrip()[-_CONTEXT:] if before.fields else ""
+    text, end = conversation.text, turn_before.ends[-1]
+    last_words = str(turn_before.fields[-1].value).rstrip()[-_CONTEXT:] if turn_before.fields else ""
     begin = end - len(last_words) if last_words and text[:end].endswith(last_words) else end
     length = longest_overlap(prompt.text, text[begin : turn.ends[0]])
     return begin + length if length > end - begin else None
@@ -251,7 +251,7 @@ def locate_ends(
     """Find the ends of each text in the rendering, in characters; empty for a text that is not in it.
 
     All are marked in one rendering. If that fails, blank texts, which a template may leave out, stay unmarked; if that
-    fails too, each other text is marked in its own rendering. So is always a field whose value is no text (`added`).
+    fails too, each other text is marked in its own rendering, as is any field whose mark is a quoted key (`added`).
     """
     marks = _make_marks(text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]
@@ -270,7 +270,7 @@ def locate_ends(
 def _locate_marks(
     messages: Sequence[Message], fields: Mapping[str, Field], text: str, render: Render
 ) -> dict[str, list[int]] | None:
-    """Mark these fields; return where the marks stand in `text`, or None if the template refuses or alters the rest."""
+    """Return the places in `text` of the marks of `fields`; None if the template refuses marks or alters the rest."""
     if not fields:
         return {}
     for mark, field in fields.items():
@@ -288,12 +288,12 @@ def _locate_marks(
 
 
 def _locate_mark(rendered: str, mark: str, text: str, field: Field) -> list[int]:
-    """Return where a mark in `rendered` stands in `text`, which must end with what follows the mark; [] without one."""
+    """Return where `text` goes on as `rendered` does after the mark: one place, or [] if `rendered` lacks the mark."""
     at = rendered.rfind(mark)
     if at < 0:
         return []
     text_after = rendered[at + len(mark) :]
-    closing = _LONGEST_CLOSING if field.added else 0  # what closes the added value: a quote, say
+    closing = _LONGEST_CLOSING if field.added else 0  # characters that close the mark: a quote, say
     text_after = next((text_after[i:] for i in range(closing + 1) if text.endswith(text_after[i:])), None)
     if text_after is None:
         raise RowError(
@@ -321,7 +321,7 @@ def _make_marks(text: str, number: int) -> list[str]:
 
 
 def _add_mark(messages: Sequence[Message], field: Field, mark: str) -> Sequence[Message]:
-    """Add a mark after a text (before the blanks at its end, which templates may strip)."""
+    """Add a mark: after a text (before blanks at its end, which templates may strip), as a blank one, or as a key."""
     if field.added:
         return replace_field(messages, field, {**field.value, mark: mark})
     if field.blank:

@@ -28,7 +28,8 @@ _HINTS = {
     "chosen": "; pairs of answers are for a loss of one's own (docs/losses.md)",
     "instruction": "; write it as prompt, or as the first of messages",
 }
-# Keys that seem to have an effect, and why they have none; only the first is refused for text, which is all learnt.
+# Keys that seem to have an effect, and why they have none. Beside text only the first, masks, are refused: all of a
+# text is learnt, so a label or a weight may be a column for something else.
 _NOT_READ = {
     re.compile(r".*masks?"): f"masks are read beside input_ids alone, as {', '.join(MASKS)}",
     re.compile(r"labels?|kto_tag"): "answers that are liked or not are for a loss of one's own (docs/losses.md), and "
@@ -79,11 +80,11 @@ def check_objects(values: Mapping[str, Any]) -> None:
 
 
 def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
-    """Raise RowError for a row of several kinds, and for a key about targets that is not read."""
+    """Raise RowError for a row of several kinds, and for a key about targets that rows of this kind do not have."""
     if len(kinds := _kinds_in(values)) > 1:
         raise RowError(_several_kinds(kinds))
     read_keys = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
-    patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]  # in text all is learnt: masks alone mislead
+    patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]  # only masks
     for key, value in values.items():
         reason = next((reason for pattern, reason in patterns if pattern.fullmatch(key)), "")
         if reason and value is not None and key not in read_keys:

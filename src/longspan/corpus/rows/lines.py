@@ -38,7 +38,7 @@ def _template_line(encoding: RowEncoding) -> str:
 
 
 def missing_end_line(encoding: RowEncoding) -> str | None:
-    """Warn that the last turn of a conversation has no end that is learnt; None if it has one, and for other rows.
+    """Return a warning that no end of a conversation's last turn is learnt; None if one is, and for other kinds.
 
     A conversation of two words is encoded: behind the answer its targets must have a special token, or one that ends
     generation.
@@ -73,7 +73,10 @@ def describe_surrounding_tokens(tokenizer: TextTokenizer) -> str:
 
 
 def special_line(special: dict[str, int], *, parsed: bool) -> str:
-    """Report how often the names of special tokens occur in texts."""
+    """Report how often the names of special tokens occur in texts, by their counts, the most frequent name first.
+
+    `parsed`: the names are read as these tokens.
+    """
     names_text = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
     more_text = f" and {len(special) - 5} others" if len(special) > 5 else ""
     times = plural(sum(special.values()), "time")
@@ -83,7 +86,7 @@ def special_line(special: dict[str, int], *, parsed: bool) -> str:
 
 
 def names_line(name: str, texts: int) -> str:
-    """Report in how many texts `<image>`, say, is plain text."""
+    """Report in how many `texts` a name of media, such as `<image>`, is plain text."""
     return (
         f"{name} stands in {plural(texts, 'text')}, and is read as these {len(name)} characters there: their rows "
         f'have no key "{name.strip("<>")}s", or parts of messages that name what is shown (docs/multimodal.md)'
@@ -116,7 +119,8 @@ def left_out_lines(
 ) -> Iterator[str]:
     """Yield a line for each way in which something is cut or left out, with numbers and the `key` that decides it.
 
-    `longest` is the value of that key: the most tokens of a document. `bad` describes the first bad rows.
+    `longest` is the value of that key: the most tokens of a document. `other_kinds` counts the files that are not read,
+    by kind; `not_utf8` names files. `bad` describes the first bad rows.
     """
     if left_out.cut_texts:
         yield (

@@ -47,7 +47,7 @@ def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
     elif content is not None and not isinstance(content, str):
         raise RowError(f"{name}.content is {type_name(content)}; give a string: {preview(content)}")
     _check_tool_calls(message.get("tool_calls"), f"{name}.tool_calls")
-    _check_learnt(message, name)
+    _check_target_keys(message, name)
     return message
 
 
@@ -56,8 +56,11 @@ def _drop_null_values(part: Any) -> Any:
     return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
-def _check_learnt(message: Mapping[str, Any], name: str) -> None:
-    """Raise RowError for a key about targets with another value than 0 or 1, or on a message of no assistant."""
+def _check_target_keys(message: Mapping[str, Any], name: str) -> None:
+    """Raise RowError for a key about targets with another value than 0 or 1, and for one that is not read.
+
+    A message that is not an assistant's is never learnt, so that only 0 is right for it.
+    """
     for key, value in message.items():
         if value is not None and key in LEARNT and value not in (0, 1):
             raise RowError(
@@ -105,7 +108,7 @@ def _check_tool_calls(calls: Any, name: str) -> None:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """Read the tools of a row: a list of schemas, or its JSON; None if there are none."""
+    """Read the tools of a row: a list of schemas, or its JSON; None if there are none. Raises RowError otherwise."""
     if isinstance(value, str):
         try:
             value = parse_json(value) if value.strip() else None
@@ -137,19 +140,20 @@ class Field(NamedTuple):
 
     @property
     def is_thought(self) -> bool:
-        """Whether the text is a thought of the assistant, by its key."""
+        """Return whether the text is a thought of the assistant, by its key."""
         return self.path[0] in _THOUGHTS
 
 
 def texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> list[Field]:
-    """List the texts of messages, the last argument of each tool call, and blank contents of all but assistants."""
+    """List the texts of messages, one field for each tool call, and blank contents of all but assistants."""
     return [field for i, message in enumerate(messages) for field in _text_fields(i, message)]
 
 
 def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
     """Yield the texts of message `i`: an assistant's thought, its content, and one field for each call.
 
-    A blank content counts too, except an assistant's.
+    A blank content counts too, as no span of targets may contain its place. An assistant's does not: if the message has
+    no other text, nothing of it is a target.
     """
     thought = next((key for key in _THOUGHTS if _is_text(message.get(key))), None)
     if thought is not None and message.get("role") == "assistant":
@@ -167,9 +171,9 @@ def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
 
 
 def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
-    """Return what templates write last of a call: its last argument if that is a text, else its arguments.
+    """Return what templates write last of call `number` of message `i`: its last argument if that is a text.
 
-    Without arguments it is the function's name.
+    Otherwise it is all arguments, which may be one string; without arguments it is the function's name.
     """
     path: tuple[str | int, ...] = ("tool_calls", number)
     if "function" in call:
@@ -192,12 +196,14 @@ def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: An
     return copies
 
 
-def _put_value(inside: Any, path: tuple[str | int, ...], value: Any) -> Any:
+def _put_value(container: Any, path: tuple[str | int, ...], value: Any) -> Any:
     """Return a copy of nested lists and objects with another value at the end of a path."""
     if not path:
         return value
-    copy = list(inside) if isinstance(inside, list) else dict(inside)
-    copy[path[0]] = _put_value(inside[path[0]], path[1:], value)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    key, *inner_path = path
+    inner = _put_value(container[key], tuple(inner_path), value)
+    copy: Any = list(container) if isinstance(container, list) else dict(container)
+    copy[key] = inner
     return copy
 
 

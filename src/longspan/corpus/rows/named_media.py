@@ -21,7 +21,7 @@ PARTS = {kind: {"type": kind} for kind in ("image", "video")}
 NAMED = {kind: f"<{kind}>" for kind in (*PARTS, "audio")}  # in a text of a row with a key of the kind
 _KEYS = {kind: (f"{kind}s", kind) for kind in NAMED}
 _TYPES = {kind: (kind, f"{kind}_url") for kind in NAMED}  # of parts
-_BRING = {  # keys of a part that contains its image or video
+_MEDIA_KEYS = {  # keys of a part that contains its image or video
     "image": ("image_url", "image", "path", "url", "base64"),
     "video": ("video_url", "video", "frames", "path", "url"),
 }
@@ -65,18 +65,17 @@ def count_plain_names(values: Mapping[str, Any]) -> Counter[str]:
 
 
 def has_media_keys(values: Mapping[str, Any]) -> bool:
-    """Whether a row has a key of images, videos or audio, with or without a value."""
+    """Return whether a row has a key of images, videos or audio, with or without a value."""
     return any(key in values for keys in _KEYS.values() for key in keys)
 
 
 def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
     """Return the first of "images", "videos" and "audios" of which a row has a value, under this key or its singular.
 
-    None if there is no such value.
-    With `lists` only values that are lists count.
+    None if there is no such value. With `lists` only values that are lists count.
     """
-    present = ((keys[0], values.get(key)) for keys in _KEYS.values() for key in keys)
-    return next((media for media, value in present if value and (isinstance(value, list) or not lists)), None)
+    entries = ((keys[0], values.get(key)) for keys in _KEYS.values() for key in keys)
+    return next((list_key for list_key, value in entries if value and (isinstance(value, list) or not lists)), None)
 
 
 def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
@@ -97,7 +96,7 @@ def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
 
 
 def _read_list(values: Mapping[str, Any], kind: str) -> list[Any]:
-    """Return the images or videos of a row, as a list. Raises RowError for anything else under that key."""
+    """Return the entries of the images or videos of a row. Raises RowError for anything but a list under that key."""
     entries = values.get(f"{kind}s")
     if entries is not None and not isinstance(entries, list):
         entry = 'paths, or of {"bytes": …}' if kind == "image" else "lists of frames"
@@ -113,7 +112,8 @@ def read_row_media(row: Row) -> RowMedia:
 def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
     """Return a row's values with images and videos as bare parts of messages, and its media in their order.
 
-    Raises RowError for malformed entries, and if texts name something that the row lacks.
+    A bare part has a type and nothing else: {"type": "image"}. Raises RowError for malformed entries, and if texts name
+    something that the row lacks.
     """
     by_key, part_media = read_media(row.values, row.folder), _PartMedia(row.folder)
     values, pattern = dict(row.values), name_pattern(kinds_by_name(row.values))
@@ -168,10 +168,10 @@ class _PartMedia:
             _check_shows_nothing(part, name)
             return part
         # Beside its media a part may have the number of an image, or the times of a video's frames.
-        keys = ("type", *_BRING[kind], *(("index",) if kind == "image" else TIMES))
+        keys = ("type", *_MEDIA_KEYS[kind], *(("index",) if kind == "image" else TIMES))
         check_entry_keys(part, keys, name)
         self._count_part(part.get("index"), kind, name)
-        media_keys = [key for key in _BRING[kind] if part.get(key) not in (None, "")]
+        media_keys = [key for key in _MEDIA_KEYS[kind] if part.get(key) not in (None, "")]
         if len(media_keys) > 1:
             raise RowError(f"{name} brings {' and '.join(media_keys)}; give one of them")
         for key in media_keys:  # one at most
@@ -179,7 +179,7 @@ class _PartMedia:
         return dict(PARTS[kind])
 
     def _add_media(self, kind: str, key: str, part: Mapping[str, Any], name: str) -> None:
-        """Read the image or video under a key of a part, and collect it."""
+        """Read the image or video under `key` of a part, which messages call `name`, and collect it."""
         value = part[key]
         if isinstance(value, dict) and "url" in value:  # OpenAI's form; its detail "auto" asks for nothing
             check_entry_keys(
@@ -206,10 +206,10 @@ def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return [kind for part in _message_parts(messages) for kind in PARTS if part == PARTS[kind]]
 
 
-def check_counts(named: Sequence[str], media: RowMedia, where: str) -> None:
+def check_counts(named_kinds: Sequence[str], media: RowMedia, where: str) -> None:
     """Raise RowError if texts name another number of images, videos or audio than there are."""
     for kind, media_count in (("image", len(media.images)), ("video", len(media.videos)), ("audio", 0)):
-        if (count := named.count(kind)) == media_count:
+        if (count := named_kinds.count(kind)) == media_count:
             continue
         if kind == "audio":
             raise RowError(f"{where} name audio {count} times, which is not read here; leave the row out")

@@ -64,7 +64,7 @@ class RowImages:
 
     @property
     def processor(self) -> Processor:
-        """The folder's processor, once a process."""
+        """Return the folder's processor, which is loaded once a process."""
         assert self.tokenizer.folder is not None
         return load_processor(self.tokenizer.folder.absolute())
 
@@ -81,9 +81,7 @@ class RowImages:
     @cached_property
     def marks(self) -> dict[str, str]:
         """Return what is written into a text in place of `<image>` and of `<video>`, by kind, before it is expanded."""
-        return {
-            kind: self._template_mark(kind, token) for kind, token in self._processor_tokens(("image", "video")).items()
-        }
+        return {kind: self._template_mark(kind, token) for kind, token in self._processor_tokens(videos=True).items()}
 
     def _template_mark(self, kind: str, token: str) -> str:
         """Return what the chat template writes for a part of this kind: all that stands between words around the part.
@@ -101,10 +99,10 @@ class RowImages:
         between = text.split(_WORDS[0])[-1].split(_WORDS[1])[0]
         return between if between.count(token) == 1 else token
 
-    def _processor_tokens(self, kinds: Sequence[str]) -> dict[str, str]:
-        """Return the processor's token for images and, if `kinds` has videos and the processor too, for videos."""
+    def _processor_tokens(self, *, videos: bool) -> dict[str, str]:
+        """Return the processor's tokens by kind: for images and, with `videos`, for videos, if it has one for them."""
         tokens = {"image": self.processor.token}
-        if "video" in kinds:
+        if videos:
             with suppress(DataError):
                 tokens["video"] = self.processor.videos.token
         return tokens
@@ -113,41 +111,40 @@ class RowImages:
         """Replace placeholders in a text by what the processor writes for these images and videos.
 
         A placeholder is the processor's token for an image, or for a video, once for each file, in the files' order.
-        `spans` of the text, in characters, move by what placeholders before them grew. Returns the text, what was
-        written for each placeholder, and the moved spans. Raises RowError for another number of placeholders.
+        `spans` of the text, in characters, move by as many as the placeholders before them grow. Returns the text, what
+        was written for each placeholder, and the moved spans. Raises RowError unless each file has a placeholder.
         """
-        tokens = self._processor_tokens(["video"] if media.videos else [])
+        tokens = self._processor_tokens(videos=bool(media.videos))
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed
         pattern = re.compile("|".join(re.escape(token) for token in tokens.values()))
-        marks, pieces = pattern.findall(text), pattern.split(text)
-        kinds = [kind for token in marks for kind in tokens if tokens[kind] == token]
+        placeholders, pieces = pattern.findall(text), pattern.split(text)
+        kinds = [kind for token in placeholders for kind in tokens if tokens[kind] == token]
         for kind, files in (("image", media.images), ("video", media.videos)):
             if kinds.count(kind) != len(files):
                 raise RowError(
                     f"its chat template writes {plural(kinds.count(kind), 'placeholder')} {tokens[kind]} for "
                     f"{plural(len(files), kind)}; mend the template of {self.tokenizer.folder}"
                 )
-        items = tuple(self._process_size(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
-        sizes = [len(token) for token in marks]
+        shown = tuple(self._make_shown(name, file, len(media.images)) for name, file in media.iterate_files(kinds))
+        sizes = [len(token) for token in placeholders]
         # Where each placeholder begins in the text, and by how much those before it have grown.
         starts = np.cumsum([len(piece) for piece in pieces[:-1]]) + np.cumsum(sizes) - sizes
-        grown_before = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(items, sizes, strict=True))])
+        grown_before = np.cumsum([0, *(len(medium.text) - size for medium, size in zip(shown, sizes, strict=True))])
         moved_spans = tuple(
             (int(a + grown_before[(starts < a).sum()]), int(b + grown_before[(starts < b).sum()])) for a, b in spans
         )
-        texts = (*(medium.text for medium in items), "")
-        return Expanded(
-            "".join(piece + medium for piece, medium in zip(pieces, texts, strict=True)), items, moved_spans
-        )
+        shown_texts = (*(medium.text for medium in shown), "")  # no placeholder follows the last piece
+        expanded_text = "".join(piece + shown_text for piece, shown_text in zip(pieces, shown_texts, strict=True))
+        return Expanded(expanded_text, shown, moved_spans)
 
     def add_images(self, sample: Sample, expanded: Expanded) -> Sample:
         """Return a sample of an expanded text with its images; placeholders are no targets."""
-        pictures, videos = (
+        images, videos = (
             [medium for medium in expanded.shown if _is_video(medium) == video] for video in (False, True)
         )
         placed, labels = list[SampleImage](), sample.ids if sample.labels is None else sample.labels
-        for kind, shown in (("image", pictures), ("video", videos)):
+        for kind, shown in (("image", images), ("video", videos)):
             if kind == "image" or shown:  # a folder may lack a processor of videos, which only videos need
                 placeholder = self.processor.placeholder if kind == "image" else self._videos.placeholder
                 placed += self._place_images(sample.ids, kind, placeholder, shown)
@@ -183,7 +180,8 @@ class RowImages:
     ) -> Iterator[SampleImage]:
         """Yield images, or the groups of frames of videos, with the places of their placeholders in a text's ids (n,).
 
-        `placeholder` is the token id for this kind.
+        `placeholder` is the token id for this kind. Raises RowError unless there are as many in the ids as the
+        processor wrote, and some for each image or video.
         """
         places = np.flatnonzero(ids == placeholder)
         counts = [self._count_placeholders(medium.text, placeholder) for medium in shown]
@@ -198,20 +196,24 @@ class RowImages:
             if isinstance(medium.file, VideoFile):
                 yield from self._frame_groups(number, medium_places, medium.file, medium.grid or (0, 0, 0))
             else:
-                at = (
-                    int(medium_places[0]),
-                    int(medium_places[-1]) + 1,
-                    len(medium_places),
-                    medium.grid or (0, 0, 0),
-                    number,
+                size, modified_ns = medium.file.stamp()
+                yield SampleImage(
+                    start=int(medium_places[0]),
+                    stop=int(medium_places[-1]) + 1,
+                    rows=len(medium_places),
+                    grid=medium.grid or (0, 0, 0),
+                    number=number,
+                    path=medium.file.path,
+                    bytes=size,
+                    modified_ns=modified_ns,
+                    among=len(shown),
                 )
-                yield SampleImage(*at, medium.file.path, *medium.file.stamp(), len(shown))
 
     def _frame_groups(
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
     ) -> Iterator[SampleImage]:
         """Yield the groups of frames of a video; each has an equal share of its placeholders, at these places (n,)."""
-        size, (groups, height, width) = self._videos.group, grid
+        size, (groups, height, width) = self._videos.group, grid  # frames of a group, then patches
         if len(places) % groups:
             raise RowError(
                 f"videos[{number}] has {plural(len(places), 'placeholder')} for {groups} groups of frames; the "
@@ -228,8 +230,8 @@ class RowImages:
                 seconds=video.interval * size,
             )
 
-    def _process_size(self, name: str, file: ImageFile | VideoFile, images: int) -> Shown:
-        """Return what the processor writes for one image or video, by its size; `images` is how many the row has."""
+    def _make_shown(self, name: str, file: ImageFile | VideoFile, images: int) -> Shown:
+        """Return an image or video with what the processor writes for its size; `images` is how many the row has."""
         try:
             if isinstance(file, VideoFile):
                 grid = self._videos.grid(len(file.frames), file.size())
@@ -240,7 +242,7 @@ class RowImages:
             raise RowError(f"{name}: {error}") from error
 
     def _count_placeholders(self, text: str, placeholder: int) -> int:
-        """Count the placeholders in the text of one image or video."""
+        """Count the tokens with the id `placeholder` in the text of one image or video."""
         ids = self.tokenizer.parsing(True).engine.encode(text, add_special_tokens=False).ids
         return ids.count(placeholder)
 

@@ -25,9 +25,9 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,11}://|file:", re.IGNORECASE)
 
 
 def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
-    """Read the entry of an image. Raises RowError, which calls the entry `name`, if there is none.
+    """Read the entry of an image: a path, a file: or data: URL, or bytes. Raises RowError for anything else.
 
-    `folder` is that of the row's file, where relative paths begin.
+    The error calls the entry `name`. `folder` is that of the row's file, where relative paths begin.
 
     >>> read_image_entry("a.png", "/data", "images[0]").path
     '/data/a.png'
@@ -43,7 +43,7 @@ def read_image_entry(entry: Any, folder: str, name: str) -> ImageFile:
         kind = "an empty string" if entry == "" else type_name(entry)
         raise RowError(f'{name} is {kind}; give a path, or {{"bytes": …}} as parquet files have them')
     if entry[:5].lower() == "data:":
-        return ImageFile("", _data_of_url(entry, name))
+        return ImageFile("", _decode_data_url(entry, name))
     path = Path(_entry_path(entry, name))
     with suppress(RuntimeError):  # "~name" without a user of this name is a name
         path = path.expanduser()
@@ -62,7 +62,7 @@ def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str)
 
 
 def _entry_path(entry: str, name: str) -> str:
-    """Return the path of an entry, or of its file: URL."""
+    """Return the path of an entry, or of its file: URL. Raises RowError for another URL, and for what is no path."""
     scheme = _SCHEME.match(entry)
     if scheme is None:
         if _BASE64.fullmatch(entry):
@@ -89,8 +89,8 @@ def _entry_path(entry: str, name: str) -> str:
     return unquote(path)
 
 
-def _data_of_url(url: str, name: str) -> bytes:
-    """Return the bytes of a data: URL."""
+def _decode_data_url(url: str, name: str) -> bytes:
+    """Return the bytes of a data: URL. Raises RowError if it has none."""
     header, comma, text = url.partition(",")
     if not comma or not text:
         raise RowError(f"{name} is {shorten_path(url)!r}, which brings no bytes; give data:image/png;base64,…")
@@ -190,8 +190,8 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
     if rate is not None:
         raise RowError(f"{name} has fps and timestamps, which both say when frames stand; give one of them")
     if not isinstance(times, list) or not all(map(_is_number, times)) or len(times) != frames:
-        count = plural(len(times), "number") if isinstance(times, list) else type_name(times)
-        raise RowError(f"{name} has timestamps of {count} for {plural(frames, 'frame')}; give each its second")
+        times_text = plural(len(times), "number") if isinstance(times, list) else type_name(times)
+        raise RowError(f"{name} has timestamps of {times_text} for {plural(frames, 'frame')}; give each its second")
     if any(b <= a for a, b in pairwise(times)) or times[0] < 0:
         raise RowError(f"{name} has timestamps that do not rise from 0 or later: {preview(times)}")
     interval = (times[-1] - times[0]) / (frames - 1) if frames > 1 else 1 / FPS
@@ -199,5 +199,5 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a number below 1e9, no boolean and not NaN (which differs from itself)."""
+    """Return whether a value is a plausible rate or time: below 1e9, no boolean and not NaN (which is not itself)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) < 1e9

@@ -39,19 +39,22 @@ def require_string(value: Any, name: str) -> str:
     return value
 
 
-def check_characters(text: str, of: str) -> None:
-    """Raise RowError for a lone surrogate, which JSON can write and no tokenizer can read; `of` names the text."""
+def check_characters(text: str, name: str) -> None:
+    """Raise RowError for a lone surrogate, which JSON can write and no tokenizer can read; it calls the text `name`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RowError(
-            f"character {error.start + 1} of {of} is \\u{ord(text[error.start]):04x}, a lone surrogate, which is half "
-            "of a character; write both halves, or leave it out"
+            f"character {error.start + 1} of {name} is \\u{ord(text[error.start]):04x}, a lone surrogate, which is "
+            "half of a character; write both halves, or leave it out"
         ) from error
 
 
 def check_strings(value: Any, name: str, special: re.Pattern[str] | None) -> None:
-    """Raise RowError for a string in a value with a lone surrogate or a name that `special` matches (None: no name)."""
+    """Raise RowError for a string in a value that has a lone surrogate, or a name of a token that `special` matches.
+
+    None for `special`: names are not looked for. `name` is what messages call the value.
+    """
     for path, text in strings(value, name):
         check_characters(text, path)
         if special is not None and (match := special.search(text)):

@@ -66,7 +66,7 @@ class ChatTemplate:
     def of(cls, tokenizer: TextTokenizer, day: str) -> "ChatTemplate":
         """Return the templates of a tokenizer's folder, on a `day` as "26 Jul 2024".
 
-        Raises DataError if it has none.
+        Raises DataError if it has none, and for a `day` of another form.
         """
         try:
             datetime.strptime(day, _DAY_FORMAT)
@@ -79,7 +79,7 @@ class ChatTemplate:
                 "the folder of a chat model's tokenizer with data.tokenizer, or put its files into that of model.path"
             )
         stock: Any = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
-        if not stock.chat_template and has_processor(folder):
+        if not stock.chat_template and has_processor(folder):  # some models' folders have it for the processor only
             stock.chat_template = load_processor(folder.absolute()).stock.chat_template
         if not stock.chat_template:
             raise DataError(
@@ -91,7 +91,7 @@ class ChatTemplate:
         return cls(template, with_tools, special, _names_of_ends(tokenizer), day)
 
     def has_marks(self, tools: Sequence[Any] | None) -> bool:
-        """Whether the template marks what is generated."""
+        """Return whether the template marks what is generated."""
         return _MARKS.search(self._template(tools)) is not None
 
     def render(
@@ -108,7 +108,7 @@ class ChatTemplate:
 
     @cached_property
     def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
-        """The forms of contents that the template reads, by role, with tools and without."""
+        """Return the forms of contents that the template reads, by role, with tools and without."""
         pairs = [(role, tools) for role in _ROLES for tools in (None, SOME_TOOL)]
         return {(role, bool(tools)): self._try_contents(role, tools) for role, tools in pairs}
 
@@ -119,7 +119,8 @@ class ChatTemplate:
         itself, as Python or JSON, or leave it out. Some read only parts, or only the first part. A template of which
         neither form shows a word counts as one that reads texts.
         """
-        words_text, make_parts = "".join(_WORDS), lambda words: [{"type": "text", "text": word} for word in words]
+        words_text = "".join(_WORDS)
+        make_parts = lambda words: [{"type": "text", "text": word} for word in words]  # noqa: E731
         contents = words_text, make_parts([words_text]), make_parts(_WORDS)
         as_text, one_part, several_parts = (
             "".join(self._render_content(role, content, tools).split()) for content in contents
@@ -191,8 +192,9 @@ class _Contents:
     def fit_content(self, message: Message) -> Message:
         """Return a message whose content is of a form that the template reads.
 
-        A list of text parts becomes one text if the template does not read several; a text becomes a list of one part
-        if it reads only parts. Anything else stays: images and videos among the parts, and a message without content.
+        A list of text parts becomes one text if the template does not read several parts; a text, also such a one,
+        becomes a list of one part if it reads only parts. Anything else stays: images and videos among the parts, and a
+        message without content.
         """
         content = message.get("content")
         if isinstance(content, list):

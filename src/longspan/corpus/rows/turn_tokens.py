@@ -38,14 +38,15 @@ class TurnTokens:
 
     @cached_property
     def any_token(self) -> re.Pattern[str] | None:
-        """A pattern for any of the tokens, the longest first; None if there are none."""
+        """Return a pattern for any of the tokens, the longest first; None if there are none."""
         return any_of_pattern(self.ends | self.headers | self.special)
 
     @cached_property
     def _risky_characters(self) -> re.Pattern[str]:
         """Return the pattern of characters with which a text can form a token.
 
-        They are the first and last ones of tokens, and all of their characters except letters, digits and blanks.
+        They are the first and last ones of tokens, and all of their characters except those in words (`_is_word`).
+        Without tokens the pattern matches nothing.
         """
         names = self.ends | self.headers | self.special
         characters = {
@@ -58,7 +59,7 @@ class TurnTokens:
 
     @cached_property
     def _risky_or_plain(self) -> re.Pattern[str]:
-        """A pattern for names of `plain` tokens, then for `_risky_characters`.
+        """Return a pattern for names of `plain` tokens, then for `_risky_characters`.
 
         Templates look for these names, so they stay as they are; they come first, to be matched as a whole.
         """
@@ -66,20 +67,21 @@ class TurnTokens:
         return re.compile(f"{plain.pattern}|{self._risky_characters.pattern}") if plain else self._risky_characters
 
     def is_harmless(self, value: Any) -> bool:
-        """Whether no string in a value has a character of the tokens."""
+        """Return whether no string in a value has a character with which a text can form a token."""
         return not any(self._risky_characters.search(text) for _, text in strings(value, ""))
 
     def make_harmless(self, value: Any) -> Any:
-        """Replace the characters in a value with which its strings, or several of them, could form a token."""
+        """Replace the characters with which the strings in a value could form a token; names of `plain` tokens stay."""
         replaced = lambda match: match.group() if match.group() in self.plain else _HARMLESS  # noqa: E731
         return map_strings(value, lambda text: self._risky_or_plain.sub(replaced, text))
 
     def find_end_of_turn(self, text: str, start: int, limit: int, turn: str) -> int:
         """Find the end of the turn whose last text ends at `start`: after the first token there that ends turns.
 
-        The token must stand before `limit`, and no other turn may begin before it. Another special token ends the turn
-        too, if nothing but blanks stands between that token and the next turn or the end of the text. The last turn of
-        the text needs no token at its end. Raises RowError otherwise; the message names the turn as `turn`.
+        If a token that ends generation follows it directly, the turn ends after that one. The token must stand before
+        `limit`, and no other turn may begin before it. Another special token ends the turn too, if nothing but blanks
+        stands between that token and the next turn or the end of the text. The last turn of the text needs no token at
+        its end. Raises RowError otherwise; the message names the turn as `turn`.
         """
         tokens = list(self.any_token.finditer(text, start, limit)) if self.any_token else []
         inside = list(takewhile(lambda token: token.group() not in self.headers - self.ends, tokens))
@@ -139,6 +141,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     prompt = _answer_prompt(template, tools, tokens)
     prompt_token = tokens.match(prompt) if tokens else None
     headers = {*separators[1 if first_is_end else 0 :], *([prompt_token.group()] if prompt_token else [])}
+    # What stands between each question and its answer.
     answer_heads = [text.split(_WORDS[i])[-1].split(_WORDS[i + 1])[0] for i in (0, 2)]
     closing = frozenset(
         tokens_after[0]
@@ -156,7 +159,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
 
 
 def _is_word(character: str) -> bool:
-    """Return whether a character is common in words, so that a text may have it inside without forming a token."""
+    """Return whether a character is common in words: one inside a token's name does not make a text form the token."""
     return character.isalnum() or character in "_- "
 
 
@@ -166,7 +169,10 @@ def any_of_pattern(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
 
 
 def _answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:
-    """Return how a question rendered as a prompt for an answer goes on where it begins to differ from the question."""
+    """Return what the template writes behind a question as the prompt of an answer.
+
+    It begins where the question rendered with the prompt begins to differ from the question rendered without it.
+    """
     question = [{"role": "user", "content": _WORDS[0]}]
     plain, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
     common = next((i for i, (a, b) in enumerate(zip(plain, with_prompt, strict=False)) if a != b), len(plain))

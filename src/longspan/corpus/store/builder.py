@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 
 
 VERSION = 2  # a recipe with another version has another key, so that its documents are built again
-# Larger corpora are encoded by several processes; 4 MiB for other kinds, less for rows whose images are decoded.
-_IN_PROCESS_BYTES = {
-    "text": 32 << 20,
-    "input_ids": 32 << 20,
-}
+# Larger corpora are encoded by several processes: by the kind of rows, and for rows whose images are decoded.
+_IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20, "messages": 4 << 20, "prompt+completion": 4 << 20}
 _WITH_PIXELS_BYTES = 1 << 18
 
 
@@ -78,12 +75,12 @@ class Recipe:
 
     @property
     def images(self) -> bool:
-        """Whether rows may have images."""
+        """Return whether rows may have images."""
         return any(encoding.images is not None for encoding in self.encodings)
 
     @property
     def checks_pixels(self) -> bool:
-        """Whether the build decodes images."""
+        """Return whether the build decodes images."""
         return self.images and any(encoding.check_pixels for encoding in self.encodings)
 
     @property
@@ -101,7 +98,7 @@ class Recipe:
     def processes(self) -> int:
         """Return how many processes encode: one if the corpus is so small that it is done before others start."""
         size = sum(source.bytes for source in self.sources)
-        small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, 4 << 20) for encoding in self.encodings)
+        small_bytes = min(_IN_PROCESS_BYTES[encoding.kind] for encoding in self.encodings)
         small_bytes = min(small_bytes, _WITH_PIXELS_BYTES) if self.checks_pixels else small_bytes
         return 1 if size <= small_bytes else self.workers or usable_cores()
 
@@ -139,9 +136,9 @@ class _Writer:
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         """Open the files of a corpus: a column for each fact of its documents, and their tokens if they are stored.
 
-        If tokens are not stored, two columns say where each document's tokens are made from: the position of its row in
-        the file, and its first token in the row. With several sources another column has the number of each document's
-        source.
+        `origins` has the number of each document's file. If tokens are not stored, two columns say where each
+        document's tokens are made from: the position of its row in the file, and its first token in the row. With
+        several sources another column has the number of each document's source.
         """
         self._recipe, self._folder = recipe, folder
         columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4"}
@@ -169,7 +166,7 @@ class _Writer:
 
     def write_rows(self, encoded: Encoded) -> None:
         """Write the documents of the next rows; offsets go on from the tokens written so far."""
-        values = {
+        values = {  # of all columns that a corpus can have; this one may lack some
             "lengths": encoded.lengths,
             "origins": encoded.files,
             "targets": encoded.targets,
@@ -234,10 +231,11 @@ class _Progress:
     """Logs the progress of a build every few seconds."""
 
     def __init__(self, recipe: Recipe, log: LogLine) -> None:
-        self._log, self._sizes = log, [source.bytes for source in recipe.sources]
-        self._total, self._file, self._bytes_before = sum(self._sizes), 0, 0  # bytes of the files before number `_file`
-        self._began = self._last_line = time.monotonic()
-        self._read = 0  # bytes
+        """Start the clock; progress is counted in bytes of the recipe's files."""
+        self._log, self._file_bytes = log, [source.bytes for source in recipe.sources]
+        self._total_bytes = sum(self._file_bytes)
+        self._file, self._bytes_before = 0, 0  # the number of the file that is read, and the bytes of all files before
+        self._start_time = self._last_log_time = time.monotonic()
 
     def announce_long_rows(self, batches: Iterable[list[FileChunk]]) -> Iterator[list[FileChunk]]:
         """Yield the batches; before one with a chunk of more than `_LONG_BYTES`, log that it takes long."""
@@ -257,24 +255,25 @@ class _Progress:
         """
         last = batch[-1]
         while self._file < last.file:
-            self._bytes_before += self._sizes[self._file]
+            self._bytes_before += self._file_bytes[self._file]
             self._file += 1
-        self._read = self._bytes_before + last.chunk.end
-        if time.monotonic() - self._last_line > _NEWS_SECONDS:
-            self._last_line = time.monotonic()
-            seconds_left = (self._last_line - self._began) * (self._total - self._read) / max(self._read, 1)
-            self._log(f"{self._progress_line(writer, self._read)}, about {_duration(seconds_left)} left")
+        bytes_read = self._bytes_before + last.chunk.end
+        if time.monotonic() - self._last_log_time > _NEWS_SECONDS:
+            self._last_log_time = time.monotonic()
+            seconds = self._last_log_time - self._start_time
+            seconds_left = seconds * (self._total_bytes - bytes_read) / max(bytes_read, 1)
+            self._log(f"{self._progress_line(writer, bytes_read)}, about {_duration(seconds_left)} left")
 
     def log_total(self, writer: _Writer) -> None:
         """Log the progress at the end, with the bytes of all files."""
-        self._log(self._progress_line(writer, self._total))
+        self._log(self._progress_line(writer, self._total_bytes))
 
-    def _progress_line(self, writer: _Writer, read: int) -> str:
-        """Describe how far the build is after `read` bytes, and its speed."""
-        seconds = max(time.monotonic() - self._began, 1e-3)
+    def _progress_line(self, writer: _Writer, bytes_read: int) -> str:
+        """Describe how far the build is after `bytes_read` bytes, and its speed."""
+        seconds = max(time.monotonic() - self._start_time, 1e-3)
         return (
-            f"tokenized {read / 1e6:,.1f} of {self._total / 1e6:,.1f} MB: {plural(writer.tokens, 'token')}, "
-            f"{writer.tokens / seconds:,.0f} a second"
+            f"tokenized {bytes_read / 1e6:,.1f} of {self._total_bytes / 1e6:,.1f} MB: "
+            f"{plural(writer.tokens, 'token')}, {writer.tokens / seconds:,.0f} a second"
         )
 
 

@@ -51,7 +51,7 @@ class Cache:
         Documents are built if the folder is missing, or if `is_whole` says that files in it are damaged. Other runs
         wait meanwhile.
         """
-        folder = self.folder / key[:40]
+        folder = self.folder / key[:40]  # of 64 hexadecimal digits: enough to be different
         if folder.is_dir() and is_whole(folder):
             return folder, False
         with self._lock_documents(folder, log) as locked:
@@ -78,16 +78,16 @@ class Cache:
 
         Yields True, or False if the file system has no locks.
         """
-        last_line = 0.0
+        last_log_time = 0.0
         with folder.with_suffix(".lock").open("a") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if time.monotonic() - last_line > _NEWS_SECONDS:
+                    if time.monotonic() - last_log_time > _NEWS_SECONDS:
                         log("another run tokenizes the same corpus: waiting for it")
-                        last_line = time.monotonic()
+                        last_log_time = time.monotonic()
                     time.sleep(_POLL_SECONDS)
                 except OSError:
                     yield False

@@ -91,9 +91,9 @@ class DocumentEncoder:
         for source, group in groupby(pieces, key=lambda piece: piece.source):
             rows, places = list[Row](), list[tuple[int, int]]()
             for piece in group:
-                for position, row in batch.rows(piece):
+                for position, row in batch.read_rows(piece):
                     if isinstance(row, BadRow):
-                        batch.add_bad(row)
+                        batch.add_bad_row(row)
                     else:
                         rows.append(row)
                         places.append((piece.file, position))
@@ -111,12 +111,12 @@ class _BatchDocuments:
         self._images = list[PlacedImage]()
         self._notes = Notes()
 
-    def rows(self, piece: FileChunk) -> Iterator[tuple[int, Row | BadRow]]:
+    def read_rows(self, piece: FileChunk) -> Iterator[tuple[int, Row | BadRow]]:
         """Yield the rows of a chunk with their positions; a text that is not UTF-8 has none and is noted."""
         try:
-            for placed in chunk_rows(piece.chunk):
+            for position, row in chunk_rows(piece.chunk):
                 self._notes.rows += 1
-                yield placed
+                yield position, row
         except UnicodeDecodeError:
             self._notes.skipped.append(piece.chunk.name)
 
@@ -132,7 +132,7 @@ class _BatchDocuments:
         previous_row, start = -1, 0
         for sample in encoding.encode(rows):
             if isinstance(sample, BadRow):
-                self.add_bad(sample)
+                self.add_bad_row(sample)
                 continue
             start = start if sample.row == previous_row else 0
             previous_row = sample.row
@@ -149,30 +149,32 @@ class _BatchDocuments:
         are; without codes every token but the first is a target.
         """
         ids, codes = sample.ids, encode_labels(sample.ids, sample.labels)
-        limit = np.iinfo(self._encoder.dtype).max
-        if ids.size and not (ids.min() >= 0 and ids.max() <= limit):
-            self.add_bad(BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {limit}"))
+        largest_id = np.iinfo(self._encoder.dtype).max
+        if ids.size and not (ids.min() >= 0 and ids.max() <= largest_id):
+            self.add_bad_row(BadRow(where, f"token ids {ids.min()} to {ids.max()}; give ids from 0 to {largest_id}"))
             return
         uncut = [(image.start, image.stop) for image in sample.images]
         most_tokens = self._encoder.longest
         if most_tokens and (largest_span := max((stop - start for start, stop in uncut), default=0)) > most_tokens:
             reason = f"max_document_tokens is {most_tokens}, and an image is not cut; raise it, or set it to 0"
-            self.add_bad(BadRow(where, f"an image takes {largest_span} tokens: {reason}"))
+            self.add_bad_row(BadRow(where, f"an image takes {largest_span} tokens: {reason}"))
             return
-        for document_rows in cut_row(len(ids), codes, most_tokens, self._notes.left_out, uncut):
-            inside = (image for image in sample.images if document_rows.start <= image.start < document_rows.stop)
+        file, position = place
+        for piece in cut_row(len(ids), codes, most_tokens, self._notes.left_out, uncut):
+            images = (image for image in sample.images if piece.start <= image.start < piece.stop)
             self._images += (  # len(self._facts) is the number of this document, whose facts are added below
-                PlacedImage(len(self._facts), _shift_image(image, -document_rows.start), place[1]) for image in inside
+                PlacedImage(len(self._facts), _shift_image(image, -piece.start), position) for image in images
             )
-            code = None if codes is None else codes[document_rows].copy()
-            if code is not None:
-                code[0] = OWN_TOKEN  # never predicted; so that codes with no other value need not be stored
-            targets = len(ids[document_rows]) - 1 if code is None else int((code[1:] != NOTHING).sum())
-            self._ids.append(ids[document_rows])
-            self._codes.append(code)
-            self._facts.append((len(ids[document_rows]), targets, *place, start + document_rows.start))
+            document_ids, document_codes = ids[piece], None if codes is None else codes[piece].copy()
+            targets = len(document_ids) - 1
+            if document_codes is not None:
+                targets = int((document_codes[1:] != NOTHING).sum())
+                document_codes[0] = OWN_TOKEN  # never predicted; so that codes with no other value need not be stored
+            self._ids.append(document_ids)
+            self._codes.append(document_codes)
+            self._facts.append((len(document_ids), targets, file, position, start + piece.start))
 
-    def add_bad(self, row: BadRow) -> None:
+    def add_bad_row(self, row: BadRow) -> None:
         """Count a row that gives no document. Raises DataError unless the row is masked or bad rows are skipped."""
         if row.masked:
             self._notes.left_out["masked_rows"] += 1
@@ -184,7 +186,10 @@ class _BatchDocuments:
             self._notes.bad.append(f"{row.where}: {row.reason}")
 
     def collect_documents(self) -> Encoded:
-        """Return all documents that were added; their codes have one byte each unless labels name other tokens."""
+        """Return all documents that were added; their codes have one byte each unless labels name other tokens.
+
+        Without codes, or if all of them are OWN_TOKEN (0), every token is predicted as itself.
+        """
         codes = None
         if any(code is not None and code.any() for code in self._codes):
             pairs = zip(self._codes, self._ids, strict=True)

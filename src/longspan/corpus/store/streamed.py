@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KEPT_TOKENS = 1 << 22  # of the rows encoded last, which stay in memory
 _OPEN_FILES = 16
-Encodings = Callable[[], "tuple[RowEncoding, ...]"]
+MakeEncodings = Callable[[], "tuple[RowEncoding, ...]"]
 
 
 def open_corpus(folder: Path) -> Corpus:
@@ -35,8 +35,8 @@ def open_corpus(folder: Path) -> Corpus:
     return Corpus(folder, _make_tokens)
 
 
-def _make_tokens(place: Path, manifest: Manifest, tokenizer_folder: Path, record: Record) -> "StreamedTokens":
-    """Return the tokens of the documents in folder `place`, made by the run's tokenizer and settings (`record`)."""
+def _make_tokens(folder: Path, manifest: Manifest, tokenizer_folder: Path, record: Record) -> "StreamedTokens":
+    """Return the tokens of the documents in a folder, made by the run's tokenizer and settings (`record`)."""
 
     def make_encodings() -> "tuple[RowEncoding, ...]":
         """Make the encoding of each source, by the settings of the record."""
@@ -48,7 +48,7 @@ def _make_tokens(place: Path, manifest: Manifest, tokenizer_folder: Path, record
         settings = RowSettings(**record.row_settings)
         return tuple(RowEncoding(kind, tokenizer, settings) for kind in manifest.kinds)  # type: ignore[arg-type]
 
-    return StreamedTokens(place, manifest, make_encodings)
+    return StreamedTokens(folder, manifest, make_encodings)
 
 
 class EncodedRow(NamedTuple):
@@ -61,18 +61,18 @@ class EncodedRow(NamedTuple):
 class StreamedTokens:
     """The tokens of documents, made from their rows, whose places are in the documents' folder (a `TokenSource`)."""
 
-    def __init__(self, folder: Path, manifest: Manifest, encodings: Encodings) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, make_encodings: MakeEncodings) -> None:
         """Map the folder's columns, one value a document: file, position of the row, and first token in the row.
 
-        With several sources one more column has the number of each document's source. `encodings` is called at the
-        first read.
+        With several sources one more column has the number of each document's source. `make_encodings` is
+        called at the first read.
         """
         self._sources = SourceLines(folder)
         self._positions, self._starts = map_array(folder / "positions.npy"), map_array(folder / "starts.npy")
         self._origins = map_array(folder / "origins.npy")
         several = len(manifest.kinds) > 1
         self._source_of = map_array(folder / "source_of.npy") if several else None
-        self._manifest, self._make_encodings = manifest, encodings
+        self._manifest, self._make_encodings = manifest, make_encodings
         self._encodings: tuple[RowEncoding, ...] | None = None
         self._files = OrderedDict[int, RowFile]()
         self._rows = OrderedDict[tuple[int, int], EncodedRow]()
@@ -113,9 +113,9 @@ class StreamedTokens:
                 if sample.masked and len(samples) > 1:  # one turn of several
                     continue
                 raise DataError(f"{sample.where} is another row than when the run began: {sample.reason}")
-            code = encode_labels(sample.ids, sample.labels)
+            sample_codes = encode_labels(sample.ids, sample.labels)
             ids.append(sample.ids)
-            codes.append(np.full(len(sample.ids), OWN_TOKEN) if code is None else code)
+            codes.append(np.full(len(sample.ids), OWN_TOKEN) if sample_codes is None else sample_codes)
         return EncodedRow(np.concatenate(ids), np.concatenate(codes))
 
     def _encoding(self, source: int) -> "RowEncoding":
@@ -130,7 +130,7 @@ class StreamedTokens:
         return self._encodings[source]
 
     def _open_file(self, number: int) -> RowFile:
-        """Open a source file, or return it if it is open. Raises DataError if it changed."""
+        """Open a source file; the _OPEN_FILES used last stay open. Raises DataError if the file changed."""
         if number not in self._files:
             source = self._sources[number]
             path = Path(source.path)

@@ -42,7 +42,7 @@ class _Encoders:
         self._idle = SimpleQueue[_Encoder]()
         for worker in self._workers:
             self._idle.put(worker)
-        self._most = 2 * count  # batches in flight: one that each worker encodes, and one that waits for it
+        self._most_batches = 2 * count  # in flight: one that each worker encodes, and one that waits for it
 
     def __enter__(self) -> "_Encoders":
         return self
@@ -61,7 +61,7 @@ class _Encoders:
         in_flight, bytes_in_flight = deque[tuple[Batch, int, Future[Encoded]]](), 0
         for batch in batches:
             size = sum(len(piece.chunk.data) for piece in batch)
-            while in_flight and (len(in_flight) >= self._most or bytes_in_flight + size > IN_FLIGHT_BYTES):
+            while in_flight and (len(in_flight) >= self._most_batches or bytes_in_flight + size > IN_FLIGHT_BYTES):
                 oldest_batch, oldest_size, future = in_flight.popleft()
                 bytes_in_flight -= oldest_size
                 yield oldest_batch, future.result()
