@@ -66,12 +66,12 @@ class StopSignal:
 
 
 def received_signal(world: World, stop: StopSignal) -> str:
-    """The signal to stop that any rank received, "" for none; all ranks ask together."""
+    """Return the signal to stop that any rank received, "" for none; all ranks ask together."""
     first = world.control.first_object(stop.received or None, "gather of host values")
     return "" if first is None else first[1]
 
 
 def save_signal(world: World, stop: StopSignal) -> str:
-    """The signal to save that any rank received, "" for none; all ranks ask together."""
+    """Return the signal to save that any rank received, "" for none; all ranks ask together."""
     first = world.control.first_object(stop.save_asked or None, "gather of host values")
     return "" if first is None else first[1]
