@@ -81,7 +81,7 @@ class ShardPart(Immutable):
 
 
 def parts_of_slot(micro_batch: MicroBatch, slot: int, world_key: int, padding: int) -> tuple[ShardPart, ...]:
-    """Return a slot's parts of its groups, in plan order, and a last part, index −1, of `padding` rows if there are any."""
+    """Return a slot's parts of its groups, in plan order, and a last part (index −1) of `padding` rows, if any."""
     groups = [*micro_batch.groups_of(slot)]
     if padding:
         groups.append((-1, Group(slots=(slot,), documents=(-1,), lengths=(padding,))))

@@ -136,7 +136,7 @@ class World:
         return self
 
     def _take_place(self, place: Place) -> None:
-        """Set this rank's place, device and machine (any GPU: an H200). An error is this rank's only: nothing was sent."""
+        """Set this rank's place, device and machine (an H200 for any GPU); errors are this rank's: nothing was sent."""
         backend, device, max_groups = self._arguments
         self.rank: int = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)
