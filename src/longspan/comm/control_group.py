@@ -150,8 +150,8 @@ class ControlGroup:
         """
         if self.home.pp == 1:
             return self.sum_over_slots(values, what)
-        once = self.home.coordinates(self._watch.rank).tp == 0  # a slot's tensor-parallel ranks hold the same
-        return self.sum_over_ranks(values if once else [0.0] * len(values), what)
+        is_counted = self.home.coordinates(self._watch.rank).tp == 0  # a slot's tensor-parallel ranks hold the same
+        return self.sum_over_ranks(values if is_counted else [0.0] * len(values), what)
 
     def sum_of_arrays(self, values: Floats, what: str = "sum of arrays") -> Floats:
         """Return an array's elements summed over all ranks: the same bits on every rank.

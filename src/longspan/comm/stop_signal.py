@@ -39,11 +39,11 @@ class StopSignal:
             signal.signal(number, handler)
 
     def reason(self) -> str:
-        """Why this rank would stop what takes long, in words; "" where it received nothing."""
+        """Return in words why this rank would stop work that takes long; "" where no signal to stop has come."""
         return f"{self.received} was received" if self.received else ""
 
     def answer_save(self) -> None:
-        """Note that the save is under way that signals until now asked for."""
+        """Forget the signals that asked for a save until now, as that save is under way."""
         self.save_asked = ""
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:

@@ -43,10 +43,10 @@ class CommunicatorChoice:
         """
         groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
         one_degree = len({group.degree for group in groups}) == 1
-        may_gain = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
-        self._seen.update(may_gain)
+        candidates = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
+        self._seen.update(candidates)
         chosen_groups: list[tuple[int, ...]] = []
-        for slots in dict.fromkeys(may_gain):  # one that was chosen may have taken the room of the next
+        for slots in dict.fromkeys(candidates):  # one that was chosen may have taken the room of the next
             if self._may_gain(slots) and (one_degree or self._seen[slots] > 1):
                 chosen_groups.append(slots)
                 self._chosen.add(slots)
