@@ -256,7 +256,7 @@ class World:
 
     @property
     def step(self) -> int:
-        """Return the step that errors name; set by `run_step`. Worlds that are open inside each other are at one step."""
+        """Return the step that errors name, set by `run_step`. Worlds that are open inside each other have one step."""
         return self.watch.step
 
     @step.setter
