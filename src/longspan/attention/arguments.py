@@ -194,7 +194,7 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -
             raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
         arguments = arguments._replace(sizes=(int(sizes[0]), int(sizes[1])))
     if types is not None:
-        _check_type(_layer_type(types, arguments.layer, "cp_comm_type"), "")
+        _check_type(_layer_comm_type(types, arguments.layer, "cp_comm_type"), "")
     return [_comm_choice(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
 
 
@@ -202,10 +202,10 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
     """Return how one group communicates: by the call's type, else the group's; from a list of types, the layer's."""
     group, where = shard.micro_batch.groups[index], f" of group {index}"
     if arguments.cp_comm_type is None:
-        kind = _layer_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
+        kind = _layer_comm_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
         _check_type(kind, where)
     else:  # checked by the caller
-        kind = _layer_type(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
+        kind = _layer_comm_type(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
     if group.degree == 1:  # nobody to communicate with
         return CommChoice("p2p")
     if kind == "auto":
@@ -237,8 +237,8 @@ def _resolve_automatic_type(shard: SequenceShard, index: int, call: AttendCall) 
     return CommChoice(*automatic[key])
 
 
-def _layer_type(types: str | Sequence[str], layer: int | None, name: str) -> str:
-    """Return the communication type of a layer, from one type for all layers or a list with one for each."""
+def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -> str:
+    """Return a layer's cp_comm_type, from one for all or a list `name`; raise AttentionError if it lacks the layer."""
     if isinstance(types, str):
         return types
     if not isinstance(layer, Integral) or not 0 <= layer < len(types):

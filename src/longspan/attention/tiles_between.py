@@ -207,15 +207,18 @@ def _join_neighbours(tiles: TileArrays) -> TileArrays:
 def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
     """Return the tiles of runs of q and k where position p sees p − window + 1 … p.
 
-    For each pair of runs: the rows that see any of the keys, and the keys that any of these sees. Limits count from the
-    last key, which the last row is aligned to, `ahead` positions before that row.
+    A pair of runs gives one tile: the rows that see any of the keys, and the keys that any of these sees. A `Tile`
+    aligns its last row to its last key (bottom right, as FlashAttention does). Where the row's position is `ahead`
+    positions behind that key's, every row is aligned to the key `ahead` positions before its own: so it sees `ahead`
+    keys to the right of that key, and that many fewer than window − 1 to the left. `left` ≥ 0, because a row more than
+    window − 1 positions behind the last key sees none.
     """
     q_run, k_run, _ = pair_runs(q, k)
     (q_start, q_stop), (k_start, k_stop) = (q.start[q_run], q.stop[q_run]), (k.start[k_run], k.stop[k_run])
     first_position, end_position = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
     k_first, k_last = np.maximum(k_start, first_position - window + 1), np.minimum(k_stop, end_position)
     to_row, to_key = q.offset[q_run] - q_start, k.offset[k_run] - k_start
-    ahead = end_position - k_last  # rows by which the last query is ahead of the last key
+    ahead = end_position - k_last  # from the last key's position to the last row's: 0 … window − 1
     tiles = TileArrays(
         q.document[q_run],
         first_position + to_row,

@@ -87,7 +87,7 @@ def raise_first_error(world: World, error: LongspanError | None) -> None:
 
 
 def on_all_ranks(error: LongspanErrorKind) -> LongspanErrorKind:
-    """An error that every rank is about to raise at the same place, marked as such."""
+    """Mark and return an error that every rank is about to raise at the same place."""
     error.on_all_ranks = True
     return error
 
@@ -96,17 +96,20 @@ LogLine = Callable[[str], None]
 
 
 def is_first_rank(world: World) -> bool:
-    """Whether this rank is the one that writes and prints."""
+    """Return whether this rank is the one that writes and prints."""
     return world.rank == world.home.ranks[0]
 
 
 def run_on_every_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
-    """This rank's result of `work`. Where one rank failed, all raise its error (an OSError as `os_error_as`)."""
+    """Return this rank's result of `work`. Where one rank failed, all raise its error (an OSError as `os_error_as`)."""
     return result_or_first_error(world, work, partial(_as_shared_error, os_error_as=os_error_as))
 
 
 def run_on_first_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:
-    """Return the first rank's result of `work`, on every rank; its error is raised on every rank."""
+    """Return the first rank's result of `work`, on every rank.
+
+    A LongspanError of it, and an OSError as `os_error_as`, is raised on every rank; any other on the first rank only.
+    """
     with leave_together(world):
         answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None
     result, error = world.control.broadcast_object(answer)
@@ -124,9 +127,9 @@ def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -
 
 
 def _as_shared_error(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
-    """Return the error to send to the other ranks.
+    """Return the error to send to the other ranks, an OSError as `os_error_as`.
 
-    One that is no caller's mistake is raised here, on this rank only.
+    One that is neither an OSError nor a LongspanError is no caller's mistake: it is raised here, on this rank only.
     """
     if isinstance(error, OSError):
         return os_error_as(os_error_text(error))

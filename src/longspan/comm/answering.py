@@ -81,9 +81,11 @@ class AnsweringThread:
         NCCL's own watchdog ends it too, but only after a minute or more of dumping (torch 2.11).
         """
         watch, last_collective = self.watch, self.watch.last
-        if last_collective is None or time.monotonic() - last_collective[0].started < last_collective[0].limit:
+        if last_collective is None:
             return
         operation, has_passed = last_collective
+        if time.monotonic() - operation.started < operation.limit:
+            return
         if has_passed():  # forgotten, unless the main thread has noted another meanwhile
             watch.last = None if watch.last is last_collective else watch.last
             return
@@ -118,10 +120,7 @@ class AnsweringThread:
         if self._left_since is None:
             self._left_since = time.monotonic() if reports.has_departures() else None
         elif time.monotonic() - self._left_since > LEFT_SECONDS:
-            watch = self.watch
-            # a collective that the program has left and its GPU has not
-            unfinished = None if watch.last is None or watch.last[1]() else watch.last[0]
-            operation = watch.current or watch.named or unfinished
+            operation = self.watch.current or self.watch.named or self.watch.collective_on_device()
             if operation is not None:
                 self._end_process(operation, f"a rank left {LEFT_SECONDS:g} s ago or more, and others wait for it")
 

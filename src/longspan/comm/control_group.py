@@ -77,7 +77,7 @@ class ControlGroup:
         )
 
     def is_same(self, digest: str, what: str) -> bool:
-        """Whether all ranks hold the same hexadecimal digest."""
+        """Return whether all ranks hold the same hexadecimal digest."""
         return self._compare_digests(digest, (), what)[0]
 
     def _compare_digests(self, digest: str, flags: Sequence[bool], what: str) -> tuple[bool, tuple[bool, ...]]:
@@ -102,17 +102,16 @@ class ControlGroup:
         return [by_rank[rank] for rank in self.home.ranks]
 
     def reduce_object(self, value: T | None, combine: Callable[[T, T], T], what: str) -> T | None:
-        """Combine all ranks' values, in the order of the home's ranks; return the result on every rank. For small host
-        data.
+        """Combine all ranks' values, in the order of the home's ranks; return the result on every rank.
 
-        `combine` gets two values, those of neighbouring runs of ranks. A value None is left out; where all are None,
-        None is returned.
+        For small host data. `combine` gets two values, those of neighbouring runs of ranks. A value None is left out;
+        where all are None, None is returned.
         """
         with self._watch.during(what, self.home.ranks):
             return self._rounds.reduce_object(value, combine, what)
 
     def first_object(self, value: T | None, what: str) -> tuple[int, T] | None:
-        """The first rank, in the home's order, with a value that is not None, and its value; None if there is none."""
+        """Return the first rank, in the home's order, whose value is not None, and this value; None if all are."""
         return self.reduce_object(None if value is None else (self._watch.rank, value), _take_first, what)
 
     def broadcast_object(self, value: T, source: int | None = None, what: str = "broadcast of host values") -> T:
@@ -126,11 +125,11 @@ class ControlGroup:
         self._reduce(torch.zeros(1), torch.maximum, what)
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank."""
         return self.any_ranks(flag)[0]
 
     def any_ranks(self, *flags: bool) -> tuple[bool, ...]:
-        """Whether each flag is set on any rank; every rank gives the same number of flags."""
+        """Return whether each flag is set on any rank; every rank gives the same number of flags."""
         values = self._reduce(torch.tensor(flags, dtype=torch.int64), torch.maximum, "agreement on a flag")
         return tuple(map(bool, values.tolist()))
 
@@ -141,7 +140,7 @@ class ControlGroup:
             return self._rounds_of_plane.reduce(local, torch.add, what).tolist()
 
     def sum_over_ranks(self, values: Sequence[float], what: str = "sum over ranks") -> list[float]:
-        """Sums over all ranks of the home, in float64 and in one order: the same bits on every rank."""
+        """Return sums over all ranks of the home, in float64 and in one order: the same bits on every rank."""
         return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.add, what).tolist()
 
     def sum_over_stages(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
@@ -151,8 +150,8 @@ class ControlGroup:
         """
         if self.home.pp == 1:
             return self.sum_over_slots(values, what)
-        once = self.home.coordinates(self._watch.rank).tp == 0  # a slot's tensor-parallel ranks hold the same
-        return self.sum_over_ranks(values if once else [0.0] * len(values), what)
+        is_counted = self.home.coordinates(self._watch.rank).tp == 0  # a slot's tensor-parallel ranks hold the same
+        return self.sum_over_ranks(values if is_counted else [0.0] * len(values), what)
 
     def sum_of_arrays(self, values: Floats, what: str = "sum of arrays") -> Floats:
         """Return an array's elements summed over all ranks: the same bits on every rank.
@@ -171,11 +170,11 @@ class ControlGroup:
         return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
 
     def largest(self, value: int) -> int:
-        """The largest of all ranks' values."""
+        """Return the largest of all ranks' values."""
         return int(self._reduce(torch.tensor([value]), torch.maximum, "largest of host values").item())
 
     def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
-        """All ranks' tensors of one shape and dtype, combined in the order of the home's ranks."""
+        """Combine all ranks' tensors of one shape and dtype, in the order of the home's ranks."""
         with self._watch.during(what, self.home.ranks):
             return self._rounds.reduce(x, combine, what)
 

@@ -37,7 +37,8 @@ class Activity(NamedTuple):
 class FailureReport:
     """Why a collective fails, the most telling first, and what each rank does; every rank reads the same.
 
-    `own_error`: a rank left with an error of its own. `reporter` is the rank that collected it, and prints it whole.
+    `own_error`: a rank left with an error of its own. `reporter` is the rank that collected the report, and prints all
+    of it; −1 where none could, and each rank that failed prints its own.
     """
 
     causes: tuple[str, ...]
@@ -72,15 +73,15 @@ class FailureReports:
             self._append_entry("left", {"rank": self._rank, "error": error, "echo": echo})
 
     def has_news(self) -> bool:
-        """Whether a rank has left with an error or requested a report, so far; one request to the store."""
+        """Return whether a rank has left with an error or requested a report, so far; one request to the store."""
         return self._store.check(["news"])
 
     def has_departures(self) -> bool:
-        """Whether a rank has left with an error."""
+        """Return whether a rank has left with an error."""
         return self._store.check(["left"])
 
     def open_request(self) -> int:
-        """The number of a report that this rank has not answered for; 0 if there is none."""
+        """Return the number of a report that this rank has not answered for; 0 if there is none."""
         following = self._answered + 1
         return following if self._store.check([f"{following}/requested"]) else 0
 
@@ -104,6 +105,7 @@ class FailureReports:
             report = self._collect_report(number, activity.operation)
             self._store.set(f"{number}/report", json.dumps(asdict(report)))
             return report
+        # the rank that collects waits ANSWER_SECONDS for answers, and then posts within 2 s
         if (posted := self._wait_for_key(f"{number}/report", ANSWER_SECONDS + 2)) is None:
             return FailureReport(("another rank requested a report, and did not post it",))
         values = json.loads(posted)
@@ -111,7 +113,7 @@ class FailureReports:
         return FailureReport(**lists, **values)
 
     def has_died(self, rank: int) -> bool:
-        """Whether a launcher has posted that a rank died; False under those that post nothing, such as torchrun."""
+        """Return whether a launcher has posted that a rank died; False under torchrun and others that post nothing."""
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
     def _collect_report(self, number: int, operation: str) -> FailureReport:
@@ -133,8 +135,8 @@ class FailureReports:
                 return FailureReport(tuple(causes), tuple(_activity_lines(remaining, operation)), own_error, self._rank)
             time.sleep(0.05)
 
-    def first_node_text(self) -> str:
-        """Return where the store is served, by rank 0 or its torchrun, as the end of a message.
+    def store_node_text(self) -> str:
+        """Return on which node the store is served, by rank 0 or its torchrun, as the end of a message.
 
         It is empty if there is one node.
         """

@@ -42,10 +42,11 @@ def write_traces(folder: Path, rank: int) -> None:
 def ras_lines() -> list[str]:
     """Return what NCCL's own report finds wrong: its section of errors as one line, and that of warnings as another.
 
-    A section ends where the next begins, and an empty one is left out. The list is empty where nothing answers.
+    The two sections are the last of the report, and the first ends where the second begins. One with nothing below its
+    title is left out. The list is empty where nothing answers.
     """
     lines = [line.strip() for line in _ras_text().splitlines()]
-    lines = [line for line in lines if line and not line.startswith("==")]
+    lines = [line for line in lines if line and not line.startswith("==")]  # those are rules under titles
     starts = [*(n for n, line in enumerate(lines) if line in RAS_SECTIONS), len(lines)]
     return [" ".join(lines[start:end])[:RAS_LENGTH] for start, end in pairwise(starts) if end > start + 1]
 
@@ -61,7 +62,7 @@ def _read_last_collective() -> str:
 
 
 def _entries(function: str) -> list[dict[str, Any]]:
-    """The recorded collectives, the oldest first; none where this torch has no such recorder."""
+    """Return the recorded collectives, the oldest first; none where this torch has no such recorder."""
     dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
     return [] if dump is None else json.loads(dump()).get("entries", [])
 
@@ -98,9 +99,9 @@ def _ras_text() -> str:
 
 
 def _call_with_patience(work: Callable[[], str | None]) -> str | None:
-    """Return the result of `work` in a thread of its own, which a stuck device may keep.
+    """Run `work` in a thread of its own and return its result, or None if it fails or takes longer than PATIENCE.
 
-    It is None if the work fails or is too slow.
+    Behind a stuck device `work` may never return, and then only this thread waits for it.
     """
     results = list[str | None]()
 

@@ -37,7 +37,7 @@ class Place:
     rank: int
     size: int
     local_rank: int
-    address: str  # empty where a single process needs no store
+    address: str  # of the store; empty where a single process needs none, or the default group has one already
     node: str = ""  # the name of its node, for messages
 
 
@@ -65,7 +65,7 @@ def allow_open_files(size: int) -> None:
 def choose_device(backend: str | None, device: torch.device | str | None, local_rank: int) -> torch.device:
     """Choose the device of this rank: the requested one, else its GPU, else the CPU; a GPU becomes the current one.
 
-    Raises CommError for a backend that longspan does not use, and where there are fewer GPUs than local ranks.
+    Raises CommError for a backend that longspan does not use, and where this host has no GPU of the device's index.
     """
     if backend not in (None, "gloo", "nccl", BOTH):
         raise CommError(f"backend {backend!r} is not known; use 'gloo' (CPU), 'nccl' (GPU) or None")
@@ -198,7 +198,7 @@ def _leave_unopened_world(world_store: Store, place: Place) -> bool:
 
 
 def _is_open(world_store: Store, size: int) -> bool:
-    """Whether rank 0 has opened a world for `size` ranks."""
+    """Return whether rank 0 has opened a world for `size` ranks."""
     return world_store.check([_OPENED]) and int(world_store.get(_OPENED)) == size
 
 
@@ -265,7 +265,7 @@ def defer_connections() -> Iterator[None]:
 
 
 def new_connection(store: Store) -> Store:
-    """Open a connection of its own to the same store, which waits for 10 s at most."""
+    """Open another connection to the same store; its requests wait for 10 s at most."""
     connection: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
     connection.set_timeout(timedelta(seconds=10))
     return connection

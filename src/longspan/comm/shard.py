@@ -98,9 +98,10 @@ class SequenceShard(Immutable):
 
     `rows` (T,) int64: packed row of each local row, −1 for padding; `position_ids` (T,) int64: position inside the
     document. Per local segment, which is one document's rows of one group: `documents` (ids; −1 for padding) and
-    `cu_seqlens` (n + 1,) int32, boundaries among the local rows. `parts`: one per group that this slot is in. `seed` is
-    the world's seed and step when it was bound, from which masks of dropout are hashed. `spans`, one value a group, are
-    the runs of rows that see each other (`with_spans`); None where it was not said whether there are any.
+    `cu_seqlens` (n + 1,) int32, boundaries among the local rows. `parts`: one per group that this slot is in, and a
+    last one of padding rows, if any. `seed` is the world's seed and step when it was bound, from which masks of dropout
+    are hashed. `spans`, one value a group, are the runs of rows that see each other (`with_spans`); None where it was
+    not said whether there are any.
 
     >>> shard = bind(plan.micro_batches[0], world)
     >>> x_local = shard.scatter(x)                  # (S, …) to (T, …)
@@ -165,17 +166,17 @@ class SequenceShard(Immutable):
 
     @property
     def tokens(self) -> int:
-        """S: packed rows of the whole micro-batch."""
+        """Return S, the number of packed rows of the whole micro-batch."""
         return self.micro_batch.tokens
 
     @property
     def local_rows(self) -> int:
-        """T: rows that this rank holds, padding included."""
+        """Return T, the number of rows that this rank holds, padding included."""
         return self.parts[-1].stop if self.parts else 0
 
     @property
     def padding_rows(self) -> int:
-        """Rows appended by `with_padding`, at the end of the local rows."""
+        """Return how many rows `with_padding` appended, at the end of the local rows."""
         return sum(part.stop - part.start for part in self.parts if part.index < 0)
 
     @property
@@ -223,11 +224,11 @@ class SequenceShard(Immutable):
 
     @property
     def has_spans(self) -> bool:
-        """Whether a row of any document of the micro-batch sees later ones."""
+        """Return whether a row of any document of the micro-batch sees later ones."""
         return any(map(len, self.spans or ()))
 
     def spans_of(self, part: ShardPart) -> Spans:
-        """The runs of a part's documents that see each other; none in padding."""
+        """Return the runs of a part's documents that see each other; none in padding."""
         return NO_SPANS if self.spans is None or part.index < 0 else self.spans[part.index]
 
     def scatter(self, x: Tensor, fill: float = 0) -> Tensor:
@@ -251,8 +252,8 @@ class SequenceShard(Immutable):
         local = x[self.rows.clamp(min=0).to(x.device)] if self.tokens else x.new_zeros((self.local_rows, *x.shape[1:]))
         if not self._has_padding():
             return local
-        hole = (self.rows < 0).to(x.device).view(-1, *[1] * (x.ndim - 1))
-        return local.masked_fill(hole, fill)
+        is_padding = (self.rows < 0).to(x.device).view(-1, *[1] * (x.ndim - 1))
+        return local.masked_fill(is_padding, fill)
 
     def gather(self, x_local: Tensor) -> Tensor:
         """Gather all packed rows (S, …) from every rank's rows (T, …); entered by every slot.
@@ -274,7 +275,7 @@ class SequenceShard(Immutable):
         return self.derived.packed_order[1]
 
     def _has_padding(self) -> bool:
-        """Whether local rows may hold no token: rows of `with_padding`, or of a group that pads documents out."""
+        """Return whether local rows may hold no token: those of `with_padding`, or of a group that pads documents."""
         return any(part.index < 0 or part.group.pad_to is not None for part in self.parts)
 
     def __repr__(self) -> str:
@@ -314,10 +315,8 @@ class _Gather(torch.autograd.Function):
         """Gather the rows of all slots, without those of `with_padding`, and put them in packed order."""
         ctx.shard = shard
         world = world_of(shard.world_key)
-        channel, counts = (
-            world.channels.find_channel(range(world.home.slots)),
-            counts_of_slots(shard.micro_batch, world.home.slots),
-        )
+        channel = world.channels.find_channel(range(world.home.slots))
+        counts = counts_of_slots(shard.micro_batch, world.home.slots)
         local = x_local.detach()[: counts[shard.slot]].contiguous()
         rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
         return rows.index_select(0, shard._packed_order_on_device(channel.starts(counts)))

@@ -69,11 +69,11 @@ class ShardPart(Immutable):
 
     @property
     def degree(self) -> int:
-        """Context-parallel degree of the group."""
+        """Return the context-parallel degree of the group."""
         return self.group.degree
 
     def segments(self, member: int | None = None) -> Segments:
-        """The rows of one member (default: this rank) as runs of positions inside documents."""
+        """Return the rows of one member (default: this rank) as runs of positions inside documents."""
         return self.group.shares.segments(self.member if member is None else member)
 
     def __repr__(self) -> str:
@@ -81,7 +81,7 @@ class ShardPart(Immutable):
 
 
 def parts_of_slot(micro_batch: MicroBatch, slot: int, world_key: int, padding: int) -> tuple[ShardPart, ...]:
-    """Return a slot's parts of its groups, in plan order, and a last part of `padding` rows unless that is 0."""
+    """Return a slot's parts of its groups, in plan order, and a last part (index −1) of `padding` rows, if any."""
     groups = [*micro_batch.groups_of(slot)]
     if padding:
         groups.append((-1, Group(slots=(slot,), documents=(-1,), lengths=(padding,))))

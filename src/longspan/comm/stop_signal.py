@@ -39,11 +39,11 @@ class StopSignal:
             signal.signal(number, handler)
 
     def reason(self) -> str:
-        """Why this rank would stop what takes long, in words; "" where it received nothing."""
+        """Return in words why this rank would stop work that takes long; "" where no signal to stop has come."""
         return f"{self.received} was received" if self.received else ""
 
     def answer_save(self) -> None:
-        """Note that the save is under way that signals until now asked for."""
+        """Forget the signals that asked for a save until now, as that save is under way."""
         self.save_asked = ""
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:
@@ -66,12 +66,12 @@ class StopSignal:
 
 
 def received_signal(world: World, stop: StopSignal) -> str:
-    """The signal to stop that any rank received, "" for none; all ranks ask together."""
+    """Return the signal to stop that any rank received, "" for none; all ranks ask together."""
     first = world.control.first_object(stop.received or None, "gather of host values")
     return "" if first is None else first[1]
 
 
 def save_signal(world: World, stop: StopSignal) -> str:
-    """The signal to save that any rank received, "" for none; all ranks ask together."""
+    """Return the signal to save that any rank received, "" for none; all ranks ask together."""
     first = world.control.first_object(stop.save_asked or None, "gather of host values")
     return "" if first is None else first[1]

@@ -54,7 +54,7 @@ def longer_timeout(world: World, seconds: float) -> Iterator[None]:
 
 
 def longest_wait(timeout: float | str) -> float:
-    """The seconds that a world begins with: `run.timeout_seconds`, or under "auto" the longest limit."""
+    """Return the seconds that a world begins with: `run.timeout_seconds`, or under "auto" the longest limit."""
     return LONG if isinstance(timeout, str) else timeout
 
 
@@ -93,7 +93,7 @@ class TimeLimits:
             self._steps.append(time.monotonic() - started)
 
     def around_end_of_step(self) -> AbstractContextManager[None]:
-        """A context for what the ranks do after a step, when a logger of the first rank may upload its row."""
+        """Return a context for what ranks do after a step, when a logger of the first rank may upload its row."""
         return self._limit_waits(LONG if self._has_loggers else self._step_limit)
 
     @contextmanager
@@ -113,7 +113,7 @@ class TimeLimits:
         return [median(self._steps)] if self._steps else []
 
     def _limit_waits(self, seconds: float) -> AbstractContextManager[None]:
-        """A context in which ranks wait for each other so long, but no shorter than `LEAST`."""
+        """Return a context in which ranks wait so long, at least `LEAST`; if not automatic, the world's limit stays."""
         return self._set_limit(max(LEAST, seconds)) if self._is_automatic else nullcontext()
 
     @contextmanager

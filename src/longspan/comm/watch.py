@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The type of an error and the beginning of its text."""
+    """Return the type of an error and the beginning of its text."""
     text = " ".join(str(error).split()).partition(" This is typically caused by")[0]
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
@@ -106,7 +106,7 @@ class Watch:
         self.finished = "nothing yet"
         self.folder: Path | None = None  # where what torch recorded is written when a collective fails
         self.notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
-        self.others: Callable[[], Sequence[Watch]] = lambda: ()  # of every world that is open on this rank
+        self.open_watches: Callable[[], Sequence[Watch]] = lambda: ()  # of every world that is open on this rank
         self.named: Operation | None = None  # around collectives that others start
         self.background: Callable[[], str] = str  # what a thread of this rank is doing meanwhile, "" for nothing
         # The last collective that was waited for, and how to ask whether the device is past it.
@@ -114,7 +114,7 @@ class Watch:
         self._passed = torch.cuda.Event() if gpu else None  # recorded by `watch_stream`
 
     def during(self, what: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
-        """A context in which this rank is in the collective `what` with `ranks`."""
+        """Return a context in which this rank is in the collective `what` with `ranks`."""
         return Operation(self, what, ranks, is_work=is_work)
 
     @contextmanager
@@ -153,6 +153,13 @@ class Watch:
             passed = self._passed
             self.last = operation, lambda: _has_passed(passed.query)
 
+    def collective_on_device(self) -> Operation | None:
+        """Return the last collective that this rank has waited for, if its device is not past it yet."""
+        if self.last is None:
+            return None
+        operation, has_passed = self.last
+        return None if has_passed() else operation
+
     def leave(self, error: BaseException) -> None:
         """Tell the others, before this rank goes, that it leaves with an error."""
         if self.reports is not None:
@@ -185,19 +192,17 @@ class Watch:
         return failure
 
     def activity(self) -> Activity:
-        """Describe what this rank is doing, for failure reports: the collective that it is in, or that its GPU is still
-        in.
+        """Describe what this rank is doing, for failure reports, such as the collective that it or its GPU is in.
 
         The cases, in this order: the program is in a collective, of this world or another one; its device has not yet
-        passed the last one (`self.last`); it computes; it is in `named` code, where torch starts collectives (FSDP2,
+        passed the last one; it computes; it is in `named` code, where torch starts collectives (FSDP2,
         DTensor), of which torch's record says which was the last.
         """
         recorded = last_collective()
-        operation = self.current or next((watch.current for watch in self.others() if watch.current), None)
+        operation = self.current or next((watch.current for watch in self.open_watches() if watch.current), None)
         if operation is not None:
             text, name = f"in {operation} for {time.monotonic() - operation.started:.1f} s", operation.what
-        elif self.last is not None and not self.last[1]():
-            operation = self.last[0]
+        elif (operation := self.collective_on_device()) is not None:
             text = f"past {operation} in its program, its GPU in it for {time.monotonic() - operation.started:.1f} s"
             name = operation.what
         elif (operation_of_others := self.named) is None:
@@ -227,7 +232,7 @@ class Watch:
             return self.reports.report(self.activity(), operation.started)
         except RuntimeError:
             served = "the store does not answer, so the rank or launcher that served it is gone"
-            return FailureReport((served + self.reports.first_node_text(),))
+            return FailureReport((served + self.reports.store_node_text(),))
 
     def _detail_lines(self) -> list[str]:
         """Return what else helps whoever reads a report: notes, files, and what NCCL says."""

@@ -136,7 +136,7 @@ class World:
         return self
 
     def _take_place(self, place: Place) -> None:
-        """Set this rank's place, device and default machine. An error is this rank's only: nothing was sent yet."""
+        """Set this rank's place, device and machine (an H200 for any GPU); errors are this rank's: nothing was sent."""
         backend, device, max_groups = self._arguments
         self.rank: int = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)
@@ -153,7 +153,7 @@ class World:
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             reports = FailureReports(self.rank, self.home.ranks, new_connection(store), f"{prefix}/watch")
         self.watch: Watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
-        self.watch.others, self.watch.step = _watches, max((watch.step for watch in _watches()), default=0)
+        self.watch.open_watches, self.watch.step = _watches, max((watch.step for watch in _watches()), default=0)
         self.process_groups: ProcessGroups = ProcessGroups(backend=self.backend, timeout=self.timeout, watch=self.watch)
         self.meshes: Meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
         self.key: int = next(_keys)
@@ -256,7 +256,7 @@ class World:
 
     @property
     def step(self) -> int:
-        """The step that errors name; set by `run_step`. Worlds that are open inside each other are at one step."""
+        """Return the step that errors name, set by `run_step`. Worlds that are open inside each other have one step."""
         return self.watch.step
 
     @step.setter
@@ -266,7 +266,7 @@ class World:
 
 
 def open_worlds() -> list[World]:
-    """The worlds that are open on this rank."""
+    """Return the worlds that are open on this rank."""
     return [world for world in list(_worlds.values()) if "watch" in vars(world)]
 
 
@@ -301,20 +301,20 @@ def _torchrun_place(home: Layout) -> Place:
 
 
 def _existing_place(home: Layout) -> Place:
-    """Return this process's place in the default process group, which somebody else initialised."""
+    """Return this process's place in the default group, made by others; without LOCAL_RANK, all ranks are on a host."""
     _check_rank_count(home, dist.get_world_size())
     rank = dist.get_rank()
     return Place(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "", _node_name())
 
 
 def _node_name() -> str:
-    """This machine in messages: torchrun's number of the node, if torchrun started this process, and the host."""
+    """Name this machine for messages: torchrun's number of the node, if torchrun started this process, and the host."""
     number = os.environ.get("GROUP_RANK")
     return f"host {gethostname()}" if number is None else f"node {number} (host {gethostname()})"
 
 
 def _ranks_of_node(ranks: int) -> int:
-    """How many ranks run on this machine: torchrun's LOCAL_WORLD_SIZE, all where it is not set."""
+    """Return how many ranks run on this machine: torchrun's LOCAL_WORLD_SIZE, all where it is not set."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 

@@ -80,7 +80,7 @@ def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
     Near and far are told apart by the widest gap between all seconds. Where that is less than `GAP`, or where the hosts
     of two pivots overlap in part, there are no hosts in the result.
     """
-    limit = _widest_gap(seconds for of_pivot in measured.values() for seconds in of_pivot.values())
+    limit = _near_limit(seconds for of_pivot in measured.values() for seconds in of_pivot.values())
     if limit is None:
         return Boundary(())
     hosts: list[tuple[int, ...]] = []
@@ -94,14 +94,15 @@ def cluster_ranks(ranks: int, measured: Mapping[int, Seconds]) -> Boundary:
     return Boundary(tuple(sorted(hosts)), tuple(rank for rank in range(ranks) if rank not in set(placed)))
 
 
-def _widest_gap(seconds: Iterable[float]) -> float | None:
-    """Find the seconds between near and far messages: the geometric mean at the largest step by ratio.
+def _near_limit(seconds: Iterable[float]) -> float | None:
+    """Return the seconds that messages between near ranks stay below, and those between far ranks do not.
 
-    None if no step is by GAP or more.
+    Of all times in ascending order, it is the geometric mean of the two neighbours with the largest ratio. None if that
+    ratio is less than GAP, as between ranks of one host.
     """
     steps = [(longer / shorter, math.sqrt(shorter * longer)) for shorter, longer in pairwise(sorted(seconds))]
-    widest, limit = max(steps, default=(1.0, 0.0))
-    return limit if widest >= GAP else None
+    largest_ratio, limit = max(steps, default=(1.0, 0.0))
+    return limit if largest_ratio >= GAP else None
 
 
 def launcher_hosts(ranks: int, node_size: int) -> tuple[tuple[int, ...], ...]:

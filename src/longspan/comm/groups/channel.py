@@ -51,13 +51,12 @@ class Handle:
         if self._works:
             with self._operation as operation:
                 for work in self._works:
-                    if self._on_host:  # gloo waits for messages as long as when their group was made, unless told
+                    if self._on_host:  # gloo takes the limit that the group was made with, unless a wait has its own
                         work.wait(timedelta(seconds=operation.watch.timeout))
                     else:
                         work.wait()
-                if (
-                    self._work_bytes < EVENT_BYTES
-                ):  # works keep these bytes; an event keeps none, but costs the host time
+                # works keep these bytes in memory; an event keeps none, but costs the host time
+                if self._work_bytes < EVENT_BYTES:
                     operation.watch.watch_works(operation, self._works)
                 else:
                     operation.watch.watch_stream(operation)
@@ -103,12 +102,12 @@ class Channel:
 
     @property
     def degree(self) -> int:
-        """How many members there are."""
+        """Return how many members there are."""
         return len(self.ranks)
 
     @property
     def group(self) -> ProcessGroup:
-        """The parent group."""
+        """Return the parent group."""
         return self._groups.parent(self._parent)
 
     def exchange(
@@ -241,7 +240,7 @@ class Channel:
         return tuple(dist.get_group_rank(communicator, rank) * max(counts) for rank in self.ranks)
 
     def _communicator_to_gather(self, counts: Sequence[int]) -> ProcessGroup | None:
-        """The members' own communicator, or None where they have none or there is nothing to gather."""
+        """Return the members' own communicator, or None where they have none or there is nothing to gather."""
         return self._groups.communicator(self.ranks) if max(counts) > 0 and self.degree > 1 else None
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
@@ -257,7 +256,7 @@ class Channel:
 
     @property
     def watch(self) -> Watch:
-        """The world's watch, which names this channel's collectives when they fail."""
+        """Return the world's watch, which names this channel's collectives when they fail."""
         return self._groups.watch
 
     def _other_members(self) -> list[int]:

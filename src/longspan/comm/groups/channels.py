@@ -43,10 +43,10 @@ class CommunicatorChoice:
         """
         groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
         one_degree = len({group.degree for group in groups}) == 1
-        may_gain = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
-        self._seen.update(may_gain)
+        candidates = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
+        self._seen.update(candidates)
         chosen_groups: list[tuple[int, ...]] = []
-        for slots in dict.fromkeys(may_gain):  # one that was chosen may have taken the room of the next
+        for slots in dict.fromkeys(candidates):  # one that was chosen may have taken the room of the next
             if self._may_gain(slots) and (one_degree or self._seen[slots] > 1):
                 chosen_groups.append(slots)
                 self._chosen.add(slots)
@@ -55,7 +55,7 @@ class CommunicatorChoice:
         return chosen_groups
 
     def _may_gain(self, slots: tuple[int, ...]) -> bool:
-        """Whether these slots lack a communicator and each has room for one more; none is ever given up."""
+        """Return whether these slots lack a communicator and each has room for one more; none is ever given up."""
         return slots not in self._chosen and all(self._load[slot] < self.max_groups for slot in slots)
 
 
@@ -68,7 +68,7 @@ class Channels:
     def __init__(
         self, home: Layout, rank: int, device: torch.device, groups: ProcessGroups, meshes: Meshes, max_groups: int
     ) -> None:
-        """Begin without channels, which are made as they are first asked for; `_place` is where the rank is at home."""
+        """Begin without channels, which are made at first use; `_place` are the rank's coordinates in the home."""
         self._home, self._rank, self._device, self._groups, self._meshes = home, rank, device, groups, meshes
         self._place = home.coordinates(rank)
         self._plane = home.plane(pp=self._place.pp, tp=self._place.tp)
@@ -76,7 +76,10 @@ class Channels:
         self._by_slots: dict[tuple[int, ...], Channel] = {}
 
     def find_channel(self, slots: Sequence[int]) -> Channel:
-        """Return the channel of these slots. Raises CommError where this rank's slot is not one of them."""
+        """Return the channel of these slots.
+
+        Raises CommError where they are not distinct slots of the home, or this rank's slot is not one of them.
+        """
         slots = tuple(slots)
         if slots not in self._by_slots:
             if not slots or len(set(slots)) != len(slots) or min(slots) < 0 or max(slots) >= self._home.slots:
@@ -135,7 +138,7 @@ class Channels:
 
     @cached_property
     def hosts(self) -> Channel:
-        """A channel over all ranks of the home, in its order, for arrays of the host: over gloo, point to point."""
+        """Return a channel over all ranks of the home, in its order, for arrays of the host: gloo, point to point."""
         ranks = self._home.ranks
         return Channel(self._groups, ranks, ranks.index(self._rank), torch.device("cpu"), "control")
 

@@ -38,12 +38,12 @@ class Meshes:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """The mesh over which FSDP2 shards parameters: "slots", or "replicate" × "slots"."""
+        """Return the mesh over which FSDP2 shards parameters: "slots", or "replicate" × "slots"."""
         return self._slice_root(self._root_mesh, (REPLICATE, SLOTS))
 
     @cached_property
     def tp(self) -> DeviceMesh:
-        """The tensor-parallel ranks of this slot, a slice of the root that `fsdp` is a slice of."""
+        """Return the mesh of this slot's tensor-parallel ranks, a slice of the root that `fsdp` is a slice of."""
         self._check_axis(TP, self._home.tp)
         return self._slice_root(self._root_mesh, (TP,))
 
@@ -59,7 +59,7 @@ class Meshes:
 
     @cached_property
     def ep(self) -> DeviceMesh:
-        """The `home.ep` neighbouring slots that this rank shares its experts with."""
+        """Return the mesh of the `home.ep` neighbouring slots that this rank shares its experts with."""
         self._check_axis(EP, self._home.ep)
         return self._slice_root(self._expert_root_mesh, (EP,))
 
@@ -133,7 +133,7 @@ class Meshes:
         """Sort the ranks (pp, …) so that they ascend along sharded axes: torch orders the members of a group by rank.
 
         Which slot holds which shard of a parameter is free, so only slots are sorted. With other axes next to them the
-        order is the home's: it decides who holds which heads or experts.
+        order is the home's, as it decides who holds which heads or experts: CommError is raised if it descends.
         """
         if tuple(axes) == (REPLICATE, SLOTS, TP) and self._home.tp == 1:
             return np.sort(ranks, axis=2)

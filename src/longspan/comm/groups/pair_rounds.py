@@ -47,10 +47,10 @@ class PairRounds:
         index = ranks.index(rank)
         self._place, self._is_second = self._place_of(index)
         self._partner = index + (-1 if self._is_second else 1) if self._place < self._pairs else None
-        self._calls, self._tag = 0, 0
+        self._calls, self._tag = 0, 0  # calls so far, and the tag of the messages of the last one
 
     def reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
-        """The combination of all members' tensors of one shape and dtype, in the order of the members."""
+        """Combine all members' tensors of one shape and dtype, in the order of the members; all get the result."""
         self._begin_call(f"{what} of {x.nbytes} bytes")
         return self._reduce_in_rounds(x, self._exchange_tensors, combine)
 
@@ -114,11 +114,11 @@ class PairRounds:
         return value
 
     def _place_of(self, index: int) -> tuple[int, bool]:
-        """The place of a member, and whether it is the second one there."""
+        """Return the place of a member, and whether it is the second one there."""
         return (index // 2, index % 2 == 1) if index < 2 * self._pairs else (index - self._pairs, False)
 
     def _member(self, bit: int) -> int:
-        """The member that this one exchanges with in a round: the first of the place that differs in this bit."""
+        """Return the member that this one exchanges with in a round: the first of the place with this bit flipped."""
         place = self._place ^ bit
         return 2 * place if place < self._pairs else place + self._pairs
 
@@ -148,5 +148,5 @@ class PairRounds:
 
 
 def _pack_value(value: object) -> Tensor:
-    """The pickled bytes of a value; none of None."""
+    """Return the pickled bytes of a value; none of None."""
     return torch.empty(0) if value is None else torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

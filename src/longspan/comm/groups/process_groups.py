@@ -86,7 +86,8 @@ class ProcessGroups:
         carry a layer's messages. Only members use the result: torch never gets None. `timeout` is that of the group's
         collectives in seconds (None: the world's).
         """
-        backend, keeps_timeout, timeout = backend or self._backend, timeout is not None, timeout or self._timeout
+        has_own_timeout = timeout is not None
+        backend, timeout = backend or self._backend, timeout or self._timeout
         purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline", "saves") else "meshes"
         candidates = self._shareable.setdefault((tuple(sorted(ranks)), backend, timeout, purpose), [])
         shareable = next((candidate for candidate in candidates if candidate not in self._used), None)
@@ -95,7 +96,7 @@ class ProcessGroups:
             candidates.append(shareable)
         shareable.users += 1
         self._used.append(shareable)
-        if not keeps_timeout:
+        if not has_own_timeout:
             self._with_world_timeout.append(shareable)
         return shareable.group
 
@@ -131,7 +132,7 @@ class ProcessGroups:
         self._by_ranks[tuple(sorted(ranks))] = group
 
     def communicator(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """The members' own communicator, or None where they talk point to point."""
+        """Return the members' own communicator, or None where they talk point to point."""
         return self._by_ranks.get(tuple(sorted(ranks)))
 
     def parent(self, name: ParentName) -> ProcessGroup:

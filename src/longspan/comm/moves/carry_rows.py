@@ -106,7 +106,7 @@ def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Int
 
 
 def _pool_places(places: Integers, moves: RowMoves, arriving: int) -> Integers:
-    """Places in the pool of RowMoves; where nothing arrives, in x, which is then the pool."""
+    """Return places in RowMoves' pool as they are; where nothing arrives, x itself is the pool, so its rows instead."""
     return places if arriving else moves.stays[places]
 
 

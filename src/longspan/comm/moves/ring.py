@@ -45,7 +45,7 @@ class RingBlocks:
     def __iter__(self) -> Iterator[tuple[int, Block]]:
         """Yield the members and their blocks: first this one's own, then as they arrive from the member before.
 
-        The next block travels while the caller computes with the last one.
+        The next block travels while the caller computes with the last one, whose rows `packed` lie in `buffer`.
         """
         degree, me = self._channel.degree, self._channel.index
         buffer = packed = own_matrix = torch.cat([t.flatten(1) for t in self._tensors], 1)
@@ -150,7 +150,7 @@ class GradientRing:
 
 
 def covers(rows: slice | Tensor, count: int) -> bool:
-    """Whether these are all of `count` rows, in order."""
+    """Return whether these are all of `count` rows, in order."""
     return isinstance(rows, slice) and rows.start == 0 and rows.stop == count
 
 

@@ -95,11 +95,11 @@ class RowExchange:
 
     @property
     def received_rows(self) -> tuple[int, int]:
-        """How many rows arrive here from other members, forward and backward (0 where nothing flows back)."""
+        """Return how many rows arrive here from other members, forward and backward (0 where nothing flows back)."""
         return sum(self._moves_there.receives), sum(self._moves_back.receives) if self._moves_back is not None else 0
 
     def back(self, gradient: Tensor) -> Tensor:
-        """The gradient of this member's rows of `have` from that of its rows of `need`."""
+        """Return the gradient of this member's rows of `have` from that of its rows of `need`."""
         assert self._moves_back is not None
         return carry_rows(gradient.detach(), self._moves_back, self.channel, "row gradients")
 
@@ -107,7 +107,7 @@ class RowExchange:
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, move: RowExchange) -> Tensor:
-        ctx.move, ctx.shape = move, anchor.shape
+        ctx.move, ctx.anchor_shape = move, anchor.shape
         return carry_rows(x.detach(), move._moves_there, move.channel, "row exchange")
 
     @staticmethod
@@ -117,7 +117,7 @@ class _ExchangeRows(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None]:
         """Return the gradient of x, carried back to the ranks that have its rows, and the anchor's, of no elements."""
         gradient = ctx.move.back(gradients[0])
-        return gradient, gradient.new_zeros(ctx.shape), None
+        return gradient, gradient.new_zeros(ctx.anchor_shape), None
 
 
 def forget_moves() -> None:
@@ -127,6 +127,9 @@ def forget_moves() -> None:
 
 def _find_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
     """Return the moves of an exchange's rows and, with `back`, those of their gradients; planned at the first call.
+
+    Gradients of a row are the same on the members of each of `groups`, of which one is taken, and are summed over
+    groups. None: they are the same on all members, or there is no `back`.
 
     The moves that a channel used last are kept, REMEMBERED at most: moves in use are taken out of the dict and put in
     again as the newest.
@@ -160,10 +163,9 @@ def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:
 
 
 def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], channel: Channel) -> Tensor:
-    """Send the first `sends[0]` rows of x to member 0, the next `sends[1]` to member 1, …; returns what arrives, by
-    member.
+    """Send the first `sends[0]` rows of x to member 0, the next `sends[1]` to member 1, …; return what arrives.
 
-    x (sum of sends, …) to (sum of receives, …), where `receives[m]` is what member m sends here. Differentiable: a row
+    x (sum of sends, …) to (sum of receives, …): `receives[m]` rows from each member m in turn. Differentiable: a row
     is at one member before and at one after, so that its gradient is whole where it is, and travels back as it came.
     Every member enters, in forward and in backward, with no rows if need be. Raises CommError where counts do not fit.
     """

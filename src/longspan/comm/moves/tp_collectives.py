@@ -52,7 +52,7 @@ def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
 
 @outside_graphs
 def tp_sum(x: Tensor, world_key: int) -> Tensor:
-    """The sum of every rank's tensor; the gradient is identical and passes as it is."""
+    """Return the sum of every rank's tensor; the gradient is identical and passes as it is."""
     return _apply_collective(x, lambda x: _all_reduce(x, world_key, "sum over tp"), lambda gradient: gradient)
 
 
@@ -104,7 +104,7 @@ def tp_sum_split(x: Tensor, world_key: int, dim: int) -> Tensor:
 
 
 def tp_place(world_key: int) -> tuple[int, int]:
-    """(this rank's index, number of ranks) among its slot's tensor-parallel ranks."""
+    """Return (this rank's index, number of ranks) among its slot's tensor-parallel ranks."""
     world = world_of(world_key)
     return world.coordinates.tp, world.home.tp
 

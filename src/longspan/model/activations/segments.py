@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan.attention.saved_outputs import Recording, Result
 from longspan.model.activations.host_offload import HostOffload
-from longspan.model.activations.tiles import autocast_of, draws_at_random, random_states, restore_states
+from longspan.model.activations.tiles import autocast_of, draws_at_random, random_states, use_random_states
 
 Run = Callable[..., Any]
 
@@ -159,7 +159,7 @@ class _Link:
         self._recording = Recording(keep_exchanged=self._keeps_exchanged) if self._keeps_attention else None
         with ExitStack() as stack:
             stack.enter_context(_gather_parameters(self._layer))
-            stack.enter_context(restore_states(self._states, x.device))
+            stack.enter_context(use_random_states(self._states, x.device))
             stack.enter_context(self._autocast())
             if self._recording is not None:
                 stack.enter_context(self._recording.forward())

@@ -139,7 +139,7 @@ class _Tiles(torch.autograd.Function):
         trained = [p for p in ctx.parameters if p.requires_grad]
         row_gradients = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=True)]
         sums: list[Tensor | None] = [None] * len(trained)
-        with restore_states(ctx.node.random_states, rows[0].device), ctx.autocast(), ctx.around():
+        with use_random_states(ctx.node.random_states, rows[0].device), ctx.autocast(), ctx.around():
             douts = gradients[0].tensor_split(ctx.count, ROWS)
             tiles, tile_gradients = _split_rows(rows, ctx.count), _split_rows(row_gradients, ctx.count)
             for dout, tile, into in zip(douts, tiles, tile_gradients, strict=True):
@@ -212,8 +212,11 @@ def random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 
 @contextmanager
-def restore_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    """Have code inside draw from these states; afterwards the generators are as before. None changes nothing."""
+def use_random_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
+    """Set the random generators to these states inside the context; on exit, put the caller's states back.
+
+    `states` are those that `random_states` returned for the device; None changes nothing.
+    """
     if states is None:
         yield
         return
