@@ -166,4 +166,17 @@ def test_what_is_derived_from_a_shard_has_one_writer() -> None:
         for slot in (shard.derived.spliced, shard.derived.added):
             with pytest.raises(TypeError, match="does not support item assignment"):
                 slot[0] = ()  # type: ignore[index]
-    assert shard.real_rows is shard.real_rows and len(shard.real_rows) == 8
+    assert shard.find_real_rows() is shard.find_real_rows() and len(shard.find_real_rows()) == 8
+
+
+def test_real_rows_are_found_without_asking_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = Group((0, 1), (0, 1), (11, 4), pad_to=12)
+    shard = SequenceShard(MicroBatch((padded,)), 1, -1, torch.device("cpu"), padding=3)
+    is_real = shard.rows >= 0
+    wanted = {place: is_real[slice(*place)].nonzero().squeeze(1) for place in ((0, None), (0, 8), (8, 16), (3, 5))}
+    for owner, name in ((torch, "nonzero"), (torch.Tensor, "nonzero"), (torch.Tensor, "__getitem__")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("this waits for a GPU"))
+    found = {place: shard.find_real_rows(*place) for place in wanted}
+    monkeypatch.undo()
+    assert all(torch.equal(found[place], index) for place, index in wanted.items())
+    assert 0 < len(wanted[0, None]) < len(is_real) == 15

@@ -12,6 +12,7 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,14 +69,14 @@ class Derived(Immutable):
     __slots__ = ("added", "leaves", "packed_order", "real_rows", "spliced")
 
     packed_order: tuple[tuple[int, ...], Tensor] | None  # for these starts of the slots' rows
-    real_rows: Tensor | None
+    real_rows: Mapping[tuple[int, int | None], Tensor]  # of these local rows
     spliced: Mapping[int, RowsAt]
     added: Mapping[int, RowsAt]
     leaves: tuple[Tensor, ...]
 
     def __init__(self) -> None:
         nothing = MappingProxyType[int, RowsAt]({})
-        self._set(packed_order=None, real_rows=None, spliced=nothing, added=nothing, leaves=())
+        self._set(packed_order=None, real_rows=MappingProxyType({}), spliced=nothing, added=nothing, leaves=())
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} of a shard has one writer, which Derived names; do not set it")
@@ -179,13 +180,16 @@ class SequenceShard(Immutable):
         """Return how many rows `with_padding` appended, at the end of the local rows."""
         return sum(part.stop - part.start for part in self.parts if part.index < 0)
 
-    @property
-    def real_rows(self) -> Tensor:
-        """Return the local rows (R,) that are not padding, as an index on the shard's device."""
-        if (rows := self.derived.real_rows) is None:
-            rows = torch.nonzero(self.rows >= 0).squeeze(1)
-            self.derived._set(real_rows=rows)
-        return rows
+    def find_real_rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return which of the local rows start to stop are not padding: an index (R,) from `start`, on the device.
+
+        The host computes it. A GPU, asked how many there are, would let the host wait for all queued work.
+        """
+        if (index := self.derived.real_rows.get((start, stop))) is None:
+            rows = lay_out(self.micro_batch, self.parts)[0][start:stop]
+            index = to_device(np.flatnonzero(rows >= 0), self.device)
+            self.derived._set(real_rows=MappingProxyType({**self.derived.real_rows, (start, stop): index}))
+        return index
 
     def with_padding(self, *, minimum: int = 1, multiple: int = 1) -> "SequenceShard":
         """Return the same shard with padding rows appended, so that T ≥ `minimum` and T is a multiple of `multiple`.

@@ -179,7 +179,7 @@ def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tens
         return None
     experts_first = not output[0].is_floating_point()  # Granite's in transformers 5.17 name the experts first
     logits, weights, chosen_experts = reversed(output) if experts_first else output
-    weights = layer.sums.record_routing(router, logits, weights, chosen_experts, layer.shard.real_rows)
+    weights = layer.sums.record_routing(router, logits, weights, chosen_experts, layer.shard.find_real_rows())
     return (chosen_experts, weights, logits) if experts_first else (logits, weights, chosen_experts)
 
 
@@ -255,16 +255,16 @@ def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: Worl
 
     Experts get all rows of the shard, or one tensor-parallel rank's part of them. Raises ModelError for another number.
     """
-    local, tp, rows = shard.local_rows, world.home.tp, shard.real_rows
+    local, tp = shard.local_rows, world.home.tp
     if tp > 1 and count == -(-local // tp):
         start = world.coordinates.tp * count
-        return rows[(rows >= start) & (rows < start + count)] - start
+        return shard.find_real_rows(start, start + count)
     if count != local:
         raise ModelError(
             f"{type(experts).__name__} got {count} rows; the shard holds {local}, each of tp {tp} ranks works on "
             f"all of them or {-(-local // tp)}"
         )
-    return rows
+    return shard.find_real_rows()
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
