@@ -58,8 +58,8 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     has it. Rows that nobody has come as zeros. Raises LayoutError where members of a group have a row differently
     often, for then their copies differ.
 
-    A block that a member has several times is sent once, after its copies are summed. `begin` is where each distinct
-    block of this member starts among its rows.
+    A block that a member has several times is sent once: with groups after its copies are summed, while without
+    groups they are the same. `begin` is where each distinct block of this member starts among its rows.
     """
     summed = groups is not None
     groups = [range(len(source.members))] if groups is None else list(map(sorted, groups))
@@ -245,12 +245,13 @@ def _block_rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
     return expand_runs(begin[blocks], begin[blocks] + size[blocks])
 
 
-def _first_occurrences(blocks: Integers, among: Blocks) -> Flags:
-    """Return for each entry of a list of block numbers whether it is the first with its number; `among` has all blocks.
+def _first_occurrences(blocks: Integers, all_blocks: Blocks) -> Flags:
+    """Return for each entry of a list of block numbers whether it is the first with its number.
 
-    The assignment goes in reverse, because numpy keeps the last of several values that are assigned to one index.
+    `all_blocks` says how many numbers there are. The assignment goes in reverse, because numpy keeps the last of
+    several values that are assigned to one index.
     """
-    place = np.empty(len(among.size), dtype=np.int64)
+    place = np.empty(len(all_blocks.size), dtype=np.int64)
     place[blocks[::-1]] = np.arange(len(blocks) - 1, -1, -1)
     return place[blocks] == np.arange(len(blocks))
 
