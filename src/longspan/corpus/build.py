@@ -140,7 +140,10 @@ class _CorpusOfRun:
         return changes or list(islice(self._compare_images(), 3))
 
     def _compare_images(self) -> Iterator[str]:
-        """Describe each image that is gone or has changed since the build."""
+        """Describe each image that is gone or has changed since the build; none if the documents are lost.
+
+        Lost documents are built again, which reads their images anew.
+        """
         if self._old_record is None or not (self._folder / self._old_record.documents).is_dir():
             return
         if (images := ImageTable.of(self._folder / self._old_record.documents)) is not None:

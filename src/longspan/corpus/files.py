@@ -26,7 +26,7 @@ LogLine = Callable[[str], None]
 
 _BLOCK = 1 << 20
 _SETTLED_SECONDS = 2.0  # a file may be written again within the resolution of its time
-_NEWS_SECONDS = 5.0
+_NEWS_SECONDS = 5.0  # between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,19 @@ class FileSums:
 
     def measure_files(self, files: Iterable[CorpusFile], log: LogLine) -> list[SourceFile]:
         """Return size, time and sum of each file, read if necessary. Raises DataError for an unreadable file."""
-        last_line, sources = time.monotonic(), list[SourceFile]()
+        last_log_time, sources = time.monotonic(), list[SourceFile]()
         for file in files:
             sources.append(self._source_file(file))
-            if time.monotonic() - last_line > _NEWS_SECONDS:
-                last_line = time.monotonic()
+            if time.monotonic() - last_log_time > _NEWS_SECONDS:
+                last_log_time = time.monotonic()
                 log(f"read {len(sources):,} files to see what they hold")
         return sources
 
     def _source_file(self, file: CorpusFile) -> SourceFile:
-        """Return the size, time and sum of one file, which is read only if its size or time has changed."""
+        """Return the size, time and sum of one file, which is read only if its size or time has changed.
+
+        Raises DataError for a file that is unreadable or not regular, and for a path that is not UTF-8.
+        """
         path = str(file.path.absolute())
         try:
             stat = file.path.stat()
@@ -88,11 +91,11 @@ class FileSums:
         """
         if self._file is None:
             return
-        newest_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
-        certain = [source for source in sources if source.modified_ns < newest_ns]
-        if any(self._sums.get(source.path) != source for source in certain):
+        settled_before_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
+        settled = [source for source in sources if source.modified_ns < settled_before_ns]
+        if any(self._sums.get(source.path) != source for source in settled):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in certain))
+            write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in settled))
 
 
 def file_sha256(path: Path) -> str:
@@ -222,7 +225,8 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
     """Return the names of the files with rows in a folder with this file `state`, which has files of these `names`.
 
     In a folder that `save_to_disk` of datasets wrote, `state` lists them: `map`, `shuffle` and `select` may leave
-    others there. Any other folder's names are all returned.
+    others there. Any other folder's names are all returned. Raises DataError for a saved data set that only selects
+    rows by indices, or lacks a listed file.
     """
     try:
         settings = read_json(state)
@@ -243,7 +247,10 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
 
 
 def _split_folders(root: Path) -> str:
-    """List the folders of the splits of a data set."""
+    """Return the folders of the splits of a data set as one text, for a message.
+
+    Raises DataError if the file that should name them does not.
+    """
     try:
         names: list[str] = read_json(root / _SPLITS)["splits"]
         return ", ".join(str(root / name) for name in names)

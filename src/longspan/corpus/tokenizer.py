@@ -68,7 +68,7 @@ class TextTokenizer:
         return ids_with_special[:start], ids_with_special[start + len(text_ids) :]
 
     def read_generation_ends(self) -> set[int]:
-        """Return the ids at which generation stops, beside `end`; those of the folder are read from its file.
+        """Return the ids other than `end` at which generation stops; those of the folder are read from its file.
 
         Raises DataError for a file whose values are no ids.
         """
@@ -96,7 +96,7 @@ class TextTokenizer:
         return [] if self.end is None or self.end in self.surrounding_ids[1] else [self.end]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text, with the tokens around it."""
+        """Encode each text, with the tokens around it; long ones in pieces if possible, to bound memory."""
         in_pieces = can_encode_in_pieces(self.engine)
         are_long = [in_pieces and len(text) > PIECE for text in texts]
         whole_texts = [text for text, is_long in zip(texts, are_long, strict=True) if not is_long]
@@ -182,7 +182,7 @@ def reload_with_config(tokenizer: TextTokenizer, config: Path) -> TextTokenizer:
         tokenizer.save_pretrained(Path(folder))
         if config.is_file():
             shutil.copyfile(config, Path(folder) / config.name)
-        return replace(load_tokenizer(folder), folder=None)
+        return replace(load_tokenizer(folder), folder=None)  # the temporary folder is removed
 
 
 def load_tokenizer(folder: str | Path) -> TextTokenizer:
@@ -278,6 +278,8 @@ def _engine_digest(engine: Tokenizer) -> str:
 
 def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | None:
     """Count the UTF-8 bytes of each token id (V,); None for a kind of vocabulary whose bytes are not known.
+
+    V is the number of ids, or the number of `rows` of the model's embedding if that is larger.
 
     With these counts a loss per token becomes one per byte of text, which can be compared between tokenizers. Bytes are
     known in byte-level vocabularies (GPT-2's alphabet of bytes), and in those that write a space as sentencepiece does,
