@@ -109,19 +109,25 @@ def file_sha256(path: Path) -> str:
 
 def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
     """Describe how the files of a corpus differ from those that it was built from, one phrase per file."""
-    old_sums, new_sums = _index_by_name(before), _index_by_name(now)
-    changes = [f"{name} is gone" for name in old_sums.keys() - new_sums.keys()]
-    changes += [f"{name} is new" for name in new_sums.keys() - old_sums.keys()]
-    for name in old_sums.keys() & new_sums.keys():
-        if old_sums[name].bytes != new_sums[name].bytes:
-            changes.append(f"{name} had {old_sums[name].bytes} bytes and has {new_sums[name].bytes}")
-        elif old_sums[name].sha256 != new_sums[name].sha256:
-            changes.append(f"{name} has other contents")
+    old_files, new_files = _index_by_name(before), _index_by_name(now)
+    changes = [f"{name} is gone" for name, _ in old_files.keys() - new_files.keys()]
+    changes += [f"{name} is new" for name, _ in new_files.keys() - old_files.keys()]
+    for key in old_files.keys() & new_files.keys():
+        old_file, new_file = old_files[key], new_files[key]
+        if old_file.bytes != new_file.bytes:
+            changes.append(f"{old_file.name} had {old_file.bytes} bytes and has {new_file.bytes}")
+        elif old_file.sha256 != new_file.sha256:
+            changes.append(f"{old_file.name} has other contents")
     return sorted(changes)
 
 
-def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[str, SourceFile]:
-    return {source.name: source for source in sources}
+def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], SourceFile]:
+    """Return files by name and by the number of files of this name before, as files of two sources may share one."""
+    by_name, counts = dict[tuple[str, int], SourceFile](), Counter[str]()
+    for source in sources:
+        by_name[source.name, counts[source.name]] = source
+        counts[source.name] += 1
+    return by_name
 
 
 STDLIB = "stdlib"
