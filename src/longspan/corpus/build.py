@@ -163,8 +163,8 @@ class _CorpusOfRun:
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
         """Build or find the documents of this recipe and record them in the run's folder."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        # `parsing` changes the tokenizer itself, so it is set anew before its files are written: as rows are encoded.
-        tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
+        # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
+        tokenizer.set_parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
         _check_saved_tokenizer(tokenizer, self._run_dir)
         for line in describe_rows(self._settings, recipe):
             self._log(line)

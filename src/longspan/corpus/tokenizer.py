@@ -118,8 +118,8 @@ class TextTokenizer:
         piece = PIECE if can_encode_in_pieces(self.engine) else whole_length
         return encode_with_spans(self.engine, text, piece=piece)
 
-    def parsing(self, parse: bool) -> "TextTokenizer":
-        """Return this tokenizer, set to read names of special tokens in a text as these tokens, or as plain text.
+    def set_parsing(self, parse: bool) -> "TextTokenizer":
+        """Set whether names of special tokens in a text are read as these tokens (else as plain text); return self.
 
         The setting stays until the next call.
         """
