@@ -116,7 +116,7 @@ class _CorpusOfRun:
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
         for key in recorded.asked.keys() | values.keys():
             old_value, new_value = recorded.asked.get(key, defaults.get(key)), values.get(key)
-            if old_value != new_value:  # an evaluation set has keys of its own for the path and the length alone
+            if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
                 prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
                 changes.append(f"{prefix}{key} was {old_value!r} and is {new_value!r}")
         if tokenizer is not None and tokenizer.digest != recorded.tokenizer_digest:
@@ -265,7 +265,7 @@ def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
 def _generation_ends_to_record(tokenizer: TextTokenizer) -> tuple[int, ...] | None:
     """Return the ids at which the tokenizer's model stops generating; None for a tokenizer that was trained here.
 
-    Settings that cannot be read are None too: they are an error of rows with conversations, and of these alone.
+    Settings that cannot be read are None too: only the encoding of conversations needs them, and raises the error.
     """
     if tokenizer.folder is None:
         return tokenizer.generation_ends

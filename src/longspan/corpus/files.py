@@ -168,7 +168,7 @@ def find_root(path: str, *, key: str = "data.path") -> Path:
 def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[str, int]:
     """Count the files of a folder that are not read, by the endings of their names, the most frequent first.
 
-    Nothing is counted in the standard library, of which only modules are meant, nor for a path that is a file.
+    Nothing is counted in the standard library, where only modules are meant to be read, nor for a path that is a file.
     """
     root = Path(path).expanduser()
     if path == STDLIB or not root.is_dir():

@@ -50,7 +50,7 @@ class _Run(NamedTuple):
 
 
 def can_encode_in_pieces(engine: Tokenizer) -> bool:
-    """Whether texts can be encoded in pieces: the model is byte-pair encoding without dropout."""
+    """Return whether texts can be encoded in pieces: the model is byte-pair encoding without dropout."""
     return isinstance(engine.model, models.BPE) and not engine.model.dropout
 
 
@@ -131,10 +131,9 @@ def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
 def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
     """Find where two pieces can be joined: the left piece's tokens end before one index, the right's begin at another.
 
-    The two indices are of the same token, in each of the pieces.
-    Of the overlap's four quarters, both pieces must agree on the middle two, which hold enough runs of characters that
-    what is beyond has no influence; the seam is in the middle of the overlap, behind the left piece's token `first`.
-    None: the pieces do not agree, or the overlap is too short.
+    Both indices are of the same token. Of the overlap's four quarters, both pieces must agree on the middle two, which
+    hold enough runs of characters that what is beyond has no influence; the seam is in the middle of the overlap,
+    behind the left piece's token `first`. None: the pieces do not agree, or the overlap is too short.
     """
     quarter = (left.end - right.begin) // 4
     begin, middle, end = (right.begin + n * quarter for n in (1, 2, 3))

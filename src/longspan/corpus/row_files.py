@@ -126,7 +126,7 @@ def name_read_errors(name: str, path: Path) -> Iterator[None]:
 
 
 def _arrow_errors() -> tuple[type[Exception], ...]:
-    """What reading a damaged table raises; nothing while no table was read."""
+    """Return the errors that reading a damaged table raises; none as long as nothing has imported pyarrow."""
     pyarrow: Any = sys.modules.get("pyarrow")
     return () if pyarrow is None else (pyarrow.ArrowException, UnicodeDecodeError)
 

@@ -79,14 +79,14 @@ class TextTokenizer:
     @property
     def opening(self) -> tuple[str, ...]:
         """The tokens that every text begins with."""
-        return self._names(self.surrounding_ids[0])
+        return self._token_texts(self.surrounding_ids[0])
 
     @property
     def closing(self) -> tuple[str, ...]:
         """The tokens that every text ends with."""
-        return self._names([*self.surrounding_ids[1], *self.end_of_text])
+        return self._token_texts([*self.surrounding_ids[1], *self.end_of_text])
 
-    def _names(self, ids: Sequence[int]) -> tuple[str, ...]:
+    def _token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
         """Return the tokens of these ids as text."""
         return tuple(str(self.engine.id_to_token(i)) for i in ids)
 

@@ -17,19 +17,22 @@ def vocabulary_files(folder: Path) -> list[str]:
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files byte for byte, with chat templates, and replace those of another one in `target`."""
+    """Copy the files of the tokenizer, with chat templates, and of the image processor, byte for byte.
+
+    Files of the same names in `target` are replaced, or removed where the source has none.
+    """
     for name in (*TOKENIZER_FILES, *FILES):
         _replace_with_copy(source / name, target / name)
 
 
 class RunFolderFiles:
-    """The files of a run's folder that the folders of its models get: its tokenizer and generation settings."""
+    """The files of a run's folder that its models' folders get: tokenizer, image processor, generation settings."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Copy the run's tokenizer and generation settings into a model's folder, which is made if it is not there."""
+        """Copy these files into a model's folder, which is made if it is not there."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         copy_tokenizer_files(self._folder, folder)

@@ -46,7 +46,7 @@ class Exchange:
         self._check_supply()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the two partitions alone, without the moves planned so far."""
+        """Pickle only the two partitions, without the moves planned so far."""
         return Exchange, (self.have, self.need)
 
     @property

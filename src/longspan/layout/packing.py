@@ -93,7 +93,7 @@ class Packing:
         object.__setattr__(self, "pad_to_multiple", check_degree("pad_to_multiple", pad_to_multiple))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the lengths and the multiple alone, without the arrays made so far."""
+        """Pickle only the lengths and the multiple, without the arrays made so far."""
         return Packing, (self.lengths, self.pad_to_multiple)
 
     def __repr__(self) -> str:

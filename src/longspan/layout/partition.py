@@ -101,7 +101,7 @@ class Partition(ABC):
 
     @abstractmethod
     def segments(self, member: int) -> Segments:
-        """Return the member's runs inside their documents. Raises LayoutError for a partition `from_rows`."""
+        """Return the member's runs inside their documents. Raises LayoutError for runs without documents."""
 
     def rows(self, member: int) -> Integers:
         """Return the member's row ids in held order."""
@@ -145,7 +145,7 @@ class Partition(ABC):
 
 @dataclass(frozen=True, repr=False)
 class _LengthPartition(Partition):
-    """A partition that follows from the documents' lengths and the degree alone."""
+    """A partition that follows only from the documents' lengths and the degree."""
 
     lengths: tuple[int, ...]
     degree: int
