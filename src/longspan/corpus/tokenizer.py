@@ -31,7 +31,7 @@ from longspan.model.weights.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, ref
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # what sentencepiece writes for a space
 END_OF_TEXT = "<|endoftext|>"
-_OWN_CODE = (
+_OWN_CODE_ADVICE = (
     "where its tokenizer.json alone makes the tokenizer, take auto_map and tokenizer_class out of "
     "tokenizer_config.json, or name the folder of a tokenizer in transformers' own format"
 )
@@ -246,7 +246,7 @@ def _load_by_transformers(folder: Path) -> TextTokenizer:
         engine, end = stock.backend_tokenizer, stock.eos_token_id
     except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
         raise DataError(
-            f"the tokenizer in {folder} cannot be loaded by transformers: {refusal_reason(error, _OWN_CODE)}"
+            f"the tokenizer in {folder} cannot be loaded by transformers: {refusal_reason(error, _OWN_CODE_ADVICE)}"
         ) from error
     return replace(_make_tokenizer(engine, end), folder=folder, kind=type(stock).__name__)
 
