@@ -41,7 +41,11 @@ MUTATIONS = [
     ("comm.moves.carry_rows", "flat.index_copy_(0, places,", "flat.index_copy_(0, places.flip(0),"),
     ("comm.moves.carry_rows", "(x, [moves.local],", "(x, [moves.local.flip(0)],"),
     ("comm.moves.carry_rows", "result.index_fill_(0, moves.absent, 0)", "pass"),
-    ("comm.moves.carry_rows", "result.index_copy_(0, moves.several,", "result.index_copy_(0, moves.several.flip(0),"),
+    (
+        "comm.moves.carry_rows",
+        "result.index_copy_(0, moves.summed_rows,",
+        "result.index_copy_(0, moves.summed_rows.flip(0),",
+    ),
 ]
 
 

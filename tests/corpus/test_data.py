@@ -17,11 +17,11 @@ from longspan import Layout, SequenceShard, plan_fixed
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.files import CorpusFile, files_of_other_kinds, find_files
+from longspan.corpus.files import CorpusFile, file_differences, files_of_other_kinds, find_files
 from longspan.corpus.first_rows import sample_texts
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, Manifest
-from longspan.data.manifest import LeftOut
+from longspan.data.manifest import LeftOut, SourceFile
 from longspan.errors import DataError
 from longspan.train.reading.read_rows import read_inputs_and_labels
 from tests.train.small import write_texts
@@ -39,6 +39,17 @@ def build(
 def make_folder(path: Path) -> Path:
     path.mkdir(parents=True)
     return path
+
+
+def test_changes_of_files_that_share_a_name_are_all_described() -> None:
+    before = [SourceFile("rows.jsonl", size, 0, "0") for size in (5, 6, 7)]  # of three sources
+    now = [SourceFile("rows.jsonl", size, 0, digest) for size, digest in ((9, "0"), (6, "1"))]
+    assert file_differences(before, before) == []
+    assert file_differences(before, now) == [
+        "rows.jsonl had 5 bytes and has 9",
+        "rows.jsonl has other contents",
+        "rows.jsonl is gone",
+    ]
 
 
 def test_stdlib_is_the_librarys_own_sources() -> None:

@@ -80,7 +80,7 @@ def with_bos(folder: Path, closing: str = "") -> Path:
 @pytest.mark.parametrize("parse", [False, True])
 def test_ids_are_those_of_transformers_and_the_end_of_text(tmp_path: Path, closing: str, parse: bool) -> None:
     folder = with_bos(tmp_path / "t", closing)
-    tokenizer = load_tokenizer(folder).parsing(parse)
+    tokenizer = load_tokenizer(folder).set_parsing(parse)
     stock = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     texts = ["", "plan", "<|im_start|>user <|tool|> def</s> rank<s>", TEXTS[1]]
     for text, ids in zip(texts, tokenizer.encode(texts), strict=True):

@@ -27,9 +27,9 @@ def carry(moves, parts):
         assert tuple(map(len, arrived)) == move.receives and not len(arrived[me])
         pool = np.concatenate([*arrived, packed[me][0][move.stays], [0.0]])
         y = pool[move.places]
-        for source, target in move.more:
+        for source, target in move.further_addends:
             assert len(set(target.tolist())) == len(target)
-            y[move.several[target]] += pool[source]
+            y[move.summed_rows[target]] += pool[source]
         results.append(y)
     return results
 
@@ -47,7 +47,7 @@ def test_every_rank_gets_its_rows_once(sides):
     assert [rows.tolist() for rows in carry(moves, [np.array(rows, dtype=float) for rows in have])] == need
     for rank, move in enumerate(moves):
         assert sum(move.receives) == len(set(need[rank]) - set(have[rank]))
-        assert not move.folds and not move.more and not move.widened
+        assert not move.folds and not move.further_addends and not move.widened
 
 
 @examples

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
-from longspan.corpus.tokenizer_files import KeptFiles
+from longspan.corpus.tokenizer_files import RunFolderFiles
 from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.files import read_json
 from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, peft_modules
@@ -119,7 +119,7 @@ def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mappin
 def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> WeightTotals:
     """Write an adapter to a folder in this dtype (None: its own), with the tokenizer that the run keeps."""
     tensors = {name: tensor.to(dtype=dtype) for name, tensor in saved.tensors.items()}
-    write_adapter(folder, saved.adapter, tensors, KeptFiles(run_dir), saved.modules)
+    write_adapter(folder, saved.adapter, tensors, RunFolderFiles(run_dir), saved.modules)
     return WeightTotals(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
 
 

@@ -116,7 +116,7 @@ class _CorpusOfRun:
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
         for key in recorded.asked.keys() | values.keys():
             old_value, new_value = recorded.asked.get(key, defaults.get(key)), values.get(key)
-            if old_value != new_value:  # an evaluation set has keys of its own for the path and the length alone
+            if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
                 prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
                 changes.append(f"{prefix}{key} was {old_value!r} and is {new_value!r}")
         if tokenizer is not None and tokenizer.digest != recorded.tokenizer_digest:
@@ -140,7 +140,10 @@ class _CorpusOfRun:
         return changes or list(islice(self._compare_images(), 3))
 
     def _compare_images(self) -> Iterator[str]:
-        """Describe each image that is gone or has changed since the build."""
+        """Describe each image that is gone or has changed since the build; none if the documents are lost.
+
+        Lost documents are built again, which reads their images anew.
+        """
         if self._old_record is None or not (self._folder / self._old_record.documents).is_dir():
             return
         if (images := ImageTable.of(self._folder / self._old_record.documents)) is not None:
@@ -160,8 +163,8 @@ class _CorpusOfRun:
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
         """Build or find the documents of this recipe and record them in the run's folder."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        # `parsing` changes the tokenizer itself, so it is set anew before its files are written: as rows are encoded.
-        tokenizer.parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
+        # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
+        tokenizer.set_parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
         _check_saved_tokenizer(tokenizer, self._run_dir)
         for line in describe_rows(self._settings, recipe):
             self._log(line)
@@ -262,7 +265,7 @@ def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
 def _generation_ends_to_record(tokenizer: TextTokenizer) -> tuple[int, ...] | None:
     """Return the ids at which the tokenizer's model stops generating; None for a tokenizer that was trained here.
 
-    Settings that cannot be read are None too: they are an error of rows with conversations, and of these alone.
+    Settings that cannot be read are None too: only the encoding of conversations needs them, and raises the error.
     """
     if tokenizer.folder is None:
         return tokenizer.generation_ends

@@ -22,7 +22,7 @@ class Chunk(NamedTuple):
     """Rows of the file `name`, beginning with row number `first` (from 0) at `position`.
 
     `data` are lines, a text, or a table in Arrow's stream format; `end` counts the bytes of the file read so far;
-    `folder` is the file's folder. A row of more than `most` bytes (0: any) is a bad one. If the last row is too long,
+    `folder` is the file's folder. A row of more than `most_bytes` (0: any) is a bad one. If the last row is too long,
     `data` may end with only its beginning; then `too_long` is its size in bytes (0: the last row is complete).
     """
 
@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
     data: bytes
     end: int
     folder: str = ""
-    most: int = 0
+    most_bytes: int = 0
     too_long: int = 0
 
 
@@ -51,7 +51,7 @@ def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
     """
     if chunk.form == "text":
         size = chunk.too_long or len(chunk.data)
-        bad = _find_oversize(size, chunk.most, chunk.name, "a text")
+        bad = _find_oversize(size, chunk.most_bytes, chunk.name, "a text")
         yield PlacedRow(0, bad or Row(chunk.name, {"text": chunk.data.decode("utf-8-sig")}, chunk.folder))
     elif chunk.form == "table":
         yield from _read_table(chunk)
@@ -67,19 +67,19 @@ def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
         full_size = chunk.too_long if number == chunk.first + len(lines) else 0
         if full_size or line.removeprefix(BYTE_ORDER_MARK).strip():
             where, size = f"{chunk.name}, line {number}", full_size or len(line)
-            bad = _find_oversize(size, chunk.most, where, "a line")
+            bad = _find_oversize(size, chunk.most_bytes, where, "a line")
             yield PlacedRow(position, bad or parse_line(line, where, chunk.folder))
         position += len(line) + 1  # 1: its line end
 
 
-def _find_oversize(size: int, most: int, where: str, kind: str) -> BadRow | None:
-    """Return a bad row if `size` exceeds `most` bytes (0: no limit), else None; `kind` says of what, as "a line"."""
-    if not most or size <= most:
+def _find_oversize(size: int, most_bytes: int, where: str, kind: str) -> BadRow | None:
+    """Return a bad row if `size` exceeds `most_bytes` (0: no limit), else None; `kind` says of what, as "a line"."""
+    if not most_bytes or size <= most_bytes:
         return None
     return BadRow(
         where,
-        f"{kind} of {size:,} bytes, and data.max_text_bytes is {most:,}; cut it into several, leave it out, or raise "
-        "the key (0: any; a text takes some 10 to 200 times its bytes while it is tokenized)",
+        f"{kind} of {size:,} bytes, and data.max_text_bytes is {most_bytes:,}; cut it into several, leave it out, or "
+        "raise the key (0: any; a text takes some 10 to 200 times its bytes while it is tokenized)",
     )
 
 
@@ -94,7 +94,7 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
         return BadRow(where, f"byte {error.start + 1} of the line is not UTF-8")
     except json.JSONDecodeError as error:
         return BadRow(where, f"not JSON ({error.msg} at column {error.colno}): {_beginning(line)}")
-    except ValueError:
+    except ValueError:  # any other one is of int(), which limits digits
         digits = f"{sys.get_int_max_str_digits():,}"
         return BadRow(
             where, f"an integer of more than {digits} digits, which no key of a row takes: {_beginning(line)}"
@@ -152,11 +152,13 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
     first = chunk.first
     for batch in pyarrow.ipc.open_stream(chunk.data):
         may_be_deep = str(batch.schema).count("<") > MOST_LEVELS  # Arrow writes nested types as list<struct<…>>
-        for number, record in enumerate(_iterate_records(batch, chunk.most), first):
+        for number, record in enumerate(_iterate_records(batch, chunk.most_bytes), first):
             where = f"{chunk.name}, row {number + 1}"
             row: Row | BadRow
             if isinstance(record, int):  # the size of a row that is not read
-                row = _find_oversize(record, chunk.most, where, "a row") or BadRow(where, "a text that is not UTF-8")
+                row = _find_oversize(record, chunk.most_bytes, where, "a row") or BadRow(
+                    where, "a text that is not UTF-8"
+                )
             elif may_be_deep and _is_deep(record):
                 row = BadRow(where, f"a row of more than {MOST_LEVELS} lists and objects in each other")
             else:
@@ -165,15 +167,15 @@ def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
         first += len(batch)
 
 
-def _iterate_records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
+def _iterate_records(batch: Any, most_bytes: int) -> Iterator[dict[str, Any] | int]:
     """Yield the records of a batch, as dictionaries; an integer stands for a record that is not read.
 
-    The integer is the record's size in bytes if the record is too long: more than `most` (0: no limit). For a text that
-    is not UTF-8 the integer is at most `most`, which tells the two cases apart.
+    The integer is the record's size in bytes if the record is too long: more than `most_bytes` (0: no limit). For a
+    text that is not UTF-8 the integer is at most `most_bytes`, which tells the two cases apart.
     """
     types = str(batch.schema)
     repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows
-    if not repeats and (not most or batch.nbytes <= most):
+    if not repeats and (not most_bytes or batch.nbytes <= most_bytes):
         with suppress(UnicodeDecodeError):  # of some row, before any is yielded; row by row it is located below
             yield from batch.to_pylist()
             return
@@ -181,9 +183,9 @@ def _iterate_records(batch: Any, most: int) -> Iterator[dict[str, Any] | int]:
         row = batch.slice(number, 1)
         size = sum(map(_text_bytes, row.columns))
         try:
-            yield size if most and size > most else row.to_pylist()[0]
+            yield size if most_bytes and size > most_bytes else row.to_pylist()[0]
         except UnicodeDecodeError:
-            yield min(size, most)
+            yield min(size, most_bytes)
 
 
 def _text_bytes(column: Any) -> int:

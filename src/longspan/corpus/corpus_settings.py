@@ -34,7 +34,7 @@ class CorpusSettings:
     prefix: str = "data."
 
     def paths(self) -> tuple[tuple[str, str], ...]:
-        """Return the key and the path of each source."""
+        """Return the key and the path of each source; without any, the standard library is the only one."""
         if not self.data.sources:
             return ((f"{self.prefix}path", self.data.path or STDLIB),)
         return tuple((f"data.sources[{i}].path", source.path) for i, source in enumerate(self.data.sources))
@@ -42,7 +42,8 @@ class CorpusSettings:
     def files(self, run_dir: Path) -> tuple[CorpusFile, ...]:
         """Find the source files in order, without those in the run's folder and in the cache.
 
-        With several sources, a file's name begins with the folder of its source. Raises DataError if there are none.
+        With data.sources, the name of a file in a source's folder begins with the name of that folder. Raises DataError
+        for a source without files.
         """
         # With data.cache "none" the user's cache is left out, where earlier runs may have written.
         leave_out = (run_dir, cache_folder("" if self.data.cache == NONE else self.data.cache))
@@ -54,7 +55,7 @@ class CorpusSettings:
         return tuple(files)
 
     def deciding_values(self) -> dict[str, Any]:
-        """Return the keys that decide the documents, with values for JSON."""
+        """Return the settings that decide the documents, by key, as values that JSON can hold."""
         names = (*_DECIDING, *asdict(self.row_settings()))
         values = {name: getattr(self.data, name) for name in names}
         paths = [path for _, path in self.paths()]
@@ -65,7 +66,10 @@ class CorpusSettings:
         return RowSettings(**{field.name: getattr(self.data, field.name) for field in fields(RowSettings)})
 
     def other_kinds(self, run_dir: Path) -> dict[str, int]:
-        """Count the files of all sources that cannot be read, by the endings of their names."""
+        """Count the files of all sources that are of kinds not read, by the endings of their names.
+
+        Those in the run's folder do not count.
+        """
         counts = Counter[str]()
         for _, path in self.paths():
             counts.update(files_of_other_kinds(path, leave_out=(run_dir,)))

@@ -26,7 +26,7 @@ LogLine = Callable[[str], None]
 
 _BLOCK = 1 << 20
 _SETTLED_SECONDS = 2.0  # a file may be written again within the resolution of its time
-_NEWS_SECONDS = 5.0
+_NEWS_SECONDS = 5.0  # between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,19 @@ class FileSums:
 
     def measure_files(self, files: Iterable[CorpusFile], log: LogLine) -> list[SourceFile]:
         """Return size, time and sum of each file, read if necessary. Raises DataError for an unreadable file."""
-        last_line, sources = time.monotonic(), list[SourceFile]()
+        last_log_time, sources = time.monotonic(), list[SourceFile]()
         for file in files:
             sources.append(self._source_file(file))
-            if time.monotonic() - last_line > _NEWS_SECONDS:
-                last_line = time.monotonic()
+            if time.monotonic() - last_log_time > _NEWS_SECONDS:
+                last_log_time = time.monotonic()
                 log(f"read {len(sources):,} files to see what they hold")
         return sources
 
     def _source_file(self, file: CorpusFile) -> SourceFile:
-        """Return the size, time and sum of one file, which is read only if its size or time has changed."""
+        """Return the size, time and sum of one file, which is read only if its size or time has changed.
+
+        Raises DataError for a file that is unreadable or not regular, and for a path that is not UTF-8.
+        """
         path = str(file.path.absolute())
         try:
             stat = file.path.stat()
@@ -88,11 +91,11 @@ class FileSums:
         """
         if self._file is None:
             return
-        newest_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
-        certain = [source for source in sources if source.modified_ns < newest_ns]
-        if any(self._sums.get(source.path) != source for source in certain):
+        settled_before_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
+        settled = [source for source in sources if source.modified_ns < settled_before_ns]
+        if any(self._sums.get(source.path) != source for source in settled):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in certain))
+            write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in settled))
 
 
 def file_sha256(path: Path) -> str:
@@ -106,19 +109,25 @@ def file_sha256(path: Path) -> str:
 
 def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
     """Describe how the files of a corpus differ from those that it was built from, one phrase per file."""
-    old_sums, new_sums = _index_by_name(before), _index_by_name(now)
-    changes = [f"{name} is gone" for name in old_sums.keys() - new_sums.keys()]
-    changes += [f"{name} is new" for name in new_sums.keys() - old_sums.keys()]
-    for name in old_sums.keys() & new_sums.keys():
-        if old_sums[name].bytes != new_sums[name].bytes:
-            changes.append(f"{name} had {old_sums[name].bytes} bytes and has {new_sums[name].bytes}")
-        elif old_sums[name].sha256 != new_sums[name].sha256:
-            changes.append(f"{name} has other contents")
+    old_files, new_files = _index_by_name(before), _index_by_name(now)
+    changes = [f"{name} is gone" for name, _ in old_files.keys() - new_files.keys()]
+    changes += [f"{name} is new" for name, _ in new_files.keys() - old_files.keys()]
+    for key in old_files.keys() & new_files.keys():
+        old_file, new_file = old_files[key], new_files[key]
+        if old_file.bytes != new_file.bytes:
+            changes.append(f"{old_file.name} had {old_file.bytes} bytes and has {new_file.bytes}")
+        elif old_file.sha256 != new_file.sha256:
+            changes.append(f"{old_file.name} has other contents")
     return sorted(changes)
 
 
-def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[str, SourceFile]:
-    return {source.name: source for source in sources}
+def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], SourceFile]:
+    """Return files by name and by the number of files of this name before, as files of two sources may share one."""
+    by_name, counts = dict[tuple[str, int], SourceFile](), Counter[str]()
+    for source in sources:
+        by_name[source.name, counts[source.name]] = source
+        counts[source.name] += 1
+    return by_name
 
 
 STDLIB = "stdlib"
@@ -159,7 +168,7 @@ def find_root(path: str, *, key: str = "data.path") -> Path:
 def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[str, int]:
     """Count the files of a folder that are not read, by the endings of their names, the most frequent first.
 
-    Nothing is counted in the standard library, of which only modules are meant, nor for a path that is a file.
+    Nothing is counted in the standard library, where only modules are meant to be read, nor for a path that is a file.
     """
     root = Path(path).expanduser()
     if path == STDLIB or not root.is_dir():
@@ -222,7 +231,8 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
     """Return the names of the files with rows in a folder with this file `state`, which has files of these `names`.
 
     In a folder that `save_to_disk` of datasets wrote, `state` lists them: `map`, `shuffle` and `select` may leave
-    others there. Any other folder's names are all returned.
+    others there. Any other folder's names are all returned. Raises DataError for a saved data set that only selects
+    rows by indices, or lacks a listed file.
     """
     try:
         settings = read_json(state)
@@ -243,7 +253,10 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
 
 
 def _split_folders(root: Path) -> str:
-    """List the folders of the splits of a data set."""
+    """Return the folders of the splits of a data set as one text, for a message.
+
+    Raises DataError if the file that should name them does not.
+    """
     try:
         names: list[str] = read_json(root / _SPLITS)["splits"]
         return ", ".join(str(root / name) for name in names)

@@ -21,7 +21,8 @@ SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: int = MAX_TEXT_BYTES) -> Kind:
     """Return the kind of rows of these files, by the first rows of the first files; "text" if there are no rows.
 
-    Raises DataError for rows of different kinds and, without `skip_bad`, for a bad row and a row of no kind.
+    A row of more than `most_bytes` (0: any) is a bad one. With `skip_bad`, bad rows and rows of no kind do not count;
+    without it they raise DataError, as rows of different kinds always do.
     """
     rows, bad = list[Row](), list[BadRow]()
     for file in files[:FIRST_FILES]:

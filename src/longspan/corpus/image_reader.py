@@ -31,14 +31,14 @@ from longspan.model.vision.image_tokens import ImageInput, ImageTokens
 from longspan.model.vision.video_tokens import Video, VideoTokens
 
 THREADS = 4
-_MOST = 4096  # images that were read ahead and not used yet; the oldest are dropped
+_MOST_AHEAD = 4096  # images that were read ahead and not used yet; the oldest are dropped
 
 
 class ImageReader:
     """Reads images of a corpus: `reader(number)` returns an encoder's input, `read_ahead(numbers)` begins to read some.
 
     `file_of` gives the number of a document's file among `sources`. Raises DataError, naming file and row, for an image
-    that is gone, broken, or changed since the corpus was built. `read` counts the images that were read here.
+    that is gone, broken, or changed since the corpus was built. `images_read` counts those that were read here.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class ImageReader:
         self._table, self._processor, self._sources, self._file_of = table, processor, sources, file_of
         self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()  # by the images' numbers
         self._pool: ThreadPoolExecutor | None = None
-        self.read = 0
+        self.images_read = 0
 
     def __call__(self, number: int) -> ImageInput:
-        """Return the encoder's input for an image."""
+        """Return the encoder's input for an image; one that is being read ahead is waited for."""
         with self._lock:
             future = self._ahead.pop(number, None)
         return self._read_input(number) if future is None else future.result()
@@ -62,7 +62,7 @@ class ImageReader:
             for number in numbers:
                 if number not in self._ahead:
                     self._ahead[number] = self._pool.submit(self._read_input, number)
-            while len(self._ahead) > _MOST:
+            while len(self._ahead) > _MOST_AHEAD:
                 self._ahead.popitem(last=False)[1].cancel()
 
     def picture(self, number: int) -> Any:
@@ -78,8 +78,8 @@ class ImageReader:
             image = self._process_pictures(placed, pictures)
         except DataError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
-        self.read += 1
-        if (image.grid or (0, 0, 0)) != placed.image.grid:
+        self.images_read += 1
+        if (image.grid or (0, 0, 0)) != placed.image.grid:  # (0, 0, 0) is recorded for an image without a grid
             raise DataError(
                 f"{self._image_name(placed)}: its patches are {image.grid} and were {placed.image.grid} when the "
                 "corpus was made; restore it, or start a run in a new folder"
@@ -96,7 +96,7 @@ class ImageReader:
         return ImageInput(self._processor.videos.pixels(pictures, placed.image.grid), placed.image.grid)
 
     def _load_pictures(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
-        """Load the pictures of these files. Raises DataError, naming the image and its frame, for a broken one."""
+        """Load these files as PIL images. Raises DataError, naming the image and its frame, for a broken one."""
         pictures = list[Any]()
         for number, file in enumerate(files):
             try:
@@ -186,6 +186,6 @@ def _join_frame_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
 
     The grid of a group counts one patch of time, so the grid of a video counts its groups.
     """
-    for _, several in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
-        first_group, *further_groups = (placed.image for placed in several)
+    for _, groups_of_video in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
+        first_group, *further_groups = (placed.image for placed in groups_of_video)
         yield Video((1 + len(further_groups), *first_group.grid[1:]), first_group.seconds)

@@ -50,7 +50,7 @@ class _Run(NamedTuple):
 
 
 def can_encode_in_pieces(engine: Tokenizer) -> bool:
-    """Whether texts can be encoded in pieces: the model is byte-pair encoding without dropout."""
+    """Return whether texts can be encoded in pieces: the model is byte-pair encoding without dropout."""
     return isinstance(engine.model, models.BPE) and not engine.model.dropout
 
 
@@ -69,7 +69,8 @@ def encode_with_spans(
     """Encode as `encode_in_pieces` does; return the ids (n,), and the characters (n, 2) that each token covers.
 
     Each piece is joined to the next at a seam, where both have the same tokens; without one the piece is lengthened.
-    `first` is the first token of `left_piece` that is not yet in `joined`.
+    `first` is the first token of `left_piece` that is not yet in `joined`, and a seam is the index of a token in the
+    left piece and that of the same token in the right one.
     """
     joined, left_piece, first = list[_Run](), _encode_piece(engine, text, 0, piece), 0
     while left_piece.end < len(text):
@@ -111,7 +112,10 @@ def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Ru
 
 
 def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap: int) -> Iterator[_Piece]:
-    """Yield candidates for the next piece, with larger and larger overlaps."""
+    """Yield candidates for the piece behind `left`: they begin `overlap` characters before its end, then twice as many.
+
+    The last begins behind the begin of `left`. All end `piece` characters behind its end.
+    """
     while overlap < left.end - left.begin:
         yield _encode_piece(engine, text, left.end - overlap, left.end + piece)
         overlap *= 2
@@ -127,9 +131,9 @@ def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
 def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
     """Find where two pieces can be joined: the left piece's tokens end before one index, the right's begin at another.
 
-    Of the overlap's four quarters, both pieces must agree on the middle two, which hold enough runs of characters that
-    what is beyond has no influence; the seam is in the middle of the overlap, behind the left piece's token `first`.
-    None: the pieces do not agree, or the overlap is too short.
+    Both indices are of the same token. Of the overlap's four quarters, both pieces must agree on the middle two, which
+    hold enough runs of characters that what is beyond has no influence; the seam is in the middle of the overlap,
+    behind the left piece's token `first`. None: the pieces do not agree, or the overlap is too short.
     """
     quarter = (left.end - right.begin) // 4
     begin, middle, end = (right.begin + n * quarter for n in (1, 2, 3))

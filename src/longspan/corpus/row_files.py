@@ -32,21 +32,21 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's; without it Arrow r
 class LineFile:
     """A .jsonl file, plain or compressed; to reach a row of a compressed file the rows before it are decompressed."""
 
-    def __init__(self, name: str, path: Path, most: int) -> None:
+    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
         self.name: str = name
         self.path: Path = path
-        self._most = most
+        self._most_bytes = most_bytes
         self._stream: BinaryIO | None = None  # lines as `row_at` reads them
         self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the file's lines in order, CHUNK_BYTES and the rest of the line in which these end at a time.
+        """Yield the file's lines in order, in chunks of CHUNK_BYTES and the rest of the line in which these end.
 
         `first` and `position` are the number and the byte of a chunk's first line; its last line begins at `start` of
         `data`. A last line longer than the limit is read over: `data` has only its first bytes, to be shown, and
         `too_long` is its size without the line end. Meanwhile chunks without rows are yielded, which show progress.
         """
-        folder, limit = parent_folder(self.path), self._most + 1 if self._most else -1  # 1: a line end
+        folder, limit = parent_folder(self.path), self._most_bytes + 1 if self._most_bytes else -1  # 1: a line end
         with (
             self.path.open("rb") as raw,
             name_read_errors(self.name, self.path),
@@ -55,16 +55,16 @@ class LineFile:
             first, position = 0, 0
             while data := lines.read(CHUNK_BYTES):
                 data += lines.readline(limit)
-                start, number = data.rfind(b"\n") + 1, first + data.count(b"\n")
+                start, number = data.rfind(b"\n") + 1, first + data.count(b"\n")  # of the last line
                 line_piece, too_long = b"", 0
-                if self._most and len(data) - start > self._most:  # its end was not reached
+                if self._most_bytes and len(data) - start > self._most_bytes:  # its end was not reached
                     too_long = len(data) - start
                     while (line_piece := lines.readline(_PIECE)) and not line_piece.endswith(b"\n"):
                         too_long += len(line_piece)
                         yield Chunk("lines", self.name, number, position, b"", raw.tell(), folder)
                     too_long += max(0, len(line_piece) - 1)  # the last piece without its line end; "" at the file's end
                     data = data[: start + SHOWN_BYTES]
-                yield Chunk("lines", self.name, first, position, data, raw.tell(), folder, self._most, too_long)
+                yield Chunk("lines", self.name, first, position, data, raw.tell(), folder, self._most_bytes, too_long)
                 position += start + too_long + 1 if too_long else len(data)
                 first = number + bool(too_long)  # a line that is read over has no line end in `data`
 
@@ -72,12 +72,12 @@ class LineFile:
         """Read the row whose line begins at this byte; to go back in a compressed file, it is opened again."""
         with name_read_errors(self.name, self.path):
             if self._stream is None or (_is_compressed(self.name) and self._stream.tell() > position):
-                self._stream = self._open_lines()
+                self._stream = self._reopen_lines()
             _skip_to_position(self._stream, position, seekable=not _is_compressed(self.name))
             line = self._stream.readline()
         return parse_line(line, f"{self.name}, byte {position}", parent_folder(self.path))
 
-    def _open_lines(self) -> BinaryIO:
+    def _reopen_lines(self) -> BinaryIO:
         """Open the file for its lines, decompressed, in place of one that was opened before."""
         raw = self.path.open("rb")
         self._close()
@@ -88,18 +88,18 @@ class LineFile:
 class TextFile:
     """A .txt, .md or .py file: one row."""
 
-    def __init__(self, name: str, path: Path, most: int) -> None:
+    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
         self.name: str = name
         self.path: Path = path
-        self._most = most
+        self._most_bytes = most_bytes
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the text as one chunk, only its beginning if it is longer than the limit."""
         with name_read_errors(self.name, self.path), self.path.open("rb") as file:
             size = self.path.stat().st_size
-            too_long = size if self._most and size > self._most else 0
+            too_long = size if self._most_bytes and size > self._most_bytes else 0
             data = file.read(SHOWN_BYTES if too_long else -1)
-        yield Chunk("text", self.name, 0, 0, data, size, parent_folder(self.path), self._most, too_long)
+        yield Chunk("text", self.name, 0, 0, data, size, parent_folder(self.path), self._most_bytes, too_long)
 
     def row_at(self, position: int) -> Row | BadRow:
         """Read the whole text: the only row, at position 0."""
@@ -126,7 +126,7 @@ def name_read_errors(name: str, path: Path) -> Iterator[None]:
 
 
 def _arrow_errors() -> tuple[type[Exception], ...]:
-    """What reading a damaged table raises; nothing while no table was read."""
+    """Return the errors that reading a damaged table raises; none as long as nothing has imported pyarrow."""
     pyarrow: Any = sys.modules.get("pyarrow")
     return () if pyarrow is None else (pyarrow.ArrowException, UnicodeDecodeError)
 
@@ -179,11 +179,11 @@ def _skip_to_position(stream: BinaryIO, position: int, *, seekable: bool) -> Non
 class ParquetFile:
     """A .parquet file. A row is read with its row group, which stays in memory until a row of another one is read."""
 
-    def __init__(self, name: str, path: Path, most: int) -> None:
+    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
         self.name: str = name
         self.path: Path = path
-        self._most = most
-        self._group = lru_cache(maxsize=1)(self._read_group)
+        self._most_bytes = most_bytes
+        self._last_group = lru_cache(maxsize=1)(self._read_group)
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, about CHUNK_BYTES at a time; `end`, the bytes read, is estimated by rows."""
@@ -195,14 +195,14 @@ class ParquetFile:
                 # At most 65,536 rows: `total_byte_size` is that of encoded values, which may be small for many rows.
                 for batch in self._file.iter_batches(batch_size=min(rows, 1 << 16), row_groups=[number]):
                     end, data = size * (first + len(batch)) // meta.num_rows, _serialize_rows(batch)
-                    yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most)
+                    yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most_bytes)
                     first += len(batch)
 
     def row_at(self, position: int) -> Row:
         """Read the row of this number."""
         with name_read_errors(self.name, self.path):
             group = bisect_right(self._group_starts, position) - 1
-            (record,) = self._group(group).slice(position - self._group_starts[group], 1).to_pylist()
+            (record,) = self._last_group(group).slice(position - self._group_starts[group], 1).to_pylist()
         return Row(f"{self.name}, row {position + 1}", drop_struct_nulls(record), parent_folder(self.path))
 
     @cached_property
@@ -217,17 +217,17 @@ class ParquetFile:
         return list(accumulate((meta.row_group(i).num_rows for i in range(meta.num_row_groups)), initial=0))
 
     def _read_group(self, number: int) -> Any:
-        """Read a row group as an Arrow table; `_group` keeps the last one."""
+        """Read a row group as an Arrow table; `_last_group` keeps the last one."""
         return self._file.read_row_group(number)
 
 
 class ArrowFile:
     """An .arrow file, mapped into memory."""
 
-    def __init__(self, name: str, path: Path, most: int) -> None:
+    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
         self.name: str = name
         self.path: Path = path
-        self._most = most
+        self._most_bytes = most_bytes
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, about CHUNK_BYTES at a time; `end`, the bytes read, is estimated by rows."""
@@ -240,7 +240,7 @@ class ArrowFile:
                 for start in range(0, len(batch), step):
                     piece = batch.slice(start, step)
                     end, data = size * (first + len(piece)) // rows, _serialize_rows(piece)
-                    yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most)
+                    yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most_bytes)
                     first += len(piece)
 
     def row_at(self, position: int) -> Row:
@@ -268,7 +268,7 @@ class ArrowFile:
 
 
 def _open_table(read: Any, name: str, path: Path) -> Any:
-    """Open an Arrow or Parquet file by `read`. Raises DataError, naming it, where that fails."""
+    """Open an Arrow or Parquet file by the function `read`. Raises DataError, naming it, where that fails."""
     pyarrow: Any = import_reader("pyarrow", name)
     try:
         return read(path)
@@ -311,12 +311,12 @@ class RowFile(Protocol):
         ...
 
 
-def row_file(name: str, path: Path, most: int = MAX_TEXT_BYTES) -> RowFile:
-    """Return the reader for the ending of `name`; nothing is read yet. Rows of more than `most` bytes are bad ones.
+def row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile:
+    """Return the reader for the ending of `name`; it calls rows of more than `most_bytes` (0: any) bad ones.
 
-    0: rows may have any size. Reading a row by its position has no limit, as the build has checked the row.
+    Nothing is read yet. Reading a row by its position has no limit, as the build has checked the row.
     """
-    return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most)
+    return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most_bytes)
 
 
 def import_reader(module: str, name: str) -> ModuleType:

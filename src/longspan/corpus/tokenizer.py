@@ -31,7 +31,7 @@ from longspan.model.weights.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, ref
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # what sentencepiece writes for a space
 END_OF_TEXT = "<|endoftext|>"
-_OWN_CODE = (
+_OWN_CODE_ADVICE = (
     "where its tokenizer.json alone makes the tokenizer, take auto_map and tokenizer_class out of "
     "tokenizer_config.json, or name the folder of a tokenizer in transformers' own format"
 )
@@ -68,7 +68,7 @@ class TextTokenizer:
         return ids_with_special[:start], ids_with_special[start + len(text_ids) :]
 
     def read_generation_ends(self) -> set[int]:
-        """Return the ids at which generation stops, beside `end`; those of the folder are read from its file.
+        """Return the ids other than `end` at which generation stops; those of the folder are read from its file.
 
         Raises DataError for a file whose values are no ids.
         """
@@ -79,14 +79,14 @@ class TextTokenizer:
     @property
     def opening(self) -> tuple[str, ...]:
         """The tokens that every text begins with."""
-        return self._names(self.surrounding_ids[0])
+        return self._token_texts(self.surrounding_ids[0])
 
     @property
     def closing(self) -> tuple[str, ...]:
         """The tokens that every text ends with."""
-        return self._names([*self.surrounding_ids[1], *self.end_of_text])
+        return self._token_texts([*self.surrounding_ids[1], *self.end_of_text])
 
-    def _names(self, ids: Sequence[int]) -> tuple[str, ...]:
+    def _token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
         """Return the tokens of these ids as text."""
         return tuple(str(self.engine.id_to_token(i)) for i in ids)
 
@@ -96,7 +96,7 @@ class TextTokenizer:
         return [] if self.end is None or self.end in self.surrounding_ids[1] else [self.end]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text, with the tokens around it."""
+        """Encode each text, with the tokens around it; long ones in pieces if possible, to bound memory."""
         in_pieces = can_encode_in_pieces(self.engine)
         are_long = [in_pieces and len(text) > PIECE for text in texts]
         whole_texts = [text for text, is_long in zip(texts, are_long, strict=True) if not is_long]
@@ -118,8 +118,8 @@ class TextTokenizer:
         piece = PIECE if can_encode_in_pieces(self.engine) else whole_length
         return encode_with_spans(self.engine, text, piece=piece)
 
-    def parsing(self, parse: bool) -> "TextTokenizer":
-        """Return this tokenizer, set to read names of special tokens in a text as these tokens, or as plain text.
+    def set_parsing(self, parse: bool) -> "TextTokenizer":
+        """Set whether names of special tokens in a text are read as these tokens (else as plain text); return self.
 
         The setting stays until the next call.
         """
@@ -182,7 +182,7 @@ def reload_with_config(tokenizer: TextTokenizer, config: Path) -> TextTokenizer:
         tokenizer.save_pretrained(Path(folder))
         if config.is_file():
             shutil.copyfile(config, Path(folder) / config.name)
-        return replace(load_tokenizer(folder), folder=None)
+        return replace(load_tokenizer(folder), folder=None)  # the temporary folder is removed
 
 
 def load_tokenizer(folder: str | Path) -> TextTokenizer:
@@ -246,7 +246,7 @@ def _load_by_transformers(folder: Path) -> TextTokenizer:
         engine, end = stock.backend_tokenizer, stock.eos_token_id
     except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
         raise DataError(
-            f"the tokenizer in {folder} cannot be loaded by transformers: {refusal_reason(error, _OWN_CODE)}"
+            f"the tokenizer in {folder} cannot be loaded by transformers: {refusal_reason(error, _OWN_CODE_ADVICE)}"
         ) from error
     return replace(_make_tokenizer(engine, end), folder=folder, kind=type(stock).__name__)
 
@@ -278,6 +278,8 @@ def _engine_digest(engine: Tokenizer) -> str:
 
 def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | None:
     """Count the UTF-8 bytes of each token id (V,); None for a kind of vocabulary whose bytes are not known.
+
+    V is the number of ids, or the number of `rows` of the model's embedding if that is larger.
 
     With these counts a loss per token becomes one per byte of text, which can be compared between tokenizers. Bytes are
     known in byte-level vocabularies (GPT-2's alphabet of bytes), and in those that write a space as sentencepiece does,

@@ -17,19 +17,22 @@ def vocabulary_files(folder: Path) -> list[str]:
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files byte for byte, with chat templates, and replace those of another one in `target`."""
+    """Copy the files of the tokenizer, with chat templates, and of the image processor, byte for byte.
+
+    Files of the same names in `target` are replaced, or removed where the source has none.
+    """
     for name in (*TOKENIZER_FILES, *FILES):
         _replace_with_copy(source / name, target / name)
 
 
-class KeptFiles:
-    """The files of a run's folder that the folders of its models get: its tokenizer and generation settings."""
+class RunFolderFiles:
+    """The files of a run's folder that its models' folders get: tokenizer, image processor, generation settings."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Copy the run's tokenizer and generation settings into a model's folder, which is made if it is not there."""
+        """Copy these files into a model's folder, which is made if it is not there."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         copy_tokenizer_files(self._folder, folder)
@@ -37,7 +40,7 @@ class KeptFiles:
             _replace_with_copy(self._folder / GENERATION, folder / GENERATION)
 
 
-def keep_generation(source: Path | None, folder: Path) -> None:
+def copy_generation_settings(source: Path | None, folder: Path) -> None:
     """Copy the generation settings of a source folder into a run's folder; if there are none, remove the run's."""
     if source is None or not (source / GENERATION).is_file():
         (folder / GENERATION).unlink(missing_ok=True)
@@ -58,6 +61,7 @@ def ends_of_generation(folder: Path) -> set[int]:
     except (ValueError, AttributeError) as error:
         raise DataError(f"{file} is no JSON object: {error}") from error
     ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
+    # Tokenizers count ids in 32 bits.
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 1 << 32]:
         raise DataError(f"{file} has eos_token_id {short_text(wrong[0])}; give the id of a token, or a list of them")
     return {*ids}

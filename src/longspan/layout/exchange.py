@@ -37,7 +37,7 @@ class Exchange:
     need: Partition
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for partitions of different members, or for needed rows that nobody has."""
+        """Raise LayoutError for partitions of different degrees, or for needed rows that nobody has."""
         if self.have.degree != self.need.degree:
             raise LayoutError(
                 f"rows of {self.have.degree} members cannot be exchanged for rows of {self.need.degree}; "
@@ -46,7 +46,7 @@ class Exchange:
         self._check_supply()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the two partitions alone, without the moves planned so far."""
+        """Pickle only the two partitions, without the moves planned so far."""
         return Exchange, (self.have, self.need)
 
     @property

@@ -80,14 +80,14 @@ class Layout:
         return len(self.ranks) // (self.pp * self.tp)
 
     def rank_at(self, slot: int, *, pp: int = 0, tp: int = 0) -> int:
-        """Return the global rank that stands at these coordinates."""
+        """Return the global rank that stands at these coordinates. Raises LayoutError for one outside the layout."""
         for name, place, size in (("slot", slot, self.slots), ("pp", pp, self.pp), ("tp", tp, self.tp)):
             if not 0 <= place < size:
                 raise LayoutError(f"{name} {place} is outside the home, which has {size} ({name} 0 to {size - 1})")
         return self.ranks[(pp * self.slots + slot) * self.tp + tp]
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where a global rank stands. Raises LayoutError for a rank outside the home."""
+        """Return where a global rank stands. Raises LayoutError for one that is not in `ranks`."""
         if rank not in self._index:
             raise LayoutError(f"rank {rank} is not in this home of {len(self.ranks)} ranks: {excerpt(self.ranks)}")
         outer, tp = divmod(self._index[rank], self.tp)

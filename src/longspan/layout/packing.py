@@ -46,17 +46,20 @@ def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[i
     return integers
 
 
-def _to_list(lengths: Iterable[object], what: str) -> list[object]:
-    """Return lengths as a list. Raises LayoutError for what has no elements, or several dimensions."""
+def _to_list(lengths: Iterable[object], noun: str) -> list[object]:
+    """Return lengths as a list. Raises LayoutError for what has no elements, or several dimensions.
+
+    `noun` is the word for one entry in messages.
+    """
     if isinstance(lengths, np.ndarray):
         array = cast(NDArray[Any], lengths)
         if array.ndim != 1:
-            raise LayoutError(f"{what}s have shape {array.shape}; give one dimension, one {what} per document")
+            raise LayoutError(f"{noun}s have shape {array.shape}; give one dimension, one {noun} per document")
         return cast(list[object], array.tolist())
     try:
         return list(lengths)
     except TypeError as error:
-        raise LayoutError(f"{what}s are {lengths!r}; give a sequence of integers, one per document") from error
+        raise LayoutError(f"{noun}s are {lengths!r}; give a sequence of integers, one per document") from error
 
 
 def is_integer(kind: type) -> bool:
@@ -64,9 +67,9 @@ def is_integer(kind: type) -> bool:
     return issubclass(kind, (int, np.integer)) and kind is not bool
 
 
-def _refuse_length(what: str, index: int, value: object, advice: str) -> NoReturn:
+def _refuse_length(noun: str, index: int, value: object, advice: str) -> NoReturn:
     """Raise LayoutError for one entry of a list of lengths, with its index, value and type."""
-    raise LayoutError(f"{what} {index} is {value!r} ({type(value).__name__}); {advice}")
+    raise LayoutError(f"{noun} {index} is {value!r} ({type(value).__name__}); {advice}")
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -90,7 +93,7 @@ class Packing:
         object.__setattr__(self, "pad_to_multiple", check_degree("pad_to_multiple", pad_to_multiple))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the lengths and the multiple alone, without the arrays made so far."""
+        """Pickle only the lengths and the multiple, without the arrays made so far."""
         return Packing, (self.lengths, self.pad_to_multiple)
 
     def __repr__(self) -> str:

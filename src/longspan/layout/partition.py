@@ -55,7 +55,7 @@ class Partition(ABC):
     def contiguous(lengths: Iterable[object], degree: int) -> "Partition":
         """Lay the documents end to end and cut them into one run of rows a member.
 
-        The first sum % degree members hold one more.
+        Each holds sum(lengths) // degree rows, and the first sum(lengths) % degree members one more.
         """
         return _Contiguous(check_lengths(lengths), check_degree("degree", degree))
 
@@ -101,7 +101,7 @@ class Partition(ABC):
 
     @abstractmethod
     def segments(self, member: int) -> Segments:
-        """Return the member's runs inside their documents. Raises LayoutError for a partition `from_rows`."""
+        """Return the member's runs inside their documents. Raises LayoutError for runs without documents."""
 
     def rows(self, member: int) -> Integers:
         """Return the member's row ids in held order."""
@@ -145,7 +145,7 @@ class Partition(ABC):
 
 @dataclass(frozen=True, repr=False)
 class _LengthPartition(Partition):
-    """A partition that follows from the documents' lengths and the degree alone."""
+    """A partition that follows only from the documents' lengths and the degree."""
 
     lengths: tuple[int, ...]
     degree: int
@@ -172,7 +172,7 @@ class _LengthPartition(Partition):
         return {}
 
     def segments(self, member: int) -> Segments:
-        """Return the segments of a member; those of a few members are remembered."""
+        """Return the segments of a member; those of the RECENT members that were last asked for are kept."""
         self._check_member(member)
         segments = self._recent_segments.pop(member, None)
         if segments is None:
@@ -213,7 +213,7 @@ class _DocumentShares(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class _Zigzag(_LengthPartition):
-    """What `Partition.zigzag` makes."""
+    """A partition with an early and a late chunk of each document per member: what `Partition.zigzag` makes."""
 
     @cached_property
     def _document_shares(self) -> _DocumentShares:
@@ -226,8 +226,9 @@ class _Zigzag(_LengthPartition):
         """
         length = np.array(self.lengths, dtype=np.int64)
         base, extra = length // self.degree, length % self.degree
-        first = (np.cumsum(extra) - extra) % self.degree
-        # The golden ratio's bits keep step with no period, so what one document leaves unbalanced is not repeated.
+        first = (np.cumsum(extra) - extra) % self.degree  # the member behind the last one that got an extra row
+        # The highest bit of index · GOLDEN has no period. So differences between members do not add up, even where
+        # the lengths of documents repeat.
         turn = (np.arange(len(length), dtype=np.uint64) * GOLDEN >> np.uint64(63)).astype(np.int64)
         return _DocumentShares(length, base, extra, first, turn)
 
@@ -258,7 +259,7 @@ class _Zigzag(_LengthPartition):
 
 @dataclass(frozen=True, repr=False)
 class _Contiguous(_LengthPartition):
-    """What `Partition.contiguous` makes."""
+    """A partition with one run of rows per member: what `Partition.contiguous` makes."""
 
     def _border(self, member: int) -> int:
         """Return the first row of a member; of member `degree` the number of all rows."""
@@ -279,7 +280,7 @@ class _Contiguous(_LengthPartition):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _ListedPartition(Partition):
-    """What `Partition.from_rows` and `from_runs` make."""
+    """A partition of any runs of rows, without documents: what `Partition.from_rows` and `from_runs` make."""
 
     member_runs: tuple[Integers, ...]
     degree: int
@@ -305,18 +306,18 @@ class _ListedPartition(Partition):
         raise LayoutError("a partition from rows knows no documents; use runs(member), or make it from lengths")
 
     @cached_property
-    def _rows_digest(self) -> bytes:
-        """Return a digest of all members' runs."""
+    def _runs_digest(self) -> bytes:
+        """Return a digest of all members' runs, by which partitions are compared and hashed."""
         digest = hashlib.blake2b(digest_size=16)
         for runs in self.member_runs:
             digest.update(len(runs).to_bytes(8, "little") + runs.tobytes())
         return digest.digest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ListedPartition) and self._rows_digest == other._rows_digest
+        return isinstance(other, _ListedPartition) and self._runs_digest == other._runs_digest
 
     def __hash__(self) -> int:
-        return hash(self._rows_digest)
+        return hash(self._runs_digest)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Partition.from_rows, ([self.rows(member) for member in range(self.degree)],)

@@ -44,15 +44,15 @@ def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
 
     Member 0 of `have` has blocks 0, 1 and 2; member 0 of `need` needs blocks 1, 2 and 3.
     """
-    runs = [[partition.runs(member) for member in range(partition.degree)] for partition in partitions]
-    all_runs = [member_runs for members in runs for member_runs in members]
-    rows = sum(int((member_runs[:, 1] - member_runs[:, 0]).sum()) for member_runs in all_runs)
+    runs_by_member = [[partition.runs(member) for member in range(partition.degree)] for partition in partitions]
+    all_runs = [runs for member_runs in runs_by_member for runs in member_runs]
+    rows = sum(int((runs[:, 1] - runs[:, 0]).sum()) for runs in all_runs)
     step = max(1, rows // PIECES)
-    cuts, cut_number = _number_cuts([*all_runs, *(_cuts_inside_runs(member_runs, step) for member_runs in all_runs)])
+    cuts, cut_number = _number_cuts([*all_runs, *(_cuts_inside_runs(runs, step) for runs in all_runs)])
     start, size = cuts[:-1], np.diff(cuts)
     return tuple(
-        Blocks(tuple(expand_runs(cut_number(rows[:, 0]), cut_number(rows[:, 1])) for rows in members), start, size)
-        for members in runs
+        Blocks(tuple(expand_runs(cut_number(runs[:, 0]), cut_number(runs[:, 1])) for runs in member_runs), start, size)
+        for member_runs in runs_by_member
     )
 
 
@@ -65,15 +65,15 @@ def _cuts_inside_runs(runs: Integers, step: int) -> Integers:
 def _number_cuts(cuts: Sequence[Integers]) -> tuple[Integers, Callable[[Integers], Integers]]:
     """Number the distinct cuts, ascending; return them, and a function from cuts to their numbers.
 
-    The function looks numbers up in a table over all row ids, or, if the cuts are few among them, by bisection. Up to
-    65,536 ids the table is always small enough.
+    A cut is the id of the row before which it lies. The function looks numbers up in a table over all row ids, or, if
+    the cuts are few among them, by bisection. Up to 65,536 ids the table is always small enough.
     """
-    last = max(int(rows.max(initial=-1)) for rows in cuts)
-    if last > SPARSE * sum(rows.size for rows in cuts) + (1 << 16):
-        distinct = np.unique(np.concatenate([rows.ravel() for rows in cuts]))
+    last = max(int(ids.max(initial=-1)) for ids in cuts)
+    if last > SPARSE * sum(ids.size for ids in cuts) + (1 << 16):
+        distinct = np.unique(np.concatenate([ids.ravel() for ids in cuts]))
         return distinct, lambda x: np.searchsorted(distinct, x)
     is_cut = np.zeros(last + 1, dtype=np.bool_)
-    for rows in cuts:
-        is_cut[rows] = True
+    for ids in cuts:
+        is_cut[ids] = True
     number = np.cumsum(is_cut) - 1
     return np.flatnonzero(is_cut), lambda x: number[x]

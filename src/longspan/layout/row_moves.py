@@ -34,9 +34,10 @@ class RowMoves:
 
     First x[target] += x[source] for each of `folds` in order. Rows `leaves` of x leave, `sends[m]` of them to member m,
     one member after another; what arrives, `receives[m]` rows from m, and behind it rows `stays` of x are the pool:
-    y is pool[places], zero where `places` is -1. Row `several[i]` of y has more addends: for each of `more` in order,
-    pool[source] is added at several[target]. Targets of one fold, and of one of `more`, are distinct. Where `widened`,
-    some member folds, and rows in half precision travel in float32, so that each sum is rounded once.
+    y is pool[places], zero where `places` is -1. Row `summed_rows[i]` of y has more addends: for each of
+    `further_addends` in order, pool[source] is added at summed_rows[target]. Targets of one fold, and of one of
+    `further_addends`, are distinct. Where `widened`, some member folds, and rows in half precision travel in float32,
+    so that each sum is rounded once.
     """
 
     folds: tuple[Placement, ...]
@@ -45,8 +46,8 @@ class RowMoves:
     receives: tuple[int, ...]
     stays: Integers
     places: Integers
-    several: Integers
-    more: tuple[Placement, ...]
+    summed_rows: Integers
+    further_addends: tuple[Placement, ...]
     widened: bool
 
 
@@ -58,8 +59,8 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
     has it. Rows that nobody has come as zeros. Raises LayoutError where members of a group have a row differently
     often, for then their copies differ.
 
-    A block that a member has several times is sent once, after its copies are summed. `begin` is where each distinct
-    block of this member starts among its rows.
+    A block that a member has several times is sent once: with groups after its copies are summed, while without
+    groups they are the same. `begin` is where each distinct block of this member starts among its rows.
     """
     summed = groups is not None
     groups = [range(len(source.members))] if groups is None else list(map(sorted, groups))
@@ -69,7 +70,7 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
         _check_copies(source, [group for group in groups if len(group) > 1 and any(repeats[m] for m in group)])
     arriving = _arriving_blocks(target, distinct_blocks, me, groups)
     leaving = _leaving_blocks(target, distinct_blocks, me, next(group for group in groups if me in group))
-    places, several, further = _find_addends(arriving, target, me, groups)
+    places, summed_rows, further_addends = _find_addends(arriving, target, me, groups)
     begin = np.empty(len(source.size), dtype=np.int64)  # of each block here, in x
     begin[distinct_blocks[me]] = source.block_begins(me)[_first_occurrences(source.members[me], source)]
     return RowMoves(
@@ -79,8 +80,8 @@ def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = 
         receives=tuple(int(source.size[blocks].sum()) if m != me else 0 for m, blocks in enumerate(arriving)),
         stays=_block_rows(begin, arriving[me], source.size),
         places=places,
-        several=several,
-        more=further,
+        summed_rows=summed_rows,
+        further_addends=further_addends,
         widened=summed and any(repeats),
     )
 
@@ -159,29 +160,30 @@ def _find_addends(
 ) -> tuple[Integers, Integers, tuple[Placement, ...]]:
     """Return which row of the pool each target row is copied from, and which target rows sum several.
 
-    These are the fields `places`, `several` and `more` of RowMoves: the first addend of a block is copied, further ones
-    are added, in the order of groups. `arriving` are the blocks that each member brings, one after another in the pool;
-    `first` is where a block's first addend begins there (−1 for none), `count` how many addends came so far, and
-    `further_addends` have columns (block, where it begins in the pool, how many came before it).
+    These are the fields `places`, `summed_rows` and `further_addends` of RowMoves: the first addend of a block is
+    copied, further ones are added, in the order of groups. `arriving` are the blocks that each member brings, one after
+    another in the pool; `first` is where a block's first addend begins there (−1 for none), `count` how many addends
+    came so far, and `columns` are (block, where it begins in the pool, how many came before it) of further addends.
     """
     first, count = np.full(len(target.size), -1, dtype=np.int64), np.zeros(len(target.size), dtype=np.int64)
-    further_addends = [np.empty((3, 0), dtype=np.int64)]
-    begin = _pool_begins([int(target.size[blocks].sum()) for blocks in arriving], me)
+    columns = [np.empty((3, 0), dtype=np.int64)]
+    pool_begins = _pool_begins([int(target.size[blocks].sum()) for blocks in arriving], me)
     for member in (member for group in groups for member in group):
         blocks = arriving[member]
         sizes = target.size[blocks]
-        begins, addend = begin[member] + np.cumsum(sizes) - sizes, count[blocks]
-        first[blocks[addend == 0]] = begins[addend == 0]
-        further_addends.append(np.stack([blocks, begins, addend])[:, addend > 0])
+        begins, came_before = pool_begins[member] + np.cumsum(sizes) - sizes, count[blocks]
+        first[blocks[came_before == 0]] = begins[came_before == 0]
+        columns.append(np.stack([blocks, begins, came_before])[:, came_before > 0])
         count[blocks] += 1
     needed = target.members[me]
     places = _block_rows(first, needed, target.size)
     places[np.repeat(first[needed] < 0, target.size[needed])] = -1
     summed = np.flatnonzero(count[needed] > 1)
-    several = expand_runs(
+    summed_rows = expand_runs(
         target.block_begins(me)[summed], target.block_begins(me)[summed] + target.size[needed[summed]]
     )
-    return places, several, _list_further_addends(np.concatenate(further_addends, axis=1), needed[summed], target.size)
+    further_addends = _list_further_addends(np.concatenate(columns, axis=1), needed[summed], target.size)
+    return places, summed_rows, further_addends
 
 
 def _pool_begins(counts: Sequence[int], me: int) -> Integers:
@@ -197,10 +199,10 @@ def _pool_begins(counts: Sequence[int], me: int) -> Integers:
 
 
 def _list_further_addends(addends: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
-    """List the second, third, … addends of the `summed` blocks: the field `more` of RowMoves.
+    """List the second, third, … addends of the `summed` blocks: the field `further_addends` of RowMoves.
 
     Columns of `addends` are (block, where it begins in the pool, how many addends came before it). A target is an index
-    into `several`, which lists the rows of these blocks one block after another.
+    into `summed_rows`, which lists the rows of these blocks one block after another.
     """
     target = np.cumsum(size[summed]) - size[summed]
     rounds = list[Placement]()
@@ -245,12 +247,13 @@ def _block_rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
     return expand_runs(begin[blocks], begin[blocks] + size[blocks])
 
 
-def _first_occurrences(blocks: Integers, among: Blocks) -> Flags:
-    """Return for each entry of a list of block numbers whether it is the first with its number; `among` has all blocks.
+def _first_occurrences(blocks: Integers, all_blocks: Blocks) -> Flags:
+    """Return for each entry of a list of block numbers whether it is the first with its number.
 
-    The assignment goes in reverse, because numpy keeps the last of several values that are assigned to one index.
+    `all_blocks` says how many numbers there are. The assignment goes in reverse, because numpy keeps the last of
+    several values that are assigned to one index.
     """
-    place = np.empty(len(among.size), dtype=np.int64)
+    place = np.empty(len(all_blocks.size), dtype=np.int64)
     place[blocks[::-1]] = np.arange(len(blocks) - 1, -1, -1)
     return place[blocks] == np.arange(len(blocks))
 

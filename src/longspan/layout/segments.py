@@ -122,7 +122,10 @@ def expand_runs(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
 
 
 def make_read_only(array: NDArray[Any]) -> Integers:
-    """Make the array read-only int64, so that a value that holds it cannot be changed."""
+    """Return the array as contiguous int64, read-only, so that a value that holds it cannot be changed.
+
+    An array that is contiguous int64 is not copied: it becomes read-only itself.
+    """
     array = np.ascontiguousarray(array, dtype=np.int64)
     array.setflags(write=False)
     return array

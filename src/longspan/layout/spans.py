@@ -59,17 +59,16 @@ class Spans:
         the runs that each segment meets.
         """
         stride = int(max(segments.stop.max(initial=0), self.stop.max(initial=0))) + 1
-        start, stop = (segments.document * stride + at for at in (segments.start, segments.stop))
-        starts, stops = (self.document * stride + at for at in (self.start, self.stop))
-        first_run = np.searchsorted(stops, start, side="right")
-        end_run = np.maximum(np.searchsorted(starts, stop, side="left"), first_run)
+        start, stop = (segments.document * stride + position for position in (segments.start, segments.stop))
+        starts, stops = (self.document * stride + position for position in (self.start, self.stop))
+        first_run, end_run = np.searchsorted(stops, start, side="right"), np.searchsorted(starts, stop, side="left")
         segment, run = np.repeat(np.arange(len(segments)), end_run - first_run), expand_runs(first_run, end_run)
         begin = np.maximum(segments.start[segment], self.start[run])
         end = np.minimum(segments.stop[segment], self.stop[run])
         return Segments(run, begin, end, segments.offset[segment] + begin - segments.start[segment])
 
     def run_ends(self, segments: Segments) -> Integers:
-        """Return for each segment where the run of its last row ends, or the segment's stop if it is in none: (n,)."""
+        """Return where the run that has each segment's last row ends, or the segment's stop if none has it: (n,)."""
         inside, ends = self.find_rows(segments), segments.stop.copy()  # `inside.document`: indices of runs
         segment = np.searchsorted(segments.offset, inside.offset, side="right") - 1  # in which each part of a run lies
         has_last_row = inside.stop == segments.stop[segment]
@@ -90,7 +89,7 @@ def _check_span_runs(spans: Iterable[Sequence[int]], document: int, length: int)
     """Return the runs of a document as pairs. Raises LayoutError unless they are ascending, disjoint and inside it."""
     pairs, end = list(spans), 0
     for span in pairs:
-        if len(span) != 2 or not all(is_integer(type(at)) for at in span):
+        if len(span) != 2 or not all(is_integer(type(position)) for position in span):
             raise LayoutError(f"document {document} has the span {span!r}; a span is (start, stop), two integers")
         start, stop = span
         if not end <= start < stop <= length:

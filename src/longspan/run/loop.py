@@ -22,7 +22,7 @@ from longspan.comm.world import open_worlds
 from longspan.config.defaults import settings_line
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
-from longspan.corpus.tokenizer_files import KeptFiles
+from longspan.corpus.tokenizer_files import RunFolderFiles
 from longspan.errors import ConfigError, LongspanError, ModelError, RunFolderError
 from longspan.files import as_json, write_atomically
 from longspan.model import save_model
@@ -213,7 +213,7 @@ class _Loop:
         run = self.run
         dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
         dtype = None if run.config.lora.rank else dtype
-        save_model(run.model, run.dir / "model", run.world, KeptFiles(run.dir), dtype=dtype)
+        save_model(run.model, run.dir / "model", run.world, RunFolderFiles(run.dir), dtype=dtype)
         final = self.evaluations.evaluate_at_end()
         saves.keep_if_best(self.evaluations.take_rows())
         saves.remove_old_saves()

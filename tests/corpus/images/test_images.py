@@ -154,10 +154,10 @@ def test_pixels_are_read_ahead_once_and_only_where_asked(tmp_path: Path, monkeyp
     model, names = qwen_folder(tmp_path / "model"), write_images(tmp_path, SIZES)
     rows = [{"text": "<image>", "images": [name]} for name in names]
     documents = documents_of(corpus_of(tmp_path, rows, model), model, monkeypatch)
-    assert documents.images is not None and documents.images.reader.read == 0
+    assert documents.images is not None and documents.images.reader.images_read == 0
     documents.read_ahead([1, 3])
     documents.read(1), documents.read(3)
-    assert documents.images.reader.read == 2
+    assert documents.images.reader.images_read == 2
 
 
 @pytest.mark.parametrize("orientation", range(10))

@@ -20,7 +20,7 @@ def test_texts_are_encoded_as_the_tokenizer_does_also_after_pickling(parse: bool
     rows = [Row(f"line {i}", {"text": text, "id": i}) for i, text in enumerate(TEXTS)]
     again: RowEncoding = pickle.loads(pickle.dumps(encoding))
     assert again.digest == encoding.digest
-    wanted = [ids.tolist() for ids in tokenizer.parsing(parse).encode(TEXTS)]
+    wanted = [ids.tolist() for ids in tokenizer.set_parsing(parse).encode(TEXTS)]
     for one in (encoding, again):
         samples = one.encode(rows)
         assert [sample.ids.tolist() for sample in samples if isinstance(sample, Sample)] == wanted

@@ -38,12 +38,12 @@ class DeviceMoves:
     stays: Tensor
     places: Tensor | slice
     absent: Tensor  # rows of the result that nobody has
-    several: Tensor
-    first: Tensor  # places of the first addends of `several`
+    summed_rows: Tensor
+    first: Tensor  # places of the first addends of `summed_rows`
     local: Tensor
     arrived: Tensor | None
     folds: tuple[Pair, ...]
-    more: tuple[Pair, ...]
+    further_addends: tuple[Pair, ...]
     widened: bool
     rows: int  # of the result
     direct: bool  # the result is the pool as it is
@@ -60,7 +60,8 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     pool_rows = arriving + len(moves.stays)
     direct = arriving > 0 and np.array_equal(moves.places, np.arange(pool_rows))
     rows = _rows_by_name(moves, arriving, direct)
-    pairs = [*moves.folds, *((_pool_places(source, moves, arriving), target) for source, target in moves.more)]
+    further_pairs = [(_pool_places(source, moves, arriving), target) for source, target in moves.further_addends]
+    pairs = [*moves.folds, *further_pairs]
     tensors = _copy_indices_to_device([*rows.values(), *chain.from_iterable(pairs)], device)
     index = dict(zip(rows, tensors, strict=False))
     pairs_there = list(zip(tensors[len(rows) :: 2], tensors[len(rows) + 1 :: 2], strict=True))
@@ -71,12 +72,12 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
         stays=index["stays"],
         places=_as_slice(rows["places"]) or index["places"],
         absent=index["absent"],
-        several=index["several"],
+        summed_rows=index["summed_rows"],
         first=index["first"],
         local=index["local"],
         arrived=index["arrived"] if len(rows["arrived"]) else None,
         folds=tuple(pairs_there[: len(moves.folds)]),
-        more=tuple(pairs_there[len(moves.folds) :]),
+        further_addends=tuple(pairs_there[len(moves.folds) :]),
         widened=moves.widened,
         rows=len(moves.places),
         direct=direct,
@@ -98,8 +99,8 @@ def _rows_by_name(moves: RowMoves, arriving: int, direct: bool) -> dict[str, Int
         "stays": moves.stays if arriving and not len(arrived) else none,
         "places": _pool_places(places, moves, arriving),
         "absent": np.flatnonzero(moves.places < 0),
-        "several": moves.several,
-        "first": _pool_places(moves.places[moves.several], moves, arriving),
+        "summed_rows": moves.summed_rows,
+        "first": _pool_places(moves.places[moves.summed_rows], moves, arriving),
         "local": local,
         "arrived": arrived,
     }
@@ -119,7 +120,7 @@ def _direct_indices(moves: RowMoves, arriving: int) -> tuple[Integers, Integers]
     arrived = np.flatnonzero((moves.places >= 0) & (moves.places < arriving))
     in_order = arrived[np.argsort(moves.places[arrived], kind="stable")]
     none = moves.places[:0]
-    if not arriving or moves.more or not np.array_equal(moves.places[in_order], np.arange(arriving)):
+    if not arriving or moves.further_addends or not np.array_equal(moves.places[in_order], np.arange(arriving)):
         return none, none
     if not len(moves.stays):
         return none, in_order
@@ -215,8 +216,8 @@ def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
     """Fill the result from the pool, which has the rows that arrived and those that stay.
 
     With `arrived` the pool has only arriving rows; with `direct` the pool is the result already; with `zeros` the pool
-    is empty. Rows `several` of the result are sums: of the pool's rows `first`, and of those that each pair of `more`
-    adds.
+    is empty. Rows `summed_rows` of the result are sums: of the pool's rows `first`, and of those that each pair of
+    `further_addends` adds.
     """
     if moves.arrived is not None:
         _set_rows(result, moves.arrived, pool)
@@ -225,11 +226,11 @@ def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
     elif not moves.direct:
         _write_taken_rows(pool, moves.places, result)
         _zero_absent_rows(result, moves)
-    if moves.more:
+    if moves.further_addends:
         total = wide(pool[moves.first])
-        for source, target in moves.more:
+        for source, target in moves.further_addends:
             total.index_add_(0, target, wide(pool[source]))
-        result.index_copy_(0, moves.several, total.to(result.dtype))
+        result.index_copy_(0, moves.summed_rows, total.to(result.dtype))
 
 
 def _write_taken_rows(pool: Tensor, places: Tensor | slice, result: Tensor) -> None:

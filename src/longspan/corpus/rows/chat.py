@@ -92,7 +92,7 @@ class ChatEncoding:
 
     def _tokenize_rendering(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
         """Tokenize a rendering; return its ids (n,), and labels (n,): ids of tokens in spans, NO_TARGET for others."""
-        ids, offsets = self.tokenizer.parsing(True).encode_with_spans(text)
+        ids, offsets = self.tokenizer.set_parsing(True).encode_with_spans(text)
         return ids, np.where(tokens_in_spans(offsets, spans), ids, NO_TARGET)
 
     def _check_special_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:

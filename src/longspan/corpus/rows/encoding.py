@@ -187,7 +187,7 @@ class RowEncoding:
         Texts without media are encoded together, which is faster.
         """
         if self.kind == "text" and not any(self._may_have_media(row.values) for row in rows):
-            return encode_texts(rows, self.tokenizer.parsing(self.settings.parse_special_tokens))
+            return encode_texts(rows, self.tokenizer.set_parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encode_row(i, row)]
 
     def names_as_text(self, rows: Sequence[Row]) -> Counter[str]:
@@ -256,7 +256,7 @@ class RowEncoding:
         if self.kind == "text" and media and self.images is not None:
             return [self.images.text_sample(values, media)]
         if self.kind == "text":
-            tokenizer = self.tokenizer.parsing(self.settings.parse_special_tokens)
+            tokenizer = self.tokenizer.set_parsing(self.settings.parse_special_tokens)
             return [Sample(tokenizer.encode([require_string(require_key(values, "text"), "text")])[0])]
         if self.kind == "input_ids":
             return [token_sample(values, self.tokenizer.size)]
@@ -270,7 +270,7 @@ class RowEncoding:
             return self._chat.samples({**values, "messages": messages}, first_target=len(prompt_messages), media=media)
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
-        return [completion_sample(values, self.tokenizer.parsing(self.settings.parse_special_tokens))]
+        return [completion_sample(values, self.tokenizer.set_parsing(self.settings.parse_special_tokens))]
 
     @cached_property
     def _chat(self) -> ChatEncoding:

@@ -163,7 +163,7 @@ class RowImages:
         for i, piece in enumerate(pattern.split(text)):
             check_strings(piece, f"its text (piece {i + 1})", special)
         expanded = self.expand_placeholders(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
-        ids = self.tokenizer.parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
+        ids = self.tokenizer.set_parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
         (opening, closing), end = self.tokenizer.surrounding_ids, self.tokenizer.end_of_text
         return self.add_images(Sample(np.array([*opening, *ids, *closing, *end], np.int64)), expanded)
 
@@ -243,7 +243,7 @@ class RowImages:
 
     def _count_placeholders(self, text: str, placeholder: int) -> int:
         """Count the tokens with the id `placeholder` in the text of one image or video."""
-        ids = self.tokenizer.parsing(True).engine.encode(text, add_special_tokens=False).ids
+        ids = self.tokenizer.set_parsing(True).engine.encode(text, add_special_tokens=False).ids
         return ids.count(placeholder)
 
 

@@ -75,7 +75,7 @@ def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreT
             f"no tokenizer.json in {folder}; name the folder of the model's tokenizer with --tokenizer, or put its "
             "files there"
         )
-    tokenizer = load_tokenizer(folder).parsing(subject.config.data.parse_special_tokens)
+    tokenizer = load_tokenizer(folder).set_parsing(subject.config.data.parse_special_tokens)
     rows = configuration.get_text_config().vocab_size
     check_vocabulary(tokenizer.size, rows, tokenizer=str(folder), model=str(subject.weights.path))
     return tokenizer

@@ -23,7 +23,7 @@ from longspan.config.defaults import warn_about_lost_updates
 from longspan.config.file import to_toml
 from longspan.config.sections import LoraSection, ModelConfig, RunConfig
 from longspan.corpus.run_corpus import check_tokenizer
-from longspan.corpus.tokenizer_files import keep_generation
+from longspan.corpus.tokenizer_files import copy_generation_settings
 from longspan.data.documents import Corpus
 from longspan.errors import ConfigError, ModelError, RunFolderError
 from longspan.evaluation.auto_degree import choose_degrees
@@ -80,7 +80,7 @@ def keep_model_files(
     with no_progress_bars():
         config.save_pretrained(directory)
     # model.config may name a file: generation_config.json is looked for beside it; a preset has none
-    keep_generation((source.parent if source.is_file() else source) if settings.source else None, directory)
+    copy_generation_settings((source.parent if source.is_file() else source) if settings.source else None, directory)
     if dtype != torch_dtype(settings.dtype):
         log(
             f"model/ will be saved in {str(dtype).removeprefix('torch.')}, the dtype of {source}; parameters and "
