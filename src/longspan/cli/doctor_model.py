@@ -105,7 +105,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
 def _list_proof_processes(flags: ProofFlags) -> Iterator[Processes]:
     """Yield the processes of each proof: those on CPUs, those on GPUs, or first the one and then the other.
 
-    A single GPU allows degree 1 alone: unless flags or torchrun set the processes, CPUs then prove the model as well.
+    A single GPU allows only degree 1: unless flags or torchrun set the processes, CPUs then prove the model as well.
     """
     gpus = usable_gpus()
     cpus_too = gpus == 1 and flags.backend == "auto" and not flags.world and not has_torchrun()

@@ -54,9 +54,10 @@ _SECTIONS = ConstructorRegistry()
 
 @_SECTIONS.struct_rule
 def _section_flags(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Give tyro a flag for each key of [context], in files of one table, in code of a section inside another.
+    """Give tyro a flag for each key of [context]; None leaves any other type to tyro.
 
-    None leaves any other type to tyro.
+    Files have the keys of evaluation in the same table, as eval_KEY; in code they are a dataclass inside ContextConfig,
+    for which tyro by itself would make flags --context.evaluation.KEY.
     """
     kind: Any = info.type
     if kind is not ContextConfig:
@@ -200,15 +201,14 @@ def _use_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
 
 
 def _check_value(flag: str, value: str | None, kind: Any) -> None:
-    """Raise ConfigError where the word behind a flag is missing (None), or is no value of its choice, number or
-    boolean.
+    """Raise ConfigError where the value of a flag is missing (None), or is no value of its choice, number or boolean.
 
     Values of other types are left to tyro.
     """
     if kind is None:  # --help
         return
     if get_origin(kind) is Literal and read_choice_word(value, kind) not in get_args(kind):
-        advice = f"use one of {', '.join(map(str, filter(None, get_args(kind))))}"
+        advice = f"use one of {', '.join(map(str, filter(None, get_args(kind))))}"  # "" is not listed
     elif kind in _NUMBERS and not _is_number(value or "", kind):
         advice = f"it must be {_NUMBERS[kind]}"
     elif kind is bool and value not in _BOOLEANS:

@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         return ask_gpus(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
     check_comparison_flags(flags)
-    check_weights(flags, free=flags.mode == "free" or bool(flags.plans))
+    check_weights(flags, free=flags.mode == "free" or bool(flags.plans))  # saved plans have modes of their own
     return run_comparison(flags) if flags.compare else _plan_step(flags)
 
 

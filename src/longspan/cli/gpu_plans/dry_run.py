@@ -49,7 +49,7 @@ def dry_run(config: RunConfig, words: Sequence[str], file: str, *, world: int, o
             run, config=documents.config, target_share=documents.target_share, image_rows=documents.image_rows
         )
         # No key counts as given by a question: the printed command repeats the words and the file, with their keys.
-        answer = answer_run(run, documents, given=frozenset(), choices=choices)
+        answer = answer_run(run, documents, given_keys=frozenset(), choices=choices)
     return show_answer(answer, repeat_words(words, file, answer.keys), plot=(), as_json=as_json)
 
 

@@ -123,22 +123,23 @@ def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
     choice, unit = run.choice, 2 * run.choice.options.row_multiple
     widest = choice.widest_even_degree(run.home)
     least_rows = _round_to_unit(-(-max(n for step in steps for n in step.lengths) // widest), unit)
-    most_rows = max(_one_batch_rows(run, step) for step in steps)
+    most_rows = max(_estimate_most_rows(run, step) for step in steps)
     count = WAYS[choice.has_one_degree]
     ratio = max(2.0, (max(most_rows, least_rows) / least_rows) ** (1 / (count - 1)))
     limits = [_round_to_unit(min(int(least_rows * ratio**i), most_rows), unit) for i in range(count)]
     return sorted({least_rows, *(limit for limit in limits if limit > least_rows)})
 
 
-def _one_batch_rows(run: RunOnGpus, step: Documents) -> int:
+def _estimate_most_rows(run: RunOnGpus, step: Documents) -> int:
     """Estimate the rows of the fullest slot if a step is one micro-batch.
 
-    Returned are the rows of the longest document or the mean over groups, whichever is more, plus UNIT for uneven
-    groups.
+    They are a slot's rows of the longest document, or the mean over all slots if that is more, plus UNIT for uneven
+    groups. Documents of dynamic plans and of degree "auto" (0) are counted at degree 1, at which a slot has most rows.
     """
-    degree = run.choice.degree if run.choice.has_one_degree else 1
-    groups = run.home.slots // max(degree, 1)
-    return max(max(step.lengths) // max(degree, 1), -(-sum(step.lengths) // max(degree, 1) // groups)) + UNIT
+    degree = max(run.choice.degree, 1) if run.choice.has_one_degree else 1
+    groups = run.home.slots // degree
+    mean_rows = -(-sum(step.lengths) // degree // groups)  # rounded up
+    return max(max(step.lengths) // degree, mean_rows) + UNIT
 
 
 def _round_to_unit(rows: int, unit: int) -> int:
@@ -147,18 +148,19 @@ def _round_to_unit(rows: int, unit: int) -> int:
 
 
 def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tuple[int, RunOnGpus]:
-    """Find the most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
+    """Find the most tokens of one document over `degree` slots (0: all) that fit, and return them with their run.
 
-    Returns 0 tokens where not even 1,024 rows a slot fit. Lengths are tried by memory alone, on the plan of a short
-    document changed to each length; the length that is left is planned anew, and shortened by 1/256 at a time until
-    its own plan fits too.
+    `fixed` are the keys of memory that are not chosen. A slot has whole multiples of UNIT rows (rounded up to what
+    plans need), and at most MOST_ROWS. Returns 0 tokens where not even one UNIT fits. Only memory is computed for each
+    length that is tried, on the plan of a short document changed to that length, for planning each would be slow; the
+    longest that fits is planned anew, and shortened by 1/256 at a time until its own plan fits too.
     """
     degree = degree or run.home.slots
     run = run.set_context(planner="fixed", context_parallel_size=degree)
     unit = _round_to_unit(UNIT, 2 * run.choice.options.row_multiple)
 
     run = run.set_context(max_tokens_per_slot=0)
-    short = _set_key_type(run.plan((unit * degree,)), run)
+    short = _restore_auto_type(run.plan((unit * degree,)), run)
 
     def fits(rows: int, plan: Plan | None = None) -> bool:
         """Return whether a document of `rows` rows a slot fits, by its own plan or by the changed short one."""
@@ -172,13 +174,12 @@ def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tupl
     return low * unit * degree, run.set_context(max_tokens_per_slot=max(1, low) * unit)
 
 
-def _set_key_type(plan: Plan, run: RunOnGpus) -> Plan:
+def _restore_auto_type(plan: Plan, run: RunOnGpus) -> Plan:
     """Put "auto" back into the plan of one document where the keys have it.
 
     The plan names the type that was chosen for its length, and another length may get another.
     """
-    types = run.choice.options.cp_comm_type
-    if types != AUTO:
+    if run.choice.options.cp_comm_type != AUTO:
         return plan
     (group,) = plan.micro_batches[0].groups
     group = replace(group, cp_comm_type=AUTO, hierarchical_context_parallel_sizes=None)
@@ -207,11 +208,11 @@ def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) ->
     return planned.set_context(max_tokens_per_slot=row_limits(planned, steps)[0])
 
 
-def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
+def find_fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
     """Find the fewest GPUs that hold these steps, more than the run has; None where no number up to 1,024 does.
 
-    Only numbers that the run's degrees divide are tried: another would look like too few. On each of them the fastest
-    degree and rows that fit are taken.
+    Above one host, whole hosts of HOST_GPUS are tried. Only numbers that the run's degrees divide are tried: another
+    would look like too few. On each of them the fastest degree and rows that fit are taken.
     """
     counts = [*range(run.gpus.count + 1, HOST_GPUS + 1), *range(2 * HOST_GPUS, MOST_GPUS + 1, HOST_GPUS)]
     counts = [count for count in counts if count > run.gpus.count and _has_home(run.config.parallel, count)]
@@ -250,10 +251,11 @@ def _try_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: 
         return None
 
 
-def one_measure(run: RunOnGpus, measure: str) -> FixedMemory:
-    """Set one measure for all layers, kept on the device, with the run's other keys as they are.
+def fix_measure(run: RunOnGpus, measure: str) -> FixedMemory:
+    """Return the run's keys of memory with one measure for all layers, whose saved tensors stay on the device.
 
-    Keys that are left to the choice (None) become off, so that a column of the table shows this measure alone.
+    Keys that are left to the choice (None) become off, so that a column of the table shows only this measure. "none"
+    leaves `offload` open, for there is no "none" on the host.
     """
     fixed = run.fixed
     changes: dict[str, Any] = {"measure": measure, "layers": None, "offload": False if measure != "none" else None}

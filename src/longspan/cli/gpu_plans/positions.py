@@ -34,7 +34,10 @@ def position_limit(model: Any) -> int | None:
 
 
 def can_scale(model: Any) -> bool:
-    """Return whether model.rope_scaling can stretch the positions of a configuration."""
+    """Return whether model.rope_scaling can stretch the positions of a configuration.
+
+    It can for text models whose layers share one kind of rotary positions that their own configuration does not scale.
+    """
     read = ConfigReader.read_whole(model)
     by_layer = any(read.value(name) is not None for name in BY_LAYER) or _is_nested(read.value("rope_parameters"))
     is_text = read.value("text_config") is None
@@ -69,10 +72,9 @@ def _lacks_positions(model: Any) -> bool:
     read = ConfigReader.of(model)
     if not has_mixers(model):
         return False
-    has_other_type = (read.value("position_embedding_type") or "rope") != "rope"
-    return (
-        has_other_type or read.family in WITHOUT_ROTARY or (read.family == "zamba2" and not read.value("use_mem_rope"))
-    )
+    has_other_type = (read.value("position_embedding_type") or "rope") != "rope"  # a key of Granite 4-H
+    is_switched_off = read.family == "zamba2" and not read.value("use_mem_rope")  # off by default in Zamba 2
+    return has_other_type or read.family in WITHOUT_ROTARY or is_switched_off
 
 
 def scale_positions(run: RunOnGpus, longest: int) -> RunOnGpus:

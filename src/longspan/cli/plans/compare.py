@@ -198,7 +198,7 @@ def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
     Plans of evaluations, whose cost is of forward passes, are simulated without backward passes.
     """
     for name, plan in _read_saved_plans(flags.plans):
-        flags_price = _slot_price(flags, plan.slots, plan.mode)  # which also checks the flags, if it is not used
+        flags_price = _slot_price(flags, plan.slots, plan.mode)  # checks the flags even where it is not used
         price = flags_price if flags.machine or flags.model or flags.tflops else plan.cost
         price = add_closing(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
         backward, row_bytes = plan.cost.passes != "forward" and not flags.evaluation, _row_bytes(flags, plan)

@@ -194,7 +194,8 @@ def _simulation_json(simulation: Simulation) -> dict[str, Any]:
 def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -> str:
     """Write the degrees of an evaluation as text, what was left out, and which is fastest.
 
-    A document-step is one pass over one document; passes that only fill up a micro-batch are wasted.
+    A document-step is one pass over one document; passes that only fill up a micro-batch are wasted. A filled-up pass
+    has `accumulation` micro-batches.
     """
     names = ["cp", "type", "groups", "passes", "document-steps", "wasted", "filled", "planned"]
     names += ["micro-batches", "rows", "bubble"]
