@@ -215,7 +215,10 @@ def kernel_report(*, as_json: bool) -> str:
 
 
 def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table as a list with one line for each cell, because the cells are long."""
+    """Write a table as a list with one line for each cell that is not empty, because the cells are long.
+
+    The first cell of a row stands above its others. Markdown's backquotes are left out.
+    """
     lines = [name]
     for first, *cells in rows:
         lines += [

@@ -154,7 +154,7 @@ def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts:
     """
     starts.end_part("processes")
     if backend == "nccl":
-        begin_gpu_imports(count_host_ranks(ranks), compiled=False)
+        begin_gpu_imports(count_host_ranks(ranks), compiled=False)  # whether to compile is decided later
     from longspan.comm import World
     from longspan.comm.time_limits import longest_wait
     from longspan.evaluation.saved.evaluate_saved import evaluate_saved

@@ -115,7 +115,7 @@ def check_least(flags: Any, **least: int) -> None:
 
 
 def flag_types(kind: type) -> dict[str, Any]:
-    """List every flag of a flags dataclass, as written on the command line, with the type of its value."""
+    """List every flag of a flags dataclass, as on the command line, with the type of its value; tables have none."""
     types: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):

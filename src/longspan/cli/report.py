@@ -94,7 +94,10 @@ def _end_text(state: str, run_dir: Path) -> str:
 
 
 def _plan_report(source: Path, out: str) -> Path:
-    """Write the page of a saved plan to `out`, "" next to the plan; returns the page's path."""
+    """Write the page of a saved plan to `out`, "" next to the plan; returns the page's path.
+
+    Raises ConfigError where the system refuses to read the plan or to write the page.
+    """
     try:
         plan = Plan.from_json(source.read_bytes())
         path = Path(out) if out else source.with_suffix(".html")

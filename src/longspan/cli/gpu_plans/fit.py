@@ -51,22 +51,23 @@ class Choices:
 
 
 def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit:
-    """Find the fastest way that fits. Raises PlanError, with the bytes of the least that was tried, where none does.
+    """Find the fastest way that fits. Raises PlanError where none does, with the bytes of the leanest that was tried.
 
     >>> find_fit(run, [Documents((262144,))], Choices()).memory.measures[0]  # doctest: +SKIP
     'selective'
     """
     fastest_fit: Fit | None = None
     refusals = list[tuple[tuple[int, int], PlanError]]()
-    for way in _candidate_runs(run, steps, choices):
+    for candidate in _candidate_runs(run, steps, choices):
         try:
-            fit = fit_run(way, steps)
+            fit = fit_run(candidate, steps)
         except PlanError as error:
-            refusals.append(((_row_limit(way), -way.choice.widest_degree(way.home)), error))
+            leanness = _row_limit(candidate), -candidate.choice.widest_degree(candidate.home)
+            refusals.append((leanness, error))
             continue
         if fastest_fit is None or fit.seconds < fastest_fit.seconds:
             fastest_fit = fit
-    if fastest_fit is None:  # the leanest way has the fewest rows a slot and, of those, the widest degree
+    if fastest_fit is None:  # the leanest run has the fewest rows a slot and, of those, the widest degree
         raise min(refusals, key=lambda refusal: refusal[0])[1]
     return fastest_fit
 
@@ -90,12 +91,12 @@ def _row_limit(run: RunOnGpus) -> int:
 def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
     """Yield the run with each planner, degree and limit of rows to compare; a limit that is given stays."""
     lengths = [n for step in steps for n in step.lengths]
-    for planned in _list_degree_runs(run, choices, same=len(set(lengths)) == 1):
-        if not choices.rows and planned.config.context.max_tokens_per_slot != AUTO:
-            yield planned
+    for degree_run in _list_degree_runs(run, choices, same=len(set(lengths)) == 1):
+        if not choices.rows and degree_run.config.context.max_tokens_per_slot != AUTO:
+            yield degree_run
             continue
-        for rows in row_limits(planned, steps):
-            yield planned.set_context(max_tokens_per_slot=rows)
+        for rows in row_limits(degree_run, steps):
+            yield degree_run.set_context(max_tokens_per_slot=rows)
 
 
 def _list_degree_runs(run: RunOnGpus, choices: Choices, *, same: bool) -> Iterator[RunOnGpus]:
@@ -193,19 +194,21 @@ def _change_length(plan: Plan, tokens: int) -> Plan:
     return replace(plan, lengths=(tokens,), micro_batches=(MicroBatch((group,)), *plan.micro_batches[1:]))
 
 
-def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> RunOnGpus:
-    """Return the run whose slots hold fewest rows: the widest possible degree, and no more rows than it needs.
+def find_leanest_run(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> RunOnGpus:
+    """Find the run whose slots hold fewest rows: the widest possible degree, and no more rows than it needs.
 
     Only keys that are open are changed; an open planner becomes "fixed", which has one degree for all documents.
     """
-    planned = run
+    leanest_run = run
     if choices.planner or run.choice.has_one_degree:
-        planned = run.set_context(planner=run.config.context.planner if run.choice.has_one_degree else "fixed")
+        leanest_run = run.set_context(planner=run.config.context.planner if run.choice.has_one_degree else "fixed")
         if choices.degree:
-            planned = planned.set_context(context_parallel_size=max(degrees_to_compare(run.home, planned.choice)))
+            leanest_run = leanest_run.set_context(
+                context_parallel_size=max(degrees_to_compare(run.home, leanest_run.choice))
+            )
     if not choices.rows and run.config.context.max_tokens_per_slot != AUTO:
-        return planned
-    return planned.set_context(max_tokens_per_slot=row_limits(planned, steps)[0])
+        return leanest_run
+    return leanest_run.set_context(max_tokens_per_slot=row_limits(leanest_run, steps)[0])
 
 
 def find_fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:

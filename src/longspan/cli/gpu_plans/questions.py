@@ -14,10 +14,10 @@ from longspan.cli.gpu_plans.fit import (
     Fit,
     find_fewest_gpus,
     find_fit,
+    find_leanest_run,
     find_longest,
     fit_run,
     fix_measure,
-    leanest_way,
 )
 from longspan.cli.gpu_plans.positions import position_notes, scale_positions
 from longspan.cli.gpu_plans.run_documents import RunDocuments, sample_steps
@@ -34,13 +34,13 @@ PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of
 def answer_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices) -> Answer:
     """Answer how long a document may be on the GPUs, under each measure and under "auto"."""
     degree = _longest_degree(run, choices)
-    tokens, way = find_longest(run, run.fixed, degree=degree)
+    tokens, longest_run = find_longest(run, run.fixed, degree=degree)
     if not tokens:
         least_tokens = UNIT * run.home.slots
         return _make_refusal(
             f"a document of {least_tokens:,} tokens", run, [Documents((least_tokens,))], given_keys, choices
         )
-    fit = _scale_fit(fit_run(way, [Documents((tokens,))]), tokens)
+    fit = _scale_fit(fit_run(longest_run, [Documents((tokens,))]), tokens)
     columns = [
         *(_make_longest_column(run, measure, degree) for measure in COLUMNS),
         Column("auto", fit.memory, tokens, True),
@@ -51,9 +51,12 @@ def answer_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices)
 
 def _make_longest_column(run: RunOnGpus, measure: str, degree: int) -> Column:
     """Make the column of the longest document if all layers have one measure; its memory is None if none fits."""
-    tokens, way = find_longest(run, fix_measure(run, measure), degree=degree)
-    memory = next(way.leanest_plans([way.plan((tokens,))], fix_measure(way, measure))) if tokens else None
-    return Column(measure, memory, tokens, bool(tokens))
+    tokens, longest_run = find_longest(run, fix_measure(run, measure), degree=degree)
+    if not tokens:
+        return Column(measure, None, tokens, fits=False)
+    plan = longest_run.plan((tokens,))
+    memory = next(longest_run.leanest_plans([plan], fix_measure(longest_run, measure)))
+    return Column(measure, memory, tokens, fits=True)
 
 
 def _longest_degree(run: RunOnGpus, choices: Choices) -> int:
@@ -91,18 +94,18 @@ def answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[st
     longest_document = Documents((documents.longest,))
     searched_steps = [max(sampled_steps, key=lambda step: sum(n * n for n in step.lengths)), longest_document]
     title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
-    names = given_keys | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
+    shown_keys = given_keys | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
     try:
-        way = find_fit(run, searched_steps, choices).run
-        sampled_steps = _sample_run_documents(documents, PRICED[way.choice.has_one_degree])
-        plans = [way.plan(step.lengths, step.targets) for step in sampled_steps]
-        memory = way.plan_memory([*plans, way.plan(longest_document.lengths)])
+        fitting_run = find_fit(run, searched_steps, choices).run
+        sampled_steps = _sample_run_documents(documents, PRICED[fitting_run.choice.has_one_degree])
+        plans = [fitting_run.plan(step.lengths, step.targets) for step in sampled_steps]
+        memory = fitting_run.plan_memory([*plans, fitting_run.plan(longest_document.lengths)])
     except PlanError as error:
-        return replace(_make_refusal(title, run, searched_steps, names, choices, error), steps=documents.steps)
-    encoding, note = _encoding_seconds(way, documents, plans)
-    seconds = way.seconds(plans, memory) + encoding
-    fit = _scale_fit(Fit(way, tuple(plans), memory, seconds), documents.longest)
-    answer = _add_longest(_make_answer(title, run, fit, names, _make_columns(fit)), choices)
+        return replace(_make_refusal(title, run, searched_steps, shown_keys, choices, error), steps=documents.steps)
+    encoding, note = _encoding_seconds(fitting_run, documents, plans)
+    seconds = fitting_run.seconds(plans, memory) + encoding
+    fit = _scale_fit(Fit(fitting_run, tuple(plans), memory, seconds), documents.longest)
+    answer = _add_longest(_make_answer(title, run, fit, shown_keys, _make_columns(fit)), choices)
     return replace(answer, steps=documents.steps, sampled=len(sampled_steps), notes=(*note, *answer.notes))
 
 
@@ -186,22 +189,22 @@ def _make_refusal(
     choices: Choices,
     error: PlanError | None = None,
 ) -> Answer:
-    """Make the answer where nothing fits: what the way that needs least holds, and what would do.
+    """Make the answer where nothing fits: what the run that needs least memory holds, and what would do.
 
     What would do is the same GPUs without measures given by hand or, if these are not to blame, the fewest that do.
     """
-    way = leanest_way(run, steps, choices)
+    leanest_run = find_leanest_run(run, steps, choices)
     try:
-        plans = [way.plan(step.lengths, step.targets) for step in steps]
+        plans = [leanest_run.plan(step.lengths, step.targets) for step in steps]
     except PlanError:  # the limit of rows that is given is below what the longest document needs
-        without_limit = way.set_context(max_tokens_per_slot=0)
+        without_limit = leanest_run.set_context(max_tokens_per_slot=0)
         plans = [without_limit.plan(step.lengths, step.targets) for step in steps]
-    memory = next(way.leanest_plans(plans, run.fixed))
+    memory = next(leanest_run.leanest_plans(plans, run.fixed))
     longest_length = max(n for step in steps for n in step.lengths)
     other_fit = _fit_free_measures(run, steps, choices) or find_fewest_gpus(run, steps, choices)
     answer = Answer(
         title=title,
-        run=way,
+        run=leanest_run,
         fits=False,
         memory=memory,
         columns=(Column("least", memory, longest_length, False),),

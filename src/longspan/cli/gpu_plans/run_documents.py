@@ -56,7 +56,7 @@ class RunDocuments:
 
 @contextmanager
 def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
-    """Open the documents of a run of this configuration; `estimate` tokens as bytes / 4 where it names no tokenizer.
+    """Open the documents of a run; with `estimate`, tokens are bytes / 4 where neither keys nor model have a tokenizer.
 
     >>> with open_documents(config, print, estimate=True) as documents:
     ...     documents.order.lengths_of_step(0)  # doctest: +SKIP

@@ -103,7 +103,8 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
     """Read the cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
 
     In lockstep the price of a model on a machine includes FSDP2's gathers and sums over `slots` slots, in which a rank
-    moves its 1 / `tp` of the weights. Raises ConfigError for a file without a cost and for depths without a model,
+    moves its 1 / `tp` of the weights. Without --machine a model is priced on H200s, and without --model either, the
+    price is DEFAULT_COST. Raises ConfigError for a file without a cost and for depths without a model,
     PlanError for a model that cannot be priced.
     """
     # --machine next to --tflops is refused below, and its file need not be read
