@@ -129,9 +129,9 @@ def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedCon
     has the cases with images too; if it cannot run without images, its cases of text are only the basic set. A hybrid
     also has cases whose slots hold contiguous rows.
     """
-    exact: tuple[DTypeName, ...] = (_EXACT[processes.backend],)
-    rounded: tuple[DTypeName, ...] = (_ROUNDED[processes.backend],)
-    first, second = (exact, rounded) if processes.backend == "gloo" else (rounded, exact)
+    exact_dtypes: tuple[DTypeName, ...] = (_EXACT[processes.backend],)
+    rounded_dtypes: tuple[DTypeName, ...] = (_ROUNDED[processes.backend],)
+    first, second = (exact_dtypes, rounded_dtypes) if processes.backend == "gloo" else (rounded_dtypes, exact_dtypes)
     ranks = processes.ranks
     text_set: CaseSet = "basic" if reads_images_alone(config) else flags.cases
     cases = [*list_cases(text_set, ranks, first), *list_cases("basic", ranks, second)]

@@ -141,7 +141,10 @@ def answer_json(answer: Answer) -> str:
 
 
 def answer_picture(answer: Answer) -> str:
-    """Draw the bytes of each column as a bar of parts, with a line at what a GPU may be filled with."""
+    """Draw the bytes of each column as a bar of parts, with a line at what a GPU may be filled with.
+
+    A column under which no document fits has no bar.
+    """
     bars = list[StackedBar]()
     for column in answer.columns:
         if column.memory is None:

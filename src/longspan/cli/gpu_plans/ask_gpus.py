@@ -23,7 +23,7 @@ SUBJECT = "what a GPU holds"
 DOES_NOT_FIT = 2  # status
 
 
-def ask_gpus(flags: GpuFlags, question: Question) -> int:
+def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
     check_pictures(flags.plot, ("svg", "html"), SUBJECT)
     source = find_source(flags, question)
@@ -40,8 +40,8 @@ def ask_gpus(flags: GpuFlags, question: Question) -> int:
         if source == "longest":
             answer = answer_longest(run, question.given_keys, choices)
         else:
-            lengths, words = read_lengths(flags, run.home.slots)
-            answer = answer_step(run, lengths, words, question.given_keys, choices)
+            lengths, lengths_source = read_lengths(flags, run.home.slots)
+            answer = answer_step(run, lengths, lengths_source, question.given_keys, choices)
     return show_answer(answer, _command_words(config, question), plot=flags.plot, as_json=flags.json)
 
 

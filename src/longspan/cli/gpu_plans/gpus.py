@@ -91,11 +91,11 @@ def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[M
     else:
         machine, name = Machine(), f"GPU of {flags.gpu_bytes:,} bytes"
     if run_machine:
-        priced = find_machine(run_machine, "run.machine")
+        speed_machine = find_machine(run_machine, "run.machine")
         return (
-            replace(priced, memory_bytes=machine.memory_bytes),
+            replace(speed_machine, memory_bytes=machine.memory_bytes),
             name,
-            (("its speed by data sheet",) if priced.assumed else ()),
+            (("its speed by data sheet",) if speed_machine.assumed else ()),
         )
     if tflops:
         return _set_speed(machine, tflops), name, ()

@@ -40,7 +40,7 @@ def answer_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices)
         return _make_refusal(
             f"a document of {least_tokens:,} tokens", run, [Documents((least_tokens,))], given_keys, choices
         )
-    fit = _scale_fit(fit_run(longest_run, [Documents((tokens,))]), tokens)
+    fit = _scale_fit_positions(fit_run(longest_run, [Documents((tokens,))]), tokens)
     columns = [
         *(_make_longest_column(run, measure, degree) for measure in COLUMNS),
         Column("auto", fit.memory, tokens, True),
@@ -64,7 +64,7 @@ def _longest_degree(run: RunOnGpus, choices: Choices) -> int:
     return int(run.config.context.context_parallel_size) if run.choice.has_one_degree and not choices.degree else 0
 
 
-def _scale_fit(fit: Fit, longest: int) -> Fit:
+def _scale_fit_positions(fit: Fit, longest: int) -> Fit:
     """Set model.rope_scaling in the run of a fit if its longest document, in tokens, needs that."""
     return replace(fit, run=scale_positions(fit.run, longest))
 
@@ -80,7 +80,7 @@ def answer_step(
     except PlanError as error:
         return _make_refusal(title, run, steps, given_keys, choices, error)
     return _add_longest(
-        _make_answer(title, run, _scale_fit(fit, max(lengths)), given_keys, _make_columns(fit)), choices
+        _make_answer(title, run, _scale_fit_positions(fit, max(lengths)), given_keys, _make_columns(fit)), choices
     )
 
 
@@ -104,7 +104,7 @@ def answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[st
         return replace(_make_refusal(title, run, searched_steps, shown_keys, choices, error), steps=documents.steps)
     encoding, note = _encoding_seconds(fitting_run, documents, plans)
     seconds = fitting_run.seconds(plans, memory) + encoding
-    fit = _scale_fit(Fit(fitting_run, tuple(plans), memory, seconds), documents.longest)
+    fit = _scale_fit_positions(Fit(fitting_run, tuple(plans), memory, seconds), documents.longest)
     answer = _add_longest(_make_answer(title, run, fit, shown_keys, _make_columns(fit)), choices)
     return replace(answer, steps=documents.steps, sampled=len(sampled_steps), notes=(*note, *answer.notes))
 
@@ -208,7 +208,7 @@ def _make_refusal(
         fits=False,
         memory=memory,
         columns=(Column("least", memory, longest_length, False),),
-        fit=other_fit and _scale_fit(other_fit, longest_length),
+        fit=other_fit and _scale_fit_positions(other_fit, longest_length),
         refusal=str(error or ""),
         given_keys=given_keys,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.cli.plans.lengths import BYTES_PER_TOKEN
+from longspan.cli.plans.lengths import BYTES_PER_TOKEN, cut_lengths
 from longspan.config.sections import RunConfig
 from longspan.corpus.files import STDLIB, CorpusFile, find_files
 from longspan.corpus.first_rows import text_sizes
@@ -109,8 +109,7 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
     paths = find_files(data.path or STDLIB, key="--data")
     sizes = text_sizes(tuple(CorpusFile(0, name, file) for name, file in paths.items()), data.max_text_bytes)
-    limit = data.max_document_tokens
-    counts = [n for size in sizes for n in _cut_lengths(size // BYTES_PER_TOKEN, limit) if n >= 2]
+    counts = [n for n in cut_lengths([size // BYTES_PER_TOKEN for size in sizes], data.max_document_tokens) if n >= 2]
     if not counts:
         raise DataError(f"--data {data.path!r} holds no text")
     log(
@@ -128,11 +127,6 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
         image_rows=0.0,
         line=f"{documents_line(config, order)}; estimated",
     )
-
-
-def _cut_lengths(tokens: int, limit: int) -> list[int]:
-    """Cut a text into documents of `limit` tokens and a last one of what is left, maybe 0; a limit of 0 cuts none."""
-    return [tokens] if limit <= 0 else [*[limit] * (tokens // limit), tokens % limit]
 
 
 def _longest_planned_length(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
