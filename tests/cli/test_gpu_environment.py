@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import machine as gpu_environment
-from longspan.cli.machine import NONE, Gpus, kernel_cache_folder, set_gpu_environment
+from longspan.cli.machine import NO_GPUS, LocalGpus, kernel_cache_folder, set_gpu_environment
 from longspan.errors import ConfigError
 
 NAMES = (
@@ -20,7 +20,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with H200s, an empty environment and a cache of the user's."""
     monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if key not in NAMES})
     monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(gpu_environment, "find_gpus", lambda: Gpus(2, (9, 0)))
+    monkeypatch.setattr(gpu_environment, "find_gpus", lambda: LocalGpus(2, (9, 0)))
     return tmp_path / "longspan" / "kernels"
 
 
@@ -53,6 +53,6 @@ def test_a_folder_that_cannot_be_written(gpu: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_set_without_gpus(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_environment, "find_gpus", lambda: NONE)
+    monkeypatch.setattr(gpu_environment, "find_gpus", lambda: NO_GPUS)
     set_gpu_environment()
     assert not gpu.exists() and not any(name in os.environ for name in NAMES)

@@ -13,7 +13,7 @@ import torch
 
 from longspan.attention import KERNELS
 from longspan.cli import machine as gpus
-from longspan.cli.machine import NONE, Gpus, find_gpus
+from longspan.cli.machine import NO_GPUS, LocalGpus, find_gpus
 from longspan.run.checks.check_plans import ATTENTION_KERNELS, MIXER_KERNELS
 from longspan.ssm.kernels.packages import PACKAGES, TORCH_ONLY
 
@@ -32,12 +32,12 @@ def driver_of(count: int, error: int = 0) -> SimpleNamespace:
     )
 
 
-BUILDS: list[tuple[dict[str, Any], SimpleNamespace | None, Gpus]] = [
-    ({"cuda": "13.0", "hip": None}, driver_of(2), Gpus(2, (9, 0), 132)),
-    ({"cuda": "13.0"}, driver_of(0), NONE),  # CUDA_VISIBLE_DEVICES is empty
-    ({"cuda": "13.0"}, driver_of(0, error=100), NONE),  # a driver without devices
-    ({"cuda": "13.0"}, None, NONE),  # no driver
-    ({"cuda": None, "hip": None}, driver_of(2), NONE),  # GPUs that this torch cannot use
+BUILDS: list[tuple[dict[str, Any], SimpleNamespace | None, LocalGpus]] = [
+    ({"cuda": "13.0", "hip": None}, driver_of(2), LocalGpus(2, (9, 0), 132)),
+    ({"cuda": "13.0"}, driver_of(0), NO_GPUS),  # CUDA_VISIBLE_DEVICES is empty
+    ({"cuda": "13.0"}, driver_of(0, error=100), NO_GPUS),  # a driver without devices
+    ({"cuda": "13.0"}, None, NO_GPUS),  # no driver
+    ({"cuda": None, "hip": None}, driver_of(2), NO_GPUS),  # GPUs that this torch cannot use
 ]
 
 
@@ -49,7 +49,7 @@ def _asked_anew() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch is asked")
 @pytest.mark.parametrize(("build", "driver", "expected"), BUILDS)  # with ids that are the same in every process
 def test_the_driver_is_asked_for_builds_that_use_it(
-    build: dict[str, Any], driver: SimpleNamespace | None, expected: Gpus, monkeypatch: pytest.MonkeyPatch
+    build: dict[str, Any], driver: SimpleNamespace | None, expected: LocalGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(name: str) -> SimpleNamespace:
         if driver is None:

@@ -215,7 +215,10 @@ def kernel_report(*, as_json: bool) -> str:
 
 
 def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table as a list with one line for each cell, because the cells are long."""
+    """Write a table as a list with one line for each cell that is not empty, because the cells are long.
+
+    The first cell of a row stands above its others. Markdown's backquotes are left out.
+    """
     lines = [name]
     for first, *cells in rows:
         lines += [
@@ -227,7 +230,10 @@ def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
-    """Yield the process groups that were made, and every comparison with the stock model."""
+    """Yield a check for each process group that was made, and for each comparison with the stock model.
+
+    `details` is the JSON object of `compare_preset`.
+    """
     ranks_text = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
     for record in details["groups"]:
         name = f"{record['kind']} of {len(record['ranks'])}"
@@ -238,7 +244,7 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
 
 
 def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
-    """Yield the ranks of each level of hierarchical groups, and what `auto` chose.
+    """Yield checks that name the ranks of each level of hierarchical groups, and what `auto` chose.
 
     Every case was compared in two dtypes, in which groups are the same: one row of a degree, type and sizes is enough.
     """

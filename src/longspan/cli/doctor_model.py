@@ -105,7 +105,7 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
 def _list_proof_processes(flags: ProofFlags) -> Iterator[Processes]:
     """Yield the processes of each proof: those on CPUs, those on GPUs, or first the one and then the other.
 
-    A single GPU allows degree 1 alone: unless flags or torchrun set the processes, CPUs then prove the model as well.
+    A single GPU allows only degree 1: unless flags or torchrun set the processes, CPUs then prove the model as well.
     """
     gpus = usable_gpus()
     cpus_too = gpus == 1 and flags.backend == "auto" and not flags.world and not has_torchrun()
@@ -129,9 +129,9 @@ def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedCon
     has the cases with images too; if it cannot run without images, its cases of text are only the basic set. A hybrid
     also has cases whose slots hold contiguous rows.
     """
-    exact: tuple[DTypeName, ...] = (_EXACT[processes.backend],)
-    rounded: tuple[DTypeName, ...] = (_ROUNDED[processes.backend],)
-    first, second = (exact, rounded) if processes.backend == "gloo" else (rounded, exact)
+    exact_dtypes: tuple[DTypeName, ...] = (_EXACT[processes.backend],)
+    rounded_dtypes: tuple[DTypeName, ...] = (_ROUNDED[processes.backend],)
+    first, second = (exact_dtypes, rounded_dtypes) if processes.backend == "gloo" else (rounded_dtypes, exact_dtypes)
     ranks = processes.ranks
     text_set: CaseSet = "basic" if reads_images_alone(config) else flags.cases
     cases = [*list_cases(text_set, ranks, first), *list_cases("basic", ranks, second)]

@@ -18,8 +18,8 @@ from longspan.cli.evaluation.output import (
     write_result_folder,
 )
 from longspan.cli.processes import (
-    attention_ahead,
     choose_processes,
+    compile_attention_ahead,
     count_host_ranks,
     has_torchrun,
     is_reporting,
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     starts.end_part("command")
     args = (request, processes.ranks, processes.backend, starts)
     config = request.subjects[0].config  # kernels that only a second subject calls are compiled when it is evaluated
-    with attention_ahead(config, processes, backward=False):
+    with compile_attention_ahead(config, processes, backward=False):
         results: tuple[SubjectResult, ...] = run_on_ranks(
             eval_rank, args, processes.ranks, compile_cache=config.run.compile_cache
         )
@@ -154,7 +154,7 @@ def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts:
     """
     starts.end_part("processes")
     if backend == "nccl":
-        begin_gpu_imports(count_host_ranks(ranks), compiled=False)
+        begin_gpu_imports(count_host_ranks(ranks), compiled=False)  # whether to compile is decided later
     from longspan.comm import World
     from longspan.comm.time_limits import longest_wait
     from longspan.evaluation.saved.evaluate_saved import evaluate_saved

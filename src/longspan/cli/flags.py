@@ -54,9 +54,10 @@ _SECTIONS = ConstructorRegistry()
 
 @_SECTIONS.struct_rule
 def _section_flags(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Give tyro a flag for each key of [context], in files of one table, in code of a section inside another.
+    """Give tyro a flag for each key of [context]; None leaves any other type to tyro.
 
-    None leaves any other type to tyro.
+    Files have the keys of evaluation in the same table, as eval_KEY; in code they are a dataclass inside ContextConfig,
+    for which tyro by itself would make flags --context.evaluation.KEY.
     """
     kind: Any = info.type
     if kind is not ContextConfig:
@@ -101,8 +102,8 @@ def _box_text(text: str) -> str:
     """
     lines = [line.strip("│ ") for line in text.splitlines() if line.strip()]
     is_rule = [line.startswith("╭") or not line.strip("─╰╯-") for line in lines]
-    below = lines[is_rule.index(True) + 1 :] if True in is_rule else lines
-    message = list(takewhile(lambda line: line.strip("─╰╯-"), below))
+    lines_below = lines[is_rule.index(True) + 1 :] if True in is_rule else lines
+    message = list(takewhile(lambda line: line.strip("─╰╯-"), lines_below))
     return " ".join(" ".join(message or lines).split()).rstrip(".")
 
 
@@ -114,7 +115,7 @@ def check_least(flags: Any, **least: int) -> None:
 
 
 def flag_types(kind: type) -> dict[str, Any]:
-    """List every flag of a flags dataclass, as written on the command line, with the type of its value."""
+    """List every flag of a flags dataclass, as on the command line, with the type of its value; tables have none."""
     types: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
@@ -153,7 +154,7 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
     "=" or as the next word.
     """
     words: list[str] = []
-    argv = _use_present_flags(argv, types)
+    argv = _replace_former_flags(argv, types)
     for next_index, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):  # "--": the end
         if not word.startswith("--"):  # the value of the flag before it, if there is one
             words.append(word if not words else _python_word(word, types.get(words[-1])))
@@ -167,8 +168,8 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
         elif flag == _COMPILED and not equals and following.startswith("--"):
             words += [flag, str(read_choice_word(True, kind))]
         elif _list_type(kind) is not None:
-            behind = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[next_index:]))
-            _check_list(flag, behind, kind)
+            items = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[next_index:]))
+            _check_list(flag, items, kind)
             words.append(f"{flag}={value}" if equals else flag)
         elif equals:
             _check_value(flag, value, kind)
@@ -179,7 +180,7 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
     return words
 
 
-def _use_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
+def _replace_former_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
     """Put present names of flags in place of former ones.
 
     Raises ConfigError where a flag is given by both of its names.
@@ -200,15 +201,14 @@ def _use_present_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
 
 
 def _check_value(flag: str, value: str | None, kind: Any) -> None:
-    """Raise ConfigError where the word behind a flag is missing (None), or is no value of its choice, number or
-    boolean.
+    """Raise ConfigError where the value of a flag is missing (None), or is no value of its choice, number or boolean.
 
     Values of other types are left to tyro.
     """
     if kind is None:  # --help
         return
     if get_origin(kind) is Literal and read_choice_word(value, kind) not in get_args(kind):
-        advice = f"use one of {', '.join(map(str, filter(None, get_args(kind))))}"
+        advice = f"use one of {', '.join(map(str, filter(None, get_args(kind))))}"  # "" is not listed
     elif kind in _NUMBERS and not _is_number(value or "", kind):
         advice = f"it must be {_NUMBERS[kind]}"
     elif kind is bool and value not in _BOOLEANS:
@@ -226,14 +226,14 @@ def _list_type(kind: Any) -> Any:
     return next((option for option in options if get_origin(option) is tuple), None)
 
 
-def _check_list(flag: str, behind: Sequence[str], kind: Any) -> None:
-    """Raise ConfigError where the words behind a flag do not begin with the values of its list.
+def _check_list(flag: str, words: Sequence[str], kind: Any) -> None:
+    """Raise ConfigError where the words after a flag do not begin with the values of its list.
 
     tuple[int, ...] takes all of them, a tuple of two types the first two.
     """
     item_type, *further_types = get_args(_list_type(kind))
-    count = len(behind) if further_types == [...] else 1 + len(further_types)
-    values = behind[:count]
+    count = len(words) if further_types == [...] else 1 + len(further_types)
+    values = words[:count]
     if not values or len(values) < count or not all(item_type is str or _is_number(word, item_type) for word in values):
         text = f"is {' '.join(values)!r}" if values else "has no value"
         raise ConfigError(f"{flag} {text}; it must be {kind_text(kind)}, as in {flag} {_EXAMPLES[item_type]}")
@@ -250,7 +250,7 @@ def _is_number(word: str, kind: type[int] | type[float]) -> bool:
 
 def check_flag_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
     """Raise ConfigError for a flag among the words that a verb with these flags does not have, with the nearest one."""
-    for word in _use_present_flags(argv, types):
+    for word in _replace_former_flags(argv, types):
         if word.startswith("--"):
             _check_name("--" + word.partition("=")[0][2:].replace("-", "_"), types, prog)
 
@@ -262,8 +262,8 @@ def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
     for other, (flag_of_verb, advice) in _ADVICE.items():
         if flag == other and flag_of_verb in types:
             raise ConfigError(f"{prog} has no flag {flag}: {advice}")
-    with_section = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
-    hint = f"did you mean {with_section[0]!r}?" if with_section else nearest_hint(flag, types, prefix="--")
+    flags_in_sections = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
+    hint = f"did you mean {flags_in_sections[0]!r}?" if flags_in_sections else nearest_hint(flag, types, prefix="--")
     if hint.startswith("known: ") and len(types) > _FEW:
         hint = f"{prog} --help lists those that it has"
     raise ConfigError(f"{prog} has no flag {flag}: {megatron_hint(flag, types) or hint}")

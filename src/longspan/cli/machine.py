@@ -24,7 +24,7 @@ _ATTRIBUTES = (75, 76, 16)
 
 
 @dataclass(frozen=True)
-class Gpus:
+class LocalGpus:
     """How many GPUs torch can use, and the compute capability and multiprocessors (0: not known) of the first."""
 
     count: int
@@ -32,38 +32,38 @@ class Gpus:
     multiprocessors: int = 0
 
 
-NONE = Gpus(0, (0, 0))
+NO_GPUS = LocalGpus(0, (0, 0))
 
 
-def find_gpus() -> Gpus:
+def find_gpus() -> LocalGpus:
     """Find the GPUs that torch can use.
 
     On Linux CUDA's driver counts them for a build of torch for CUDA, and a build for CPUs can use none. For a build for
     AMD, and on other systems, torch itself is imported to count them.
     """
     if sys.platform == "linux" and not _has_build("hip"):
-        return _driver_gpus() if _has_build("cuda") else NONE
+        return _driver_gpus() if _has_build("cuda") else NO_GPUS
     import torch
 
     if not torch.cuda.is_available():
-        return NONE
-    return Gpus(torch.cuda.device_count(), torch.cuda.get_device_capability())
+        return NO_GPUS
+    return LocalGpus(torch.cuda.device_count(), torch.cuda.get_device_capability())
 
 
 @cache
-def _driver_gpus() -> Gpus:
+def _driver_gpus() -> LocalGpus:
     """Count the GPUs by CUDA's driver, which needs no torch; its functions return 0 where they succeed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no driver is installed
-        return NONE
+        return NO_GPUS
     count, numbers = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int(), ctypes.c_int())
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        return NONE
+        return NO_GPUS
     for number, attribute in zip(numbers, _ATTRIBUTES, strict=True):
         driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, 0)  # the first device is number 0
     major, minor, multiprocessors = (number.value for number in numbers)
-    return Gpus(count.value, (major, minor), multiprocessors)
+    return LocalGpus(count.value, (major, minor), multiprocessors)
 
 
 def find_first_gpu() -> tuple[str, int] | None:

@@ -36,9 +36,9 @@ EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code: 0, 2 for an error, 3 for a lost rank, 128 + a signal's number, or its own.
+    """Run a verb; returns its exit code, 2 for an error, 3 for a lost rank, or 128 + the number of a signal.
 
-    Only for the command itself (`argv` is None) another process already imports what ranks need meanwhile.
+    If this is the command itself (`argv` is None), another process imports what ranks need in the meantime.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words

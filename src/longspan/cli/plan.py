@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal
 
 from longspan.cli.flags import check_least, parse_flags
-from longspan.cli.gpu_plans.ask_gpus import ask_gpus
+from longspan.cli.gpu_plans.ask_gpus import answer_gpu_question
 from longspan.cli.gpu_plans.gpu_flags import GpuFlags, asks_for_gpus, parse_question
 from longspan.cli.plans.compare import CompareFlags, check_comparison_flags, run_comparison
 from longspan.cli.plans.lengths import read_lengths
@@ -71,17 +71,17 @@ class PlanFlags(CompareFlags, GpuFlags):
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code. Raises ConfigError for a .toml file, unless it is a flag's value."""
     pairs = zip(["", *argv], argv, strict=False)  # each word behind the word before it
-    files = [word for before, word in pairs if word.endswith(".toml") and not before.startswith("-")]
+    files = [word for previous, word in pairs if word.endswith(".toml") and not previous.startswith("-")]
     if files:
         raise ConfigError(
             f"longspan plan reads no configuration; longspan train {files[0]} --dry-run --run.machine h100 --world 4 "
             "answers for one"
         )
     if asks_for_gpus(argv):
-        return ask_gpus(*parse_question(PlanFlags, argv))
+        return answer_gpu_question(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
     check_comparison_flags(flags)
-    check_weights(flags, free=flags.mode == "free" or bool(flags.plans))
+    check_weights(flags, free=flags.mode == "free" or bool(flags.plans))  # saved plans have modes of their own
     return run_comparison(flags) if flags.compare else _plan_step(flags)
 
 

@@ -82,8 +82,8 @@ def choose_processes(
 def _gpu_note(ranks: int, gpus: int) -> str:
     """Write a note about this host's processes and its idle GPUs; under torchrun only about idle GPUs, "" for none."""
     if has_torchrun():
-        all_of_them = f"torchrun --nproc-per-node {gpus} uses all"
-        return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {all_of_them}" if ranks < gpus else ""
+        advice = f"torchrun --nproc-per-node {gpus} uses all"
+        return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {advice}" if ranks < gpus else ""
     if ranks < gpus:
         used_text = f"{plural(ranks, 'process', 'es')}, one GPU each"
         return f"{used_text}; {gpus - ranks} of {gpus} GPUs idle, --world {gpus} uses all"
@@ -150,8 +150,8 @@ def run_on_ranks(
 
 
 @contextmanager
-def attention_ahead(config: RunConfig, processes: Processes, *, backward: bool) -> Iterator[None]:
-    """While open, attention's kernels are compiled ahead on GPUs, those of backward passes too if `backward`.
+def compile_attention_ahead(config: RunConfig, processes: Processes, *, backward: bool) -> Iterator[None]:
+    """Compile attention's kernels ahead on GPUs while this context is open, those of backward passes too if `backward`.
 
     The first process of a host does it for all processes there, which share the folder of kernels.
     """

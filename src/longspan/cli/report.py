@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.port:
         raise ConfigError(f"--port {flags.port} is for --follow; without it longspan report writes a file")
     if target.is_file():
-        path = _plan_report(target, flags.out)
+        path = _write_plan_report(target, flags.out)
     elif flags.out:
         raise ConfigError(f"--out is for plans; a run's report goes into its folder, {target}/report.html")
     else:
@@ -93,8 +93,11 @@ def _end_text(state: str, run_dir: Path) -> str:
             return ""
 
 
-def _plan_report(source: Path, out: str) -> Path:
-    """Write the page of a saved plan to `out`, "" next to the plan; returns the page's path."""
+def _write_plan_report(source: Path, out: str) -> Path:
+    """Write the page of a saved plan to `out`, "" next to the plan; returns the page's path.
+
+    Raises ConfigError where the system refuses to read the plan or to write the page.
+    """
     try:
         plan = Plan.from_json(source.read_bytes())
         path = Path(out) if out else source.with_suffix(".html")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from longspan.cli.flags import parse_train
 from longspan.cli.processes import (
-    attention_ahead,
     choose_processes,
+    compile_attention_ahead,
     count_host_ranks,
     has_torchrun,
     is_reporting,
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     starts.end_part("command")
     args = (config, ranks, processes.backend, flags.json, starts)
     try:
-        with attention_ahead(config, processes, backward=True):
+        with compile_attention_ahead(config, processes, backward=True):
             result: TrainResult = run_on_ranks(
                 train_rank, args, ranks, compile_cache=config.run.compile_cache, ignored=save_on
             )

@@ -54,9 +54,9 @@ class Answer:
     """An answer: `memory` is that of "auto" on the GPUs of `run`; where nothing `fits`, that of the leanest measures.
 
     `fit` is the way that was found: where nothing fits, on the same GPUs without measures by hand, or on more GPUs;
-    None if there is none. `given` are the keys of the question; `longest` is the longest document that fits, in tokens,
-    and `refusal` why planning failed. `steps` are those of a run (None: one step was asked about), of which `sampled`
-    were planned.
+    None if there is none. `given_keys` are those of the question; `longest` is the longest document that fits, in
+    tokens, and `refusal` why planning failed. `steps` are those of a run (None: one step was asked about), of which
+    `sampled` were planned.
     """
 
     title: str
@@ -65,7 +65,7 @@ class Answer:
     memory: MemoryPlan
     columns: tuple[Column, ...]
     fit: Fit | None
-    given: frozenset[str]
+    given_keys: frozenset[str]
     longest: int = 0
     refusal: str = ""
     steps: int | None = None
@@ -97,7 +97,7 @@ class Answer:
         """
         if self.fit is None:
             return {}
-        names = {key for key in self.given if not (self.needs_free_measures and _is_memory_key(key))}
+        names = {key for key in self.given_keys if not (self.needs_free_measures and _is_memory_key(key))}
         return run_keys(self.fit.run, frozenset(names))
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Answer:
             "measures": list(memory.measures),
             "longest": self.longest,
             "fits": self.fits,
-            "keys": dict(self.keys) if self.fits else run_keys(self.run, self.given),
+            "keys": dict(self.keys) if self.fits else run_keys(self.run, self.given_keys),
             "steps": self.steps,
             "step_seconds": self.step_seconds,
             "hours": self.hours,
@@ -127,10 +127,10 @@ class Answer:
             "notes": list(self.notes),
         }
         if not self.fits:
-            values |= {"reason": self.refusal, "would_fit": self._other_fit()}
+            values |= {"reason": self.refusal, "would_fit": self._would_fit_json()}
         return values
 
-    def _other_fit(self) -> dict[str, Any] | None:
+    def _would_fit_json(self) -> dict[str, Any] | None:
         """Return the bytes, the number of GPUs and the keys of what would fit; None where nothing would."""
         if self.fit is None:
             return None
@@ -149,17 +149,18 @@ def _column_json(column: Column) -> dict[str, Any] | None:
     return column.memory.to_json() | {"longest": column.tokens, "fits": column.fits}
 
 
-def run_keys(run: RunOnGpus, given: frozenset[str]) -> dict[str, Any]:
-    """Return the keys that were given and those that were chosen, as `longspan train` takes them.
+def run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
+    """Return the keys of a run that an answer shows, with their values, as `longspan train` takes them.
 
-    Given keys are in a command or a file; chosen keys are those that differ from their defaults now. Keys of planner,
-    degree, communication type, rows and memory are always returned; a dynamic plan's highest degree is all slots where
-    it has no limit. GATHERS is among them only if it is given, for otherwise train.memory decides when parameters are
-    gathered.
+    Of `given_keys`, those of the question, they are the keys of the sections SHOWN and of OF_MODELS: model and data are
+    named elsewhere in the command. Keys of [lora], [mtp] and [parallel] that differ from their defaults are added, and
+    always those of planner, degree, communication type, rows and memory; a dynamic plan's highest degree is all slots
+    where it has no limit. GATHERS is among them only if it is given, for otherwise train.memory decides when parameters
+    are gathered.
     """
     config, one_degree = run.config, run.choice.has_one_degree
-    names = {name for name in given if name.partition(".")[0] in SHOWN or name in OF_MODELS}
-    names |= {name for name in _non_default_keys(config) if name != GATHERS or name in given}
+    names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
+    names |= {name for name in _non_default_keys(config) if name != GATHERS or name in given_keys}
     names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
     names |= {"context.context_parallel_size"} if one_degree else {*DYNAMIC}
     names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
@@ -174,11 +175,11 @@ def _non_default_keys(config: RunConfig) -> set[str]:
     names = set[str]()
     for section, kind in section_kinds().items():
         if section in ("lora", "mtp", "parallel"):
-            section_now, default_section = getattr(config, section), kind()
+            section_value, default_value = getattr(config, section), kind()
             names |= {
                 f"{section}.{key}"
-                for key in vars(section_now)
-                if getattr(section_now, key) != getattr(default_section, key)
+                for key in vars(section_value)
+                if getattr(section_value, key) != getattr(default_value, key)
             }
     return names
 

@@ -16,7 +16,7 @@ MEASURE_WORDS = "none: all; selective: their input and attention's output; full:
 
 
 def answer_lines(answer: Answer, command: Sequence[str]) -> list[str]:
-    """Write the answer for people: what fits, the table, the keys as a command."""
+    """Write the answer for people: what fits, the table, and the keys behind `command`, a run's words."""
     run, fit = answer.run, answer.fit
     lines = [answer.title, f"on {run.gpus.title}", ""]
     lines += [answer.memory.summary_line(run.budget)]
@@ -100,7 +100,7 @@ def refusal_line(answer: Answer) -> str:
 
 
 def repeat_words(words: Sequence[str], file: str, keys: Collection[str]) -> list[str]:
-    """Repeat a command from the `words` behind `longspan train`: the verb and its file first, then a flag each.
+    """Repeat a command from the `words` behind `longspan train`: verb and file, then each flag with its values.
 
     Flags of `keys`, which the answer gives anew, --dry-run and --json are left out with their values.
     """
@@ -141,7 +141,10 @@ def answer_json(answer: Answer) -> str:
 
 
 def answer_picture(answer: Answer) -> str:
-    """Draw the bytes of each column as a bar of parts, with a line at what a GPU may be filled with."""
+    """Draw the bytes of each column as a bar of parts, with a line at what a GPU may be filled with.
+
+    A column under which no document fits has no bar.
+    """
     bars = list[StackedBar]()
     for column in answer.columns:
         if column.memory is None:

@@ -23,7 +23,7 @@ SUBJECT = "what a GPU holds"
 DOES_NOT_FIT = 2  # status
 
 
-def ask_gpus(flags: GpuFlags, question: Question) -> int:
+def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
     check_pictures(flags.plot, ("svg", "html"), SUBJECT)
     source = find_source(flags, question)
@@ -31,17 +31,17 @@ def ask_gpus(flags: GpuFlags, question: Question) -> int:
     gpus = read_gpus(flags, flags.tflops, question.config.run.machine)
     config = resolve_defaults(_set_fastest_types(question))
     if source == "data":
-        answer = _ask_run(
-            set_one_epoch(config, given=question.gives_any("train.epochs", "train.steps")), gpus, question
-        )
+        if not question.gives_any("train.epochs", "train.steps"):
+            config = set_one_epoch(config)
+        answer = _answer_run_question(config, gpus, question)
     else:
         run = RunOnGpus.of(config, gpus)
         choices = find_open_choices(question)
         if source == "longest":
-            answer = answer_longest(run, question.given, choices)
+            answer = answer_longest(run, question.given_keys, choices)
         else:
-            lengths, words = read_lengths(flags, run.home.slots)
-            answer = answer_step(run, lengths, words, question.given, choices)
+            lengths, lengths_source = read_lengths(flags, run.home.slots)
+            answer = answer_step(run, lengths, lengths_source, question.given_keys, choices)
     return show_answer(answer, _command_words(config, question), plot=flags.plot, as_json=flags.json)
 
 
@@ -55,14 +55,14 @@ def _command_words(config: RunConfig, question: Question) -> list[str]:
     return words
 
 
-def _ask_run(config: RunConfig, gpus: Gpus, question: Question) -> Answer:
+def _answer_run_question(config: RunConfig, gpus: Gpus, question: Question) -> Answer:
     """Answer a question about a run, whose documents are opened or estimated."""
     run = RunOnGpus.of(config, gpus)
     with open_documents(config, log_line, estimate=True) as documents:
         run = replace(
             run, config=documents.config, target_share=documents.target_share, image_rows=documents.image_rows
         )
-        return answer_run(run, documents, question.given, find_open_choices(question))
+        return answer_run(run, documents, question.given_keys, find_open_choices(question))
 
 
 def log_line(line: str) -> None:

@@ -49,14 +49,15 @@ def dry_run(config: RunConfig, words: Sequence[str], file: str, *, world: int, o
             run, config=documents.config, target_share=documents.target_share, image_rows=documents.image_rows
         )
         # No key counts as given by a question: the printed command repeats the words and the file, with their keys.
-        answer = answer_run(run, documents, given=frozenset(), choices=choices)
+        answer = answer_run(run, documents, given_keys=frozenset(), choices=choices)
     return show_answer(answer, repeat_words(words, file, answer.keys), plot=(), as_json=as_json)
 
 
 def _choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
-    """Choose the GPUs of a run: those here, or as run.machine says, else H200s.
+    """Choose the GPUs of a run: with `on_gpus` those here, if there are any, else those of run.machine, else H200s.
 
-    What is taken from elsewhere than this machine is listed as assumed.
+    Those here are as fast as run.machine or, without it, the machine of their name says; with neither, as H200s. What
+    is taken from elsewhere than this machine is listed as assumed.
     """
     first_gpu = find_first_gpu() if on_gpus else None
     named_machine = find_machine(config.run.machine, "run.machine") if config.run.machine else None
@@ -73,6 +74,6 @@ def _choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
     known_machine = named_machine or find_device(name)
     machine = known_machine or Machine.known("H200")
     assumed = () if known_machine else ("the speed of H200s",)
-    local = count_host_ranks() if has_torchrun() else ranks
-    host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, local)) or HOST_BYTES
+    host_ranks = count_host_ranks() if has_torchrun() else ranks
+    host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, host_ranks)) or HOST_BYTES
     return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=host, name=name, assumed=assumed)

@@ -51,22 +51,23 @@ class Choices:
 
 
 def find_fit(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit:
-    """Find the fastest way that fits. Raises PlanError, with the bytes of the least that was tried, where none does.
+    """Find the fastest way that fits. Raises PlanError where none does, with the bytes of the leanest that was tried.
 
     >>> find_fit(run, [Documents((262144,))], Choices()).memory.measures[0]  # doctest: +SKIP
     'selective'
     """
     fastest_fit: Fit | None = None
     refusals = list[tuple[tuple[int, int], PlanError]]()
-    for way in _candidate_runs(run, steps, choices):
+    for candidate in _candidate_runs(run, steps, choices):
         try:
-            fit = fit_run(way, steps)
+            fit = fit_run(candidate, steps)
         except PlanError as error:
-            refusals.append(((_row_limit(way), -way.choice.widest_degree(way.home)), error))
+            leanness = _row_limit(candidate), -candidate.choice.widest_degree(candidate.home)
+            refusals.append((leanness, error))
             continue
         if fastest_fit is None or fit.seconds < fastest_fit.seconds:
             fastest_fit = fit
-    if fastest_fit is None:  # the leanest way has the fewest rows a slot and, of those, the widest degree
+    if fastest_fit is None:  # the leanest run has the fewest rows a slot and, of those, the widest degree
         raise min(refusals, key=lambda refusal: refusal[0])[1]
     return fastest_fit
 
@@ -90,12 +91,12 @@ def _row_limit(run: RunOnGpus) -> int:
 def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
     """Yield the run with each planner, degree and limit of rows to compare; a limit that is given stays."""
     lengths = [n for step in steps for n in step.lengths]
-    for planned in _list_degree_runs(run, choices, same=len(set(lengths)) == 1):
-        if not choices.rows and planned.config.context.max_tokens_per_slot != AUTO:
-            yield planned
+    for degree_run in _list_degree_runs(run, choices, same=len(set(lengths)) == 1):
+        if not choices.rows and degree_run.config.context.max_tokens_per_slot != AUTO:
+            yield degree_run
             continue
-        for rows in row_limits(planned, steps):
-            yield planned.set_context(max_tokens_per_slot=rows)
+        for rows in row_limits(degree_run, steps):
+            yield degree_run.set_context(max_tokens_per_slot=rows)
 
 
 def _list_degree_runs(run: RunOnGpus, choices: Choices, *, same: bool) -> Iterator[RunOnGpus]:
@@ -123,22 +124,23 @@ def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
     choice, unit = run.choice, 2 * run.choice.options.row_multiple
     widest = choice.widest_even_degree(run.home)
     least_rows = _round_to_unit(-(-max(n for step in steps for n in step.lengths) // widest), unit)
-    most_rows = max(_one_batch_rows(run, step) for step in steps)
+    most_rows = max(_estimate_most_rows(run, step) for step in steps)
     count = WAYS[choice.has_one_degree]
     ratio = max(2.0, (max(most_rows, least_rows) / least_rows) ** (1 / (count - 1)))
     limits = [_round_to_unit(min(int(least_rows * ratio**i), most_rows), unit) for i in range(count)]
     return sorted({least_rows, *(limit for limit in limits if limit > least_rows)})
 
 
-def _one_batch_rows(run: RunOnGpus, step: Documents) -> int:
+def _estimate_most_rows(run: RunOnGpus, step: Documents) -> int:
     """Estimate the rows of the fullest slot if a step is one micro-batch.
 
-    Returned are the rows of the longest document or the mean over groups, whichever is more, plus UNIT for uneven
-    groups.
+    They are a slot's rows of the longest document, or the mean over all slots if that is more, plus UNIT for uneven
+    groups. Documents of dynamic plans and of degree "auto" (0) are counted at degree 1, at which a slot has most rows.
     """
-    degree = run.choice.degree if run.choice.has_one_degree else 1
-    groups = run.home.slots // max(degree, 1)
-    return max(max(step.lengths) // max(degree, 1), -(-sum(step.lengths) // max(degree, 1) // groups)) + UNIT
+    degree = max(run.choice.degree, 1) if run.choice.has_one_degree else 1
+    groups = run.home.slots // degree
+    mean_rows = -(-sum(step.lengths) // degree // groups)  # rounded up
+    return max(max(step.lengths) // degree, mean_rows) + UNIT
 
 
 def _round_to_unit(rows: int, unit: int) -> int:
@@ -147,18 +149,19 @@ def _round_to_unit(rows: int, unit: int) -> int:
 
 
 def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tuple[int, RunOnGpus]:
-    """Find the most tokens of one document over `degree` slots (0: all), in whole 1,024 rows a slot, and its run.
+    """Find the most tokens of one document over `degree` slots (0: all) that fit, and return them with their run.
 
-    Returns 0 tokens where not even 1,024 rows a slot fit. Lengths are tried by memory alone, on the plan of a short
-    document changed to each length; the length that is left is planned anew, and shortened by 1/256 at a time until
-    its own plan fits too.
+    `fixed` are the keys of memory that are not chosen. A slot has whole multiples of UNIT rows (rounded up to what
+    plans need), and at most MOST_ROWS. Returns 0 tokens where not even one UNIT fits. Only memory is computed for each
+    length that is tried, on the plan of a short document changed to that length, for planning each would be slow; the
+    longest that fits is planned anew, and shortened by 1/256 at a time until its own plan fits too.
     """
     degree = degree or run.home.slots
     run = run.set_context(planner="fixed", context_parallel_size=degree)
     unit = _round_to_unit(UNIT, 2 * run.choice.options.row_multiple)
 
     run = run.set_context(max_tokens_per_slot=0)
-    short = _set_key_type(run.plan((unit * degree,)), run)
+    short = _restore_auto_type(run.plan((unit * degree,)), run)
 
     def fits(rows: int, plan: Plan | None = None) -> bool:
         """Return whether a document of `rows` rows a slot fits, by its own plan or by the changed short one."""
@@ -172,13 +175,12 @@ def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tupl
     return low * unit * degree, run.set_context(max_tokens_per_slot=max(1, low) * unit)
 
 
-def _set_key_type(plan: Plan, run: RunOnGpus) -> Plan:
+def _restore_auto_type(plan: Plan, run: RunOnGpus) -> Plan:
     """Put "auto" back into the plan of one document where the keys have it.
 
     The plan names the type that was chosen for its length, and another length may get another.
     """
-    types = run.choice.options.cp_comm_type
-    if types != AUTO:
+    if run.choice.options.cp_comm_type != AUTO:
         return plan
     (group,) = plan.micro_batches[0].groups
     group = replace(group, cp_comm_type=AUTO, hierarchical_context_parallel_sizes=None)
@@ -192,26 +194,28 @@ def _change_length(plan: Plan, tokens: int) -> Plan:
     return replace(plan, lengths=(tokens,), micro_batches=(MicroBatch((group,)), *plan.micro_batches[1:]))
 
 
-def leanest_way(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> RunOnGpus:
-    """Return the run whose slots hold fewest rows: the widest possible degree, and no more rows than it needs.
+def find_leanest_run(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> RunOnGpus:
+    """Find the run whose slots hold fewest rows: the widest possible degree, and no more rows than it needs.
 
     Only keys that are open are changed; an open planner becomes "fixed", which has one degree for all documents.
     """
-    planned = run
+    leanest_run = run
     if choices.planner or run.choice.has_one_degree:
-        planned = run.set_context(planner=run.config.context.planner if run.choice.has_one_degree else "fixed")
+        leanest_run = run.set_context(planner=run.config.context.planner if run.choice.has_one_degree else "fixed")
         if choices.degree:
-            planned = planned.set_context(context_parallel_size=max(degrees_to_compare(run.home, planned.choice)))
+            leanest_run = leanest_run.set_context(
+                context_parallel_size=max(degrees_to_compare(run.home, leanest_run.choice))
+            )
     if not choices.rows and run.config.context.max_tokens_per_slot != AUTO:
-        return planned
-    return planned.set_context(max_tokens_per_slot=row_limits(planned, steps)[0])
+        return leanest_run
+    return leanest_run.set_context(max_tokens_per_slot=row_limits(leanest_run, steps)[0])
 
 
-def fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
+def find_fewest_gpus(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
     """Find the fewest GPUs that hold these steps, more than the run has; None where no number up to 1,024 does.
 
-    Only numbers that the run's degrees divide are tried: another would look like too few. On each of them the fastest
-    degree and rows that fit are taken.
+    Above one host, whole hosts of HOST_GPUS are tried. Only numbers that the run's degrees divide are tried: another
+    would look like too few. On each of them the fastest degree and rows that fit are taken.
     """
     counts = [*range(run.gpus.count + 1, HOST_GPUS + 1), *range(2 * HOST_GPUS, MOST_GPUS + 1, HOST_GPUS)]
     counts = [count for count in counts if count > run.gpus.count and _has_home(run.config.parallel, count)]
@@ -250,10 +254,11 @@ def _try_count(run: RunOnGpus, count: int, steps: Sequence[Documents], choices: 
         return None
 
 
-def one_measure(run: RunOnGpus, measure: str) -> FixedMemory:
-    """Set one measure for all layers, kept on the device, with the run's other keys as they are.
+def fix_measure(run: RunOnGpus, measure: str) -> FixedMemory:
+    """Return the run's keys of memory with one measure for all layers, whose saved tensors stay on the device.
 
-    Keys that are left to the choice (None) become off, so that a column of the table shows this measure alone.
+    Keys that are left to the choice (None) become off, so that a column of the table shows only this measure. "none"
+    leaves `offload` open, for there is no "none" on the host.
     """
     fixed = run.fixed
     changes: dict[str, Any] = {"measure": measure, "layers": None, "offload": False if measure != "none" else None}

@@ -71,11 +71,11 @@ class Question:
     """What a command line asks of GPUs: the configuration of its keys without defaults, and the keys that it gives."""
 
     config: RunConfig
-    given: frozenset[str]
+    given_keys: frozenset[str]
 
     def gives_any(self, *keys: str) -> bool:
         """Return whether one of these keys is given."""
-        return not self.given.isdisjoint(keys)
+        return not self.given_keys.isdisjoint(keys)
 
 
 def asks_for_gpus(argv: Sequence[str]) -> bool:
@@ -95,14 +95,14 @@ def asks_for_gpus(argv: Sequence[str]) -> bool:
     if not names.isdisjoint(ASKING):
         return True
     question_flags = {"--gpus", "--host_bytes", "--longest", "--tokens_per_step", "--epochs"}
-    if alone := [name for name, _ in clauses if name in question_flags or _is_key(name)]:
-        flag = alone[0] if "." in alone[0] else alone[0].replace("_", "-")
+    if stray_flags := [name for name, _ in clauses if name in question_flags or _is_key(name)]:
+        flag = stray_flags[0] if "." in stray_flags[0] else stray_flags[0].replace("_", "-")
         raise ConfigError(f"{flag} is of a question about GPUs; name them with --gpu, such as --gpu h100 --gpus 4")
     return False
 
 
 def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags, Question]:
-    """Parse the flags and the keys of a command line that names GPUs.
+    """Parse the flags and the keys of a command line that names GPUs; some keys also have a short flag (KEYS).
 
     Raises ConfigError for an unknown flag, for a key that is given by both of its names, and for a flag of plans that
     such a question does not read.
@@ -141,7 +141,7 @@ def set_model(question: Question, folder: str) -> Question:
             "which model? give --model FOLDER (its config.json is enough), or --model.preset NAME, such as qwen3-8b"
         )
     model = replace(model, path=folder) if folder else model
-    return Question(replace(question.config, model=model), question.given)
+    return Question(replace(question.config, model=model), question.given_keys)
 
 
 def _split_words(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -198,8 +198,8 @@ def find_source(flags: Any, question: Question) -> str:
     return sources[0] if sources else "longest"
 
 
-def _check_data_flags(question: Question, named: Collection[str]) -> None:
-    """Raise ConfigError for keys that only a run's data has where `named`, the question's sources, lack "data"."""
+def _check_data_flags(question: Question, sources: Collection[str]) -> None:
+    """Raise ConfigError for keys that only a run's data has, if the question's sources of documents lack "data"."""
     for key in ("data.tokenizer", "train.epochs", "train.tokens_per_step"):
-        if question.gives_any(key) and "data" not in named:
+        if question.gives_any(key) and "data" not in sources:
             raise ConfigError(f"{key} is of a run, whose documents --data names; add --data PATH, or leave it out")

@@ -47,7 +47,7 @@ class Gpus:
 
 
 def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
-    """Read the GPUs that flags name; `run_machine` is the key run.machine, which prices those of --gpu-bytes.
+    """Read the GPUs that flags name; `run_machine` is the key run.machine.
 
     >>> read_gpus(PlanFlags(gpu="h100", gpus=4), 0.0, "").title  # doctest: +SKIP
     '4 x H100, 80.0 GiB each, 128.0 GiB of the host for each (assumed: its speed by data sheet, its bytes, the host)'
@@ -76,7 +76,8 @@ def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
 def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[Machine, str, tuple[str, ...]]:
     """Choose the machine that prices, the name of its GPU, and what of its speed is assumed.
 
-    run.machine prices in place of --gpu, whose bytes stay. Machine() has the speed of an H200, as measured.
+    The speed is that of run.machine (`run_machine`) or of `tflops` (0: not given), else that of --gpu; with only
+    --gpu-bytes it is Machine()'s, of an H200 as measured. The bytes of --gpu stay in any case.
     """
     if not 0 <= tflops < math.inf:
         raise ConfigError(f"--tflops {tflops:g}: a speed must be above 0, such as --tflops 400")
@@ -85,16 +86,16 @@ def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[M
             f"--tflops {tflops:g}: run.machine {run_machine} has its own speed; give one of --tflops and --machine"
         )
     if flags.gpu:
-        machine, name = find_machine(flags.gpu, "--gpu"), ""
+        machine = find_machine(flags.gpu, "--gpu")
         name = machine.device if not flags.gpu_bytes else f"{machine.device} of {flags.gpu_bytes:,} bytes"
     else:
         machine, name = Machine(), f"GPU of {flags.gpu_bytes:,} bytes"
     if run_machine:
-        priced = find_machine(run_machine, "run.machine")
+        speed_machine = find_machine(run_machine, "run.machine")
         return (
-            replace(priced, memory_bytes=machine.memory_bytes),
+            replace(speed_machine, memory_bytes=machine.memory_bytes),
             name,
-            (("its speed by data sheet",) if priced.assumed else ()),
+            (("its speed by data sheet",) if speed_machine.assumed else ()),
         )
     if tflops:
         return _set_speed(machine, tflops), name, ()
@@ -104,7 +105,10 @@ def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[M
 
 
 def find_machine(name: str, key: str) -> Machine:
-    """Find the machine of a GPU by name, or of a file. Raises ConfigError for a name that is neither."""
+    """Find the machine of a GPU by name, or of a file; `key` is the flag or key of the name, for errors.
+
+    Raises ConfigError for a name that is neither, and for a file of an older version, which prices only one model.
+    """
     if not is_known(name) and not Path(name).is_file():
         try:  # raises, with the names that are known
             return Machine.known(name)

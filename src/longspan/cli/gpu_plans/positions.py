@@ -34,10 +34,13 @@ def position_limit(model: Any) -> int | None:
 
 
 def can_scale(model: Any) -> bool:
-    """Return whether model.rope_scaling can stretch the positions of a configuration."""
-    read = ConfigReader.read_whole(model)
-    by_layer = any(read.value(name) is not None for name in BY_LAYER) or _is_nested(read.value("rope_parameters"))
-    is_text = read.value("text_config") is None
+    """Return whether model.rope_scaling can stretch the positions of a configuration.
+
+    It can for text models whose layers share one kind of rotary positions that their own configuration does not scale.
+    """
+    reader = ConfigReader.read_whole(model)
+    by_layer = any(reader.value(name) is not None for name in BY_LAYER) or _is_nested(reader.value("rope_parameters"))
+    is_text = reader.value("text_config") is None
     return is_text and not by_layer and not _lacks_positions(model) and _rope_type(_rope_parameters(model)) == "default"
 
 
@@ -46,9 +49,9 @@ def _rope_parameters(model: Any) -> Mapping[str, Any]:
 
     Versions of transformers name them rope_parameters or, before, rope_scaling.
     """
-    read = ConfigReader.read_whole(model)
+    reader = ConfigReader.read_whole(model)
     for name in ("rope_parameters", "rope_scaling"):
-        value = read.value(name)
+        value = reader.value(name)
         if isinstance(value, Mapping) and not _is_nested(value):
             return value
     return {}
@@ -66,13 +69,12 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 
 def _lacks_positions(model: Any) -> bool:
     """Return whether a hybrid's attention has no rotary positions, so that they limit no document."""
-    read = ConfigReader.of(model)
+    reader = ConfigReader.of(model)
     if not has_mixers(model):
         return False
-    has_other_type = (read.value("position_embedding_type") or "rope") != "rope"
-    return (
-        has_other_type or read.family in WITHOUT_ROTARY or (read.family == "zamba2" and not read.value("use_mem_rope"))
-    )
+    has_other_type = (reader.value("position_embedding_type") or "rope") != "rope"  # a key of Granite 4-H
+    is_switched_off = reader.family == "zamba2" and not reader.value("use_mem_rope")  # off by default in Zamba 2
+    return has_other_type or reader.family in WITHOUT_ROTARY or is_switched_off
 
 
 def scale_positions(run: RunOnGpus, longest: int) -> RunOnGpus:
@@ -88,8 +90,8 @@ def position_notes(run: RunOnGpus, longest: int) -> Iterator[str]:
     limit = position_limit(run.model)
     if limit is None or longest <= limit:
         return
-    known = f"the model knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"
+    limit_text = f"the model knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"
     if run.config.model.rope_scaling:
-        yield f"{known}: model.rope_scaling = {run.config.model.rope_scaling!r} stretches them"
+        yield f"{limit_text}: model.rope_scaling = {run.config.model.rope_scaling!r} stretches them"
     else:
-        yield f"{known}, and model.rope_scaling cannot stretch them: longspan train refuses longer documents"
+        yield f"{limit_text}, and model.rope_scaling cannot stretch them: longspan train refuses longer documents"

@@ -12,12 +12,12 @@ from longspan.cli.gpu_plans.fit import (
     Choices,
     Documents,
     Fit,
-    fewest_gpus,
+    find_fewest_gpus,
     find_fit,
+    find_leanest_run,
     find_longest,
     fit_run,
-    leanest_way,
-    one_measure,
+    fix_measure,
 )
 from longspan.cli.gpu_plans.positions import position_notes, scale_positions
 from longspan.cli.gpu_plans.run_documents import RunDocuments, sample_steps
@@ -31,26 +31,32 @@ COLUMNS = ("none", "selective", "full")  # measures of all layers, shown next to
 PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of one degree and of dynamic ones
 
 
-def answer_longest(run: RunOnGpus, given: frozenset[str], choices: Choices) -> Answer:
+def answer_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices) -> Answer:
     """Answer how long a document may be on the GPUs, under each measure and under "auto"."""
     degree = _longest_degree(run, choices)
-    tokens, way = find_longest(run, run.fixed, degree=degree)
+    tokens, longest_run = find_longest(run, run.fixed, degree=degree)
     if not tokens:
         least_tokens = UNIT * run.home.slots
         return _make_refusal(
-            f"a document of {least_tokens:,} tokens", run, [Documents((least_tokens,))], given, choices
+            f"a document of {least_tokens:,} tokens", run, [Documents((least_tokens,))], given_keys, choices
         )
-    fit = _scale_fit(fit_run(way, [Documents((tokens,))]), tokens)
-    columns = [*(_longest_column(run, name, degree) for name in COLUMNS), Column("auto", fit.memory, tokens, True)]
+    fit = _scale_fit_positions(fit_run(longest_run, [Documents((tokens,))]), tokens)
+    columns = [
+        *(_make_longest_column(run, measure, degree) for measure in COLUMNS),
+        Column("auto", fit.memory, tokens, True),
+    ]
     title = f"the longest document has {tokens:,} tokens"
-    return replace(_make_answer(title, run, fit, given, columns), longest=tokens)
+    return replace(_make_answer(title, run, fit, given_keys, columns), longest=tokens)
 
 
-def _longest_column(run: RunOnGpus, name: str, degree: int) -> Column:
-    """Make the column of the longest document if all layers have one measure."""
-    tokens, way = find_longest(run, one_measure(run, name), degree=degree)
-    plan = way.plan((tokens,)) if tokens else None
-    return Column(name, plan and next(way.leanest_plans([plan], one_measure(way, name))), tokens, bool(tokens))
+def _make_longest_column(run: RunOnGpus, measure: str, degree: int) -> Column:
+    """Make the column of the longest document if all layers have one measure; its memory is None if none fits."""
+    tokens, longest_run = find_longest(run, fix_measure(run, measure), degree=degree)
+    if not tokens:
+        return Column(measure, None, tokens, fits=False)
+    plan = longest_run.plan((tokens,))
+    memory = next(longest_run.leanest_plans([plan], fix_measure(longest_run, measure)))
+    return Column(measure, memory, tokens, fits=True)
 
 
 def _longest_degree(run: RunOnGpus, choices: Choices) -> int:
@@ -58,49 +64,57 @@ def _longest_degree(run: RunOnGpus, choices: Choices) -> int:
     return int(run.config.context.context_parallel_size) if run.choice.has_one_degree and not choices.degree else 0
 
 
-def _scale_fit(fit: Fit, longest: int) -> Fit:
+def _scale_fit_positions(fit: Fit, longest: int) -> Fit:
     """Set model.rope_scaling in the run of a fit if its longest document, in tokens, needs that."""
     return replace(fit, run=scale_positions(fit.run, longest))
 
 
-def answer_step(run: RunOnGpus, lengths: Sequence[int], source: str, given: frozenset[str], choices: Choices) -> Answer:
-    """Answer whether one step of these documents fits, and with which keys."""
+def answer_step(
+    run: RunOnGpus, lengths: Sequence[int], source: str, given_keys: frozenset[str], choices: Choices
+) -> Answer:
+    """Answer whether one step of these documents fits, and with which keys; `source` names them in the title."""
     steps = [Documents(tuple(lengths))]
     title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {source}"
     try:
         fit = find_fit(run, steps, choices)
     except PlanError as error:
-        return _make_refusal(title, run, steps, given, choices, error)
-    return _add_longest(_make_answer(title, run, _scale_fit(fit, max(lengths)), given, _make_columns(fit)), choices)
+        return _make_refusal(title, run, steps, given_keys, choices, error)
+    return _add_longest(
+        _make_answer(title, run, _scale_fit_positions(fit, max(lengths)), given_keys, _make_columns(fit)), choices
+    )
 
 
-def answer_run(run: RunOnGpus, documents: RunDocuments, given: frozenset[str], choices: Choices) -> Answer:
+def answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[str], choices: Choices) -> Answer:
     """Answer whether a run of these documents fits, with which keys, and how long it takes.
 
-    The way is searched on two steps, the one with most attention of a sample and the longest document alone; then the
-    sampled steps are planned that way for the seconds. The keys that set the number of steps are always shown.
+    The way is searched on two steps: of a sample the one with most attention, and a step of only the longest document.
+    Then the sampled steps are planned that way for the seconds. The keys that set the number of steps are always shown.
     """
-    sampled_steps = _sample_run_documents(documents, PRICED[False])
+    sampled_steps = _sample_run_documents(documents, PRICED[False])  # the smaller sample is enough for a search
     longest_document = Documents((documents.longest,))
     searched_steps = [max(sampled_steps, key=lambda step: sum(n * n for n in step.lengths)), longest_document]
     title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
-    names = given | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
+    shown_keys = given_keys | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
     try:
-        way = find_fit(run, searched_steps, choices).run
-        sampled_steps = _sample_run_documents(documents, PRICED[way.choice.has_one_degree])
-        plans = [way.plan(step.lengths, step.targets) for step in sampled_steps]
-        memory = way.plan_memory([*plans, way.plan(longest_document.lengths)])
+        fitting_run = find_fit(run, searched_steps, choices).run
+        sampled_steps = _sample_run_documents(documents, PRICED[fitting_run.choice.has_one_degree])
+        plans = [fitting_run.plan(step.lengths, step.targets) for step in sampled_steps]
+        memory = fitting_run.plan_memory([*plans, fitting_run.plan(longest_document.lengths)])
     except PlanError as error:
-        return replace(_make_refusal(title, run, searched_steps, names, choices, error), steps=documents.steps)
-    encoding, note = _encoding_seconds(way, documents, plans)
-    seconds = way.seconds(plans, memory) + encoding
-    fit = _scale_fit(Fit(way, tuple(plans), memory, seconds), documents.longest)
-    answer = _add_longest(_make_answer(title, run, fit, names, _make_columns(fit)), choices)
+        return replace(_make_refusal(title, run, searched_steps, shown_keys, choices, error), steps=documents.steps)
+    encoding, note = _encoding_seconds(fitting_run, documents, plans)
+    seconds = fitting_run.seconds(plans, memory) + encoding
+    fit = _scale_fit_positions(Fit(fitting_run, tuple(plans), memory, seconds), documents.longest)
+    answer = _add_longest(_make_answer(title, run, fit, shown_keys, _make_columns(fit)), choices)
     return replace(answer, steps=documents.steps, sampled=len(sampled_steps), notes=(*note, *answer.notes))
 
 
 def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) -> tuple[float, Sequence[str]]:
-    """Return the mean seconds that encoding a step's images takes, and a line about it; 0.0 if it has no price."""
+    """Return the mean seconds that encoding a step's images takes, and a note of at most one line about it.
+
+    `plans` are those of the sampled steps. It is 0.0 without images, where the encoder cannot be priced, and for packs,
+    whose images are not listed by step.
+    """
     if not documents.image_rows:
         return 0.0, ()
     config, rows = run.config, f"images: {documents.image_rows:,.0f} rows in a step"
@@ -132,7 +146,7 @@ def _step_documents(documents: RunDocuments, step: int) -> Documents:
     return Documents(tuple(order.lengths_of_step(step)), order.targets_of_step(step))
 
 
-def _make_answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], columns: Sequence[Column]) -> Answer:
+def _make_answer(title: str, run: RunOnGpus, fit: Fit, given_keys: frozenset[str], columns: Sequence[Column]) -> Answer:
     """Make the answer of a way that fits."""
     return Answer(
         title=title,
@@ -141,7 +155,7 @@ def _make_answer(title: str, run: RunOnGpus, fit: Fit, given: frozenset[str], co
         memory=fit.memory,
         columns=tuple(columns),
         fit=fit,
-        given=given,
+        given_keys=given_keys,
         notes=tuple(position_notes(fit.run, _longest_tokens(fit))),
         degrees=count_degrees(fit.plans),
     )
@@ -156,9 +170,9 @@ def _add_longest(answer: Answer, choices: Choices) -> Answer:
 def _make_columns(fit: Fit) -> list[Column]:
     """Make the table's columns: the same plans under each measure, and what was chosen."""
     columns = list[Column]()
-    for name in COLUMNS:
-        memory = next(fit.run.leanest_plans(fit.plans, one_measure(fit.run, name)))
-        columns.append(Column(name, memory, _longest_tokens(fit), memory.fits(fit.run.budget)))
+    for measure in COLUMNS:
+        memory = next(fit.run.leanest_plans(fit.plans, fix_measure(fit.run, measure)))
+        columns.append(Column(measure, memory, _longest_tokens(fit), memory.fits(fit.run.budget)))
     return [*columns, Column("auto", fit.memory, _longest_tokens(fit), True)]
 
 
@@ -171,41 +185,44 @@ def _make_refusal(
     title: str,
     run: RunOnGpus,
     steps: Sequence[Documents],
-    given: frozenset[str],
+    given_keys: frozenset[str],
     choices: Choices,
     error: PlanError | None = None,
 ) -> Answer:
-    """Make the answer where nothing fits: what the way that needs least holds, and what would do.
+    """Make the answer where nothing fits: what the run that needs least memory holds, and what would do.
 
     What would do is the same GPUs without measures given by hand or, if these are not to blame, the fewest that do.
     """
-    way = leanest_way(run, steps, choices)
+    leanest_run = find_leanest_run(run, steps, choices)
     try:
-        plans = [way.plan(step.lengths, step.targets) for step in steps]
+        plans = [leanest_run.plan(step.lengths, step.targets) for step in steps]
     except PlanError:  # the limit of rows that is given is below what the longest document needs
-        without_limit = way.set_context(max_tokens_per_slot=0)
+        without_limit = leanest_run.set_context(max_tokens_per_slot=0)
         plans = [without_limit.plan(step.lengths, step.targets) for step in steps]
-    memory = next(way.leanest_plans(plans, run.fixed))
+    memory = next(leanest_run.leanest_plans(plans, run.fixed))
     longest_length = max(n for step in steps for n in step.lengths)
-    other_fit = _fit_free_measures(run, steps, choices) or fewest_gpus(run, steps, choices)
+    other_fit = _fit_free_measures(run, steps, choices) or find_fewest_gpus(run, steps, choices)
     answer = Answer(
         title=title,
-        run=way,
+        run=leanest_run,
         fits=False,
         memory=memory,
         columns=(Column("least", memory, longest_length, False),),
-        fit=other_fit and _scale_fit(other_fit, longest_length),
+        fit=other_fit and _scale_fit_positions(other_fit, longest_length),
         refusal=str(error or ""),
-        given=given,
+        given_keys=given_keys,
     )
     return _add_longest(answer, choices)
 
 
 def _fit_free_measures(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
-    """Fit the same GPUs with no measure given by hand; None where none is, or it does not fit either."""
-    usual, parallel = TrainConfig(), replace(run.config.parallel, reshard_after_forward=True)
-    free = replace(run.config.train, **{key: getattr(usual, key) for key in BY_HAND})
-    config = replace(run.config, train=free, parallel=parallel)
+    """Fit the same GPUs with no measure given by hand; None where none is, or it does not fit either.
+
+    reshard_after_forward also gets its default back, for keeping gathered parameters costs memory.
+    """
+    defaults, parallel = TrainConfig(), replace(run.config.parallel, reshard_after_forward=True)
+    train = replace(run.config.train, **{key: getattr(defaults, key) for key in BY_HAND})
+    config = replace(run.config, train=train, parallel=parallel)
     if config == run.config:
         return None
     try:

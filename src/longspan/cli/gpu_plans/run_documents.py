@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.cli.plans.lengths import BYTES_PER_TOKEN
+from longspan.cli.plans.lengths import BYTES_PER_TOKEN, cut_lengths
 from longspan.config.sections import RunConfig
 from longspan.corpus.files import STDLIB, CorpusFile, find_files
 from longspan.corpus.first_rows import text_sizes
@@ -31,7 +31,7 @@ class RunDocuments:
     """The documents of a run: the configuration with its number of steps, their order, and what they are.
 
     `longest` is the longest that a planner receives, `target_share` the share of tokens that are predicted, and
-    `image_rows` the mean rows of images in a step.
+    `image_rows` the mean rows of images in a step; `line` says in words what they are.
     """
 
     config: RunConfig
@@ -56,7 +56,7 @@ class RunDocuments:
 
 @contextmanager
 def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
-    """Open the documents of a run of this configuration; `estimate` tokens as bytes / 4 where it names no tokenizer.
+    """Open the documents of a run; with `estimate`, tokens are bytes / 4 where neither keys nor model have a tokenizer.
 
     >>> with open_documents(config, print, estimate=True) as documents:
     ...     documents.order.lengths_of_step(0)  # doctest: +SKIP
@@ -83,14 +83,14 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
         if corpus.images is not None and len(corpus.images):
             rows = float(corpus.images.column("rows").sum()) / tokens * config.train.tokens_per_step
             columns = (np.asarray(corpus.images.column(name)).tolist() for name in ("document", "rows"))
-            for document, count in zip(*columns, strict=True):
-                images.setdefault(document, []).append(count)
+            for document, image_rows in zip(*columns, strict=True):
+                images.setdefault(document, []).append(image_rows)
         longest_tokens, line = _longest_planned_length(config, order, lengths), documents_line(config, order)
         yield RunDocuments(config, order, longest_tokens, share, rows, line, images)
 
 
 def _tokenizer_folder(config: RunConfig) -> Path | None:
-    """Return the folder of the tokenizer that the keys name, or that the model's folder holds."""
+    """Return the folder of the tokenizer that the keys name, or the model's if it holds one; None if neither does."""
     if config.data.tokenizer:
         return Path(config.data.tokenizer).expanduser()
     source = Path(config.model.source).expanduser()
@@ -101,16 +101,15 @@ def _tokenizer_folder(config: RunConfig) -> Path | None:
 def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     """Estimate the tokens of documents by the bytes of their texts, where no tokenizer can count them.
 
-    Texts are cut and left out as a run would, and ordered as the run's steps take them. Raises ConfigError for a
-    mixture of sources.
+    Texts are cut and left out as in the run, and ordered as its steps take them; a piece of one token is left out, for
+    it has no target. Raises ConfigError for a mixture of sources, DataError where no text is long enough.
     """
     data = config.data
     if data.sources:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
     paths = find_files(data.path or STDLIB, key="--data")
     sizes = text_sizes(tuple(CorpusFile(0, name, file) for name, file in paths.items()), data.max_text_bytes)
-    limit = data.max_document_tokens
-    counts = [n for size in sizes for n in _cut_lengths(size // BYTES_PER_TOKEN, limit) if n >= 2]
+    counts = [n for n in cut_lengths([size // BYTES_PER_TOKEN for size in sizes], data.max_document_tokens) if n >= 2]
     if not counts:
         raise DataError(f"--data {data.path!r} holds no text")
     log(
@@ -123,16 +122,11 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     return RunDocuments(
         config,
         order,
-        _longest_planned_length(config, order, lengths),
-        1.0,
-        0.0,
-        f"{documents_line(config, order)}; estimated",
+        longest=_longest_planned_length(config, order, lengths),
+        target_share=1.0,
+        image_rows=0.0,
+        line=f"{documents_line(config, order)}; estimated",
     )
-
-
-def _cut_lengths(tokens: int, limit: int) -> list[int]:
-    """Cut a text into documents of `limit` tokens and a last one of what is left, maybe 0; a limit of 0 cuts none."""
-    return [tokens] if limit <= 0 else [*[limit] * (tokens // limit), tokens % limit]
 
 
 def _longest_planned_length(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
@@ -156,6 +150,6 @@ def sample_steps(steps: int, most: int) -> list[int]:
     return [i * steps // most for i in range(most)] if steps > most else [*range(steps)]
 
 
-def set_one_epoch(config: RunConfig, *, given: bool) -> RunConfig:
-    """Set one epoch, unless epochs or steps are given."""
-    return config if given else replace(config, train=replace(config.train, epochs=1.0))
+def set_one_epoch(config: RunConfig) -> RunConfig:
+    """Set the length of a run to one epoch."""
+    return replace(config, train=replace(config.train, epochs=1.0))

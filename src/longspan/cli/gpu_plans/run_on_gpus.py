@@ -40,6 +40,8 @@ from longspan.train.plans.run_cost import run_cost_settings
 class RunOnGpus:
     """A run of a resolved configuration on GPUs; `target_share` of its tokens are predicted.
 
+    `model` names the model to planners (`planner_model`), and `image_rows` are the mean rows of images in a step.
+
     >>> run = RunOnGpus.of(config, gpus)  # doctest: +SKIP
     >>> run.home.slots, run.budget.device  # doctest: +SKIP
     (4, 79027434946)
@@ -116,7 +118,10 @@ class RunOnGpus:
 
     @cached_property
     def choice(self) -> PlanChoice:
-        """Return how its steps are planned: with hosts of a known size, and with the parameters that a rank shares."""
+        """Return how the run's steps are planned; where the keys leave the host's size open, it is the machine's.
+
+        A tensor-parallel rank has 1 / tp of the parameters, which free mode gathers and sums over slots.
+        """
         config = self.config
         if config.context.node_size == AUTO:
             config = replace(config, context=replace(config.context, node_size=self.node_size))
@@ -164,9 +169,9 @@ class RunOnGpus:
         return leanest_plans(self.memory_needs(plans), fixed)
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
-        """Plan a step of documents of these lengths.
+        """Plan a step of documents of these lengths, of whose tokens `targets` are predicted (None: all but the first).
 
-        Raises PlanError where they exceed its limit of rows.
+        Raises PlanError where they exceed the run's limit of rows.
         """
         return self.choice.plan(lengths, self.home, targets=targets)
 

@@ -198,7 +198,7 @@ def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
     Plans of evaluations, whose cost is of forward passes, are simulated without backward passes.
     """
     for name, plan in _read_saved_plans(flags.plans):
-        flags_price = _slot_price(flags, plan.slots, plan.mode)  # which also checks the flags, if it is not used
+        flags_price = _slot_price(flags, plan.slots, plan.mode)  # checks the flags even where it is not used
         price = flags_price if flags.machine or flags.model or flags.tflops else plan.cost
         price = add_closing(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
         backward, row_bytes = plan.cost.passes != "forward" and not flags.evaluation, _row_bytes(flags, plan)
@@ -208,14 +208,14 @@ def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
 
 def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
     """Yield the plans in these files and folders, each with its name: the file's, or the step in a .jsonl file."""
-    for file in _plan_files(names):
+    for file in _list_plan_files(names):
         if file.suffix == ".jsonl":
             yield from ((f"step {step}", plan) for step, plan in read_plans(file))
         else:
             yield file.stem, Plan.from_json(file.read_bytes())
 
 
-def _plan_files(names: Sequence[str]) -> Iterator[Path]:
+def _list_plan_files(names: Sequence[str]) -> Iterator[Path]:
     """Yield the plan files of --plans: each name is a file, or a folder, of which the JSON files are taken.
 
     Of a run's folder those in its folder `plans` are taken. Raises ConfigError for a name without plans.

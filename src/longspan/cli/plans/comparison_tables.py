@@ -56,9 +56,9 @@ def title_saved_plans(rows: Sequence[NamedSimulation]) -> str:
     """Write how many saved plans there are, their seconds together, and what they were priced for."""
     simulations = _possible_simulations(rows)
     total = sum(simulation.seconds for _, simulation in simulations)
-    together = f", {seconds_text(total)} together" if _have_seconds(rows) else ""
+    total_text = f", {seconds_text(total)} together" if _have_seconds(rows) else ""
     sources = ", ".join(dict.fromkeys(simulation.cost.source or NO_MACHINE for _, simulation in simulations))
-    return f"{plural(len(rows), 'saved plan')}{together}, priced for {sources}"
+    return f"{plural(len(rows), 'saved plan')}{total_text}, priced for {sources}"
 
 
 def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing: Checkpointing) -> str:
@@ -164,7 +164,7 @@ def _simulation_cells(simulation: Simulation) -> tuple[str, ...]:
 
 
 def _closing_share(simulation: Simulation) -> str:
-    """Return which share of a free plan's time gathers parameters and sums gradients; "none" in lockstep."""
+    """Return the share of a free plan's time that gathers and sums weights, if they are priced; "none" in lockstep."""
     if simulation.plan.mode == "lockstep":
         return "none"
     share = simulation.closing_seconds / simulation.seconds
@@ -194,7 +194,8 @@ def _simulation_json(simulation: Simulation) -> dict[str, Any]:
 def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -> str:
     """Write the degrees of an evaluation as text, what was left out, and which is fastest.
 
-    A document-step is one pass over one document; passes that only fill up a micro-batch are wasted.
+    A document-step is one pass over one document; passes that only fill up a micro-batch are wasted. A filled-up pass
+    has `accumulation` micro-batches.
     """
     names = ["cp", "type", "groups", "passes", "document-steps", "wasted", "filled", "planned"]
     names += ["micro-batches", "rows", "bubble"]
@@ -295,7 +296,7 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
     filled_curve = Series(
         "filled up, documents repeated", indices, _float_array([choice.filled_seconds for choice in choices]), 0
     )
-    planned = Series(
+    planned_curve = Series(
         "planned, each once", indices, _float_array([choice.planned.seconds for choice in choices]), 1, "marks"
     )
     filled, dynamic = choices[0], comparison.dynamic
@@ -310,7 +311,7 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
     each_doubles = all(b.cp == 2 * a.cp for a, b in pairwise(choices))
     chart = Chart(
         title=f"Predicted time of an evaluation over its degree\n{title}",
-        series=(filled_curve, planned),
+        series=(filled_curve, planned_curve),
         y_label="predicted seconds, logarithmic axis",
         x_label=f"context-parallel degree, {'logarithmic axis' if each_doubles else 'one after another'}",
         width=760,

@@ -55,7 +55,7 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
         names = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH"
         raise ConfigError(f"give one of {names}; got {several}")
     if flags.same:
-        return _equal_lengths(flags.same), "equal lengths"
+        return _parse_equal_lengths(flags.same), "equal lengths"
     if flags.lengths:
         return read_json_lengths(flags.lengths), flags.lengths
     if flags.data:
@@ -79,7 +79,7 @@ def read_json_lengths(path: str) -> tuple[int, ...]:
     return check_lengths(value)
 
 
-def _equal_lengths(text: str) -> tuple[int, ...]:
+def _parse_equal_lengths(text: str) -> tuple[int, ...]:
     """Parse --same, as in 1024x8192: 1,024 documents of 8,192 tokens each."""
     count, _, length = text.lower().partition("x")
     if not count.isdecimal() or not length.isdecimal() or not int(count):
@@ -111,7 +111,7 @@ def _read_text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
     if not counts:
         raise DataError(f"--data {flags.data!r} holds no text")
     method = f"counted with {flags.tokenizer}" if flags.tokenizer else f"estimated as bytes / {BYTES_PER_TOKEN}"
-    return tuple(_cut_lengths(counts, flags.max_document_tokens)), f"{flags.data}, tokens {method}"
+    return tuple(cut_lengths(counts, flags.max_document_tokens)), f"{flags.data}, tokens {method}"
 
 
 def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
@@ -131,7 +131,7 @@ def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
     return lengths
 
 
-def _cut_lengths(counts: list[int], limit: int) -> list[int]:
+def cut_lengths(counts: list[int], limit: int) -> list[int]:
     """Cut each length into pieces of `limit` tokens and a shorter last piece; a limit of 0 cuts none."""
     if limit <= 0:
         return counts

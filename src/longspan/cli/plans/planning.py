@@ -103,7 +103,8 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
     """Read the cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
 
     In lockstep the price of a model on a machine includes FSDP2's gathers and sums over `slots` slots, in which a rank
-    moves its 1 / `tp` of the weights. Raises ConfigError for a file without a cost and for depths without a model,
+    moves its 1 / `tp` of the weights. Without --machine a model is priced on H200s, and without --model either, the
+    price is DEFAULT_COST. Raises ConfigError for a file without a cost and for depths without a model,
     PlanError for a model that cannot be priced.
     """
     # --machine next to --tflops is refused below, and its file need not be read
@@ -164,7 +165,10 @@ def read_heads(flags: PlanningFlags) -> int | None:
 
 
 def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
-    """Make the planners' options from flags; `options` are added, and replace those of the same names from flags."""
+    """Make the planners' options from flags; `options` are added, and replace those of the same names from flags.
+
+    Without --cp-comm-type groups use p2p, the default of training, and those of hybrids "auto".
+    """
     hybrid = (options.get("cost") or DEFAULT_COST).states is not None
     flag_options: dict[str, Any] = {
         "max_tokens_per_slot": flags.max_tokens_per_slot or None,
@@ -214,7 +218,10 @@ def add_closing(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int,
 
 
 def check_pictures(paths: Sequence[str], kinds: Sequence[str], subject: str) -> None:
-    """Raise ConfigError for a file whose ending is none of these kinds, and for a missing folder."""
+    """Raise ConfigError for a file whose ending is none of these kinds, and for a missing folder.
+
+    `subject` says in the error which pictures these are, such as "a plan".
+    """
     for path in paths:
         if picture_kind(path) not in kinds:
             endings = f"{', '.join(f'.{kind}' for kind in kinds[:-1])} or .{kinds[-1]}"
