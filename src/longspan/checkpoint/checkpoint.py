@@ -109,14 +109,14 @@ def save_checkpoint(
 
 
 def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, note: bool = False) -> Path | None:
-    """Return the newest good checkpoint under `root`, None if there is none; the same on every rank.
+    """Return the newest good checkpoint under `root`, None if none was saved to the end; the same on every rank.
 
     >>> checkpoint = find_checkpoint("runs/mine", world)
     >>> done = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
 
-    All ranks call it together; each reads a part of the files and compares their hashes with what was written. What is
-    unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in the checkpoint
-    too, which `save_checkpoint` then counts as no good one. Raises CheckpointError where nothing good is left.
+    All ranks call it together; each compares the hashes of a part of the files with those written. What is unfinished
+    or damaged is skipped and logged on the first rank; with `note`, damage is written down in the checkpoint too, which
+    `save_checkpoint` then counts as no good one. Raises CheckpointError if some were saved to the end, all damaged now.
     """
     root = as_root(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.checkpoint.export_adapter import (
     ExportedDepths,
     MtpNames,
-    merge_by_layer,
+    merge_weights_by_layer,
     read_adapter,
     refuse_merge,
     write_saved_adapter,
@@ -104,7 +104,7 @@ def export_checkpoint(
     replaced.
     """
     check_export_folder(folder, overwrite=overwrite)
-    config, run = _run_stock_configuration(run_dir), load_config(run_dir / "config.toml")
+    config, run = _read_stock_configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
     checkpoint = _good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
@@ -123,7 +123,7 @@ def export_checkpoint(
             else:
                 file_dtype, groups = empty.dtype, _weight_groups(checkpoint, empty, depths)
                 if saved is not None:
-                    groups = map(depths.select_weights, merge_by_layer(saved, run, config, run_dir))
+                    groups = map(depths.select_weights, merge_weights_by_layer(saved, run, config, run_dir))
                 written = _write_weights(partial, empty, _log_progress(groups, log), run_dir, depths)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
@@ -157,7 +157,7 @@ def staging_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _run_stock_configuration(run_dir: Path) -> PreTrainedConfig:
+def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
     """Return the stock configuration of a run's model. Raises CheckpointError if the run has none."""
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(
@@ -220,7 +220,7 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDep
 
 
 def _read_adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Read all tensors under "model." in the checkpoint of an adapter, which are few enough to read at once."""
+    """Read the weights that the checkpoint of an adapter holds: the adapter's, few enough to read all at once."""
     metadata = read_metadata(checkpoint)
     return _read_tensors(checkpoint, metadata, _weights_in(metadata))
 
@@ -228,7 +228,10 @@ def _read_adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
 def _read_tensors(
     checkpoint: Path, metadata: Metadata, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
-    """Read some tensors of a checkpoint whole, in this process. Raises CheckpointError for unreadable files."""
+    """Read the weights `stored` of a checkpoint whole, in this process, by their names in the model.
+
+    Raises CheckpointError for unreadable files.
+    """
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     reader = DataReader(checkpoint, metadata)
     try:

@@ -173,7 +173,7 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
         raise CheckpointError(
             f"has format {table['format']!r}, and this version of longspan reads format {FORMAT}; use a newer one"
         )
-    files = [(_file_name(name), _file_size(path, name)) for name in table["files"]]
+    files = [(_read_file_name(name), _file_size(path, name)) for name in table["files"]]
     entries: dict[str, Any] = {}
     places: dict[Any, Any] = {}
 
@@ -237,7 +237,7 @@ def _read_dtype(name: Any, tensor: str) -> torch.dtype:
     return dtype
 
 
-def _file_name(name: Any) -> str:
+def _read_file_name(name: Any) -> str:
     """Return the name of a file in the folder itself. Raises CheckpointError for a path that may lead elsewhere."""
     if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
         raise CheckpointError(f"names {name!r:.80}, which is not a file of this folder and is not read; {_AGAIN}")

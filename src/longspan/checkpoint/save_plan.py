@@ -33,9 +33,9 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self.key = f"longspan {next(_keys)}"
-        self.signature: Any = None
-        self.values = dict[Any, bytes]()
+        self.key = f"longspan {next(_keys)}"  # by which torch keeps the plans of this series
+        self.signature: Any = None  # of what the last save listed: equal ones have the same plan; None before a save
+        self.values = dict[Any, bytes]()  # the pickles of plain values, by `repr`
         self.planned = 0  # saves whose plan was made and not taken from here
 
     def forget(self) -> None:
@@ -57,6 +57,7 @@ class CachedPlanner(DefaultSavePlanner):
         """Return this rank's list of what it saves.
 
         A list that is the same as at the last save is returned empty and not `usable`: torch takes the kept one then.
+        Without `lists_values` the list has no small values, for another rank lists them (see the module).
         """
         signature = [self._lists_values, *((name, _plan_key(value)) for name, value in self.state_dict.items())]
         if signature == self._cache.signature and self._cached_plans_key in SavePlanner._cached_save_plan:

@@ -251,7 +251,7 @@ class CheckpointSaver:
     # ---- inside
 
     def _save_now(self, model: nn.Module, optimizer: Optimizer, started: float, *, step: int, state: Any) -> None:
-        """Write a checkpoint while training waits."""
+        """Write a checkpoint while training waits, as it has done since `started` (`time.monotonic`)."""
         path = save_checkpoint(
             self.root, model, optimizer, self._world, step=step, state=state, keep=self.keep, best=self.best
         )
@@ -308,7 +308,7 @@ class CheckpointSaver:
         return list(zip(self._world.home.ranks, reports, strict=True))
 
     def _phases_text(self, reports: list[Any]) -> str:
-        """Return which ranks are in which phase of a save: first ranks that still write, then phases of few ranks."""
+        """Return which ranks are in which phase, likely causes first: ranks still writing, then phases of few ranks."""
         ranks_in: dict[str, list[int]] = {}
         for rank, (phase, _, _) in self._pair_with_ranks(reports):
             ranks_in.setdefault(phase, []).append(rank)

@@ -90,8 +90,8 @@ class Stage:
     def begin_copies(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
         """Begin to copy; the optimizer must not update before `finish` of what is returned has ended.
 
-        Tensors on a GPU are copied by a stream of their own. On a CPU, values that change before the next update and
-        small ones are copied now, others by `finish`.
+        Tensors on a GPU are copied by a stream of their own, and from a clone where they change before the next update,
+        as buffers may. On a CPU, such tensors and small ones are copied now, others by `finish`.
         """
         self.take_memory(tensors)
         # Addresses of what only an update writes. Buffers, which forward may write, are not among them.

@@ -172,7 +172,10 @@ class MemoryNeeds:
         *,
         groups: int = 0,
     ) -> "MemoryNeeds":
-        """Count the needs of these loads, in steps of `micro_batches`; a slot is in `groups` with a communicator."""
+        """Count the needs of these loads, in steps of `micro_batches` micro-batches.
+
+        `groups` is the most groups with a communicator of their own that one slot is in.
+        """
         read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
         layers = numbers.decoder_layers
         places = tuple(
@@ -226,7 +229,7 @@ class MemoryNeeds:
 def _count_communicators(plans: Sequence[Plan]) -> int:
     """Count the groups that need communicators of their own, at the slot that is in most of them.
 
-    A group of one slot needs none, and the group of all slots has one anyway.
+    A group of one slot needs none, and the group of all slots has one anyway. A slot has at most MOST_GROUPS of them.
     """
     groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
     several = [slots for slots in groups if 1 < len(slots) < max(plan.slots for plan in plans)]

@@ -90,7 +90,7 @@ class MemoryPrices:
         return layers + gather + state_copies
 
     def least_seconds(self, needs: MemoryNeeds, words: Sequence[Measure]) -> float:
-        """Return the least seconds that a plan of these needs may add whose layers keep some of these measures.
+        """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures.
 
         No plan is below it by rounding either: each sum has the terms of `seconds` in the same order, or smaller ones.
         """

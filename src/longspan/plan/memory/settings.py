@@ -122,7 +122,7 @@ class FixedMemory:
         """Return the measures that layers may have, in the order of MEASURES.
 
         A measure names what layers recompute, with "+host" if what they keep waits on the host. "none" has no "+host"
-        form: with `offload` true it is a choice only if `measure` is not fixed, for layers that need move nothing.
+        form: with `offload` true it is a choice only if `measure` is not fixed, for the layers that fit without moving.
         "exchanged" is "selective" that also keeps what types that exchange heads have exchanged; it has no "+host" form
         either. Raises PlanError where the keys leave none.
         """
