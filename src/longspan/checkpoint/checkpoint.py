@@ -50,7 +50,7 @@ from longspan.checkpoint.files import (
     remove_old_checkpoints,
 )
 from longspan.checkpoint.metadata import read_metadata
-from longspan.checkpoint.storage import DataPlanner, HashingWriter, PatientReader, first_failure
+from longspan.checkpoint.storage import DataPlanner, HashingWriter, PatientReader, first_failure_text
 from longspan.checkpoint.store_path import as_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
@@ -176,7 +176,7 @@ def load_checkpoint(
     except CommError:
         raise
     except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
-        raise CheckpointError(f"checkpoint {path} does not fit this model: {first_failure(error)}") from error
+        raise CheckpointError(f"checkpoint {path} does not fit this model: {first_failure_text(error)}") from error
     # For an optimizer without moments torch would make some (see the module), and nothing else is to be set.
     optimizers = [optimizer] if optimizer is not None and optimizer.state else []
     moments = tensors["optimizer"] | hyperparameters if optimizers else {}
@@ -292,7 +292,7 @@ def _write_tensors(folder: Path, tensors: dict[str, Any], world: World) -> list[
     except CommError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise CheckpointError(first_failure(error)) from error
+        raise CheckpointError(first_failure_text(error)) from error
     return world.control.gather_objects(writer.digests)
 
 

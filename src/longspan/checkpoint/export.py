@@ -37,7 +37,7 @@ from longspan.checkpoint.files import (
     read_state,
 )
 from longspan.checkpoint.metadata import read_metadata
-from longspan.checkpoint.storage import DataPlanner, DataReader, first_failure
+from longspan.checkpoint.storage import DataPlanner, DataReader, first_failure_text
 from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
@@ -238,7 +238,7 @@ def _read_tensors(
         with warnings.catch_warnings(action="ignore"):  # that there is one process
             dcp.load({"model": tensors}, storage_reader=reader, planner=DataPlanner(), no_dist=True)
     except (Exception, CheckpointException) as error:  # an unreadable file raises anything
-        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {first_failure(error)}") from error
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {first_failure_text(error)}") from error
     return tensors
 
 

@@ -47,7 +47,7 @@ class ExportedDepths:
 
     @classmethod
     def of(cls, run: RunConfig, empty: PreTrainedModel, names: MtpNames, log: LogLine) -> "ExportedDepths":
-        """Add the depths that are written to the stock model `empty`, and log under which names they are written.
+        """Add the depths that are written, to the stock model `empty`, and log under which names they are written.
 
         Published names are taken where the family has them: then the model's configuration also describes its depths,
         as published configurations do. Without depths nothing is added or logged.
@@ -139,7 +139,7 @@ def merge_weights_by_layer(
     model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _refuse_adapted_tie(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
-    for _, group in groupby(_whole_weights(model), lambda entry: weight_unit(entry[0])):
+    for _, group in groupby(_read_base_weights(model), lambda entry: weight_unit(entry[0])):
         yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
 
 
@@ -160,7 +160,7 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
     return weight.to(dtype) + saved.scalings[linear] * (matrix_b @ matrix_a)
 
 
-def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _read_base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a model by name; weights that it has not read from its folder yet are read one at a time."""
     weights = pop_deferred_weights(model)
     if weights is None:

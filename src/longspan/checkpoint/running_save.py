@@ -28,7 +28,7 @@ from longspan.checkpoint.files import (
 )
 from longspan.checkpoint.save_plan import CachedPlanner, PlanCache, names_digest
 from longspan.checkpoint.stage import StagedTensors
-from longspan.checkpoint.storage import HashingWriter, first_failure
+from longspan.checkpoint.storage import HashingWriter, first_failure_text
 from longspan.errors import CheckpointError, LongspanError
 
 
@@ -56,7 +56,7 @@ class RunningSave:
         if self.failure is None:
             return ""
         if isinstance(self.failure, (CheckpointException, LongspanError)):
-            return first_failure(self.failure)
+            return first_failure_text(self.failure)
         return f"{type(self.failure).__name__}: {self.failure}"
 
     def run(self, group: ProcessGroup, plans: PlanCache, *, best: Callable[[], int]) -> None:

@@ -93,10 +93,13 @@ def names_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
 def is_small_value(item: WriteItem) -> bool:
     """Return whether an item is the same on all ranks that have it and takes few bytes.
 
-    That is so of settings, counts and small buffers. A shard is another one on every rank, whatever its size.
+    That is so of settings and counts (all values that are no tensors) and of small buffers. A shard is another one on
+    every rank, whatever its size.
     """
+    if item.type == WriteItemType.BYTE_IO:
+        return True
     if item.type == WriteItemType.SHARD or item.tensor_data is None:
-        return item.type == WriteItemType.BYTE_IO
+        return False
     return prod(item.tensor_data.size) <= _SMALL
 
 

@@ -163,7 +163,7 @@ def read_values(file: Path) -> Any:
         raise CheckpointError(not_data_text(file, error)) from error
 
 
-def first_failure(error: BaseException) -> str:
+def first_failure_text(error: BaseException) -> str:
     """Return the text of the failure on the first rank that failed; torch's own text has the tracebacks of all ranks.
 
     An error that is of no rank in particular has its own text.

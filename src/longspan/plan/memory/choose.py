@@ -224,9 +224,11 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
     on_host = [True, False] if fixed.offload is None else [fixed.offload]
     # dict.fromkeys: "none" has no host form, and would come twice.
     words = dict.fromkeys(f"{word}+host" if host and word != "none" else word for host in on_host for word in measures)
-    leanest = replace(fixed, gathered_once=bool(fixed.gathered_once), mlp_tile_rows=max(_tile_choices(needs, fixed)))
+    leanest_settings = replace(
+        fixed, gathered_once=bool(fixed.gathered_once), mlp_tile_rows=max(_tile_choices(needs, fixed))
+    )
     segmented = _set_segments(needs, max(_segment_choices(needs, fixed)))
-    for changed_needs in reversed(list(_needs_by_setting(segmented, leanest))):  # states on the host first
+    for changed_needs in reversed(list(_needs_by_setting(segmented, leanest_settings))):  # states on the host first
         for word in words:
             yield changed_needs.under(changed_needs.measures_of_layers(word, fixed.layers))
 

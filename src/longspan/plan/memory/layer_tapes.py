@@ -104,8 +104,8 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
         q = builder.add_norm("q_norm", q, query, heads)
         k = builder.add_norm("k_norm", k, key, kv_heads)
     rotary_bytes = 0.0 if builder.lies_in_graph else _ROTARY_WORK * builder.rows(query)  # in a graph: one kernel
-    q = tape.add("q_turned", (q,), builder.rows(query), work=Work(rotary_bytes, rotary_bytes))
-    k = tape.add("k_turned", (k,), builder.rows(key))
+    q = tape.add("q_rotated", (q,), builder.rows(query), work=Work(rotary_bytes, rotary_bytes))
+    k = tape.add("k_rotated", (k,), builder.rows(key))
     out = _add_attention_call(builder, (q, k, v), query, key, (heads, kv_heads))
     if gate:
         factor = tape.add("gate", (queries_and_gate,), builder.rows(gate), saves=("gate",))

@@ -26,7 +26,7 @@ def _add_short_convolution(builder: LayerBuilder, x: str, mixer: MixerShape) -> 
     size = builder.rows(inner)
     projected = builder.add_linear("mixer_in", "in_proj", x, builder.hidden, 3 * inner)
     gated = tape.add("mixer_gated", (projected,), size, saves=(projected,))
-    convolved = tape.add("mixer_rolled", (gated,), size, saves=(gated,))
+    convolved = tape.add("mixer_convolved", (gated,), size, saves=(gated,))
     out = tape.add("mixer_out", (convolved, projected), size, saves=(convolved, projected))
     return builder.add_linear("mixer_back", "out_proj", out, inner, builder.hidden)
 
@@ -42,7 +42,7 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     projected = builder.add_linear("mixer_in", "in_proj", x, builder.hidden, inner + channels + heads)
     steps = {f"mixer_step.{i}": builder.rows(heads, WIDE) for i in range(4)}
     step = tape.add("mixer_steps", (projected,), builder.rows(heads, WIDE), also=steps)
-    convolved = tape.add("mixer_rolled", (projected,), builder.rows(channels), saves=(projected,))
+    convolved = tape.add("mixer_convolved", (projected,), builder.rows(channels), saves=(projected,))
     key_width = (channels - inner) / 2  # channels are values (`inner`), keys and queries
     values = tape.add("mixer_values", (convolved, step), _scan_row_bytes(builder, inner), saves=(convolved,))
     keys = {name: _scan_row_bytes(builder, key_width) for name in ("mixer_keys", "mixer_queries")}
@@ -75,7 +75,7 @@ def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     # Queries, keys, values and gates lie head by head in the projection, so that both parts are copies.
     mixed = tape.add("mixer_mixed", (projected,), builder.rows(channels))
     gate = tape.add("mixer_gate", (projected,), builder.rows(values))
-    convolved = tape.add("mixer_rolled", (mixed,), builder.rows(channels), saves=(mixed,))
+    convolved = tape.add("mixer_convolved", (mixed,), builder.rows(channels), saves=(mixed,))
     decays = {"mixer_beta": builder.rows(heads), "mixer_wide_beta": builder.rows(heads, WIDE)}
     decays |= {f"mixer_decay.{i}": builder.rows(heads, WIDE) for i in range(3)}
     decay = tape.add("mixer_decays", (rates,), builder.rows(heads, WIDE), also=decays)
@@ -110,7 +110,7 @@ def _add_unit_vectors(builder: LayerBuilder, convolved: str, keys: float) -> tup
 
 
 def _scan_row_bytes(builder: LayerBuilder, width: float) -> float:
-    """Return the bytes of all local rows of `width` numbers in the dtype of scans: float32 but for kernels."""
+    """Return the bytes of all local rows of `width` numbers in a scan: the compute dtype for kernels, else float32."""
     return builder.rows(width, builder.number if builder.scans_by_kernels else WIDE)
 
 
@@ -123,7 +123,8 @@ def _scan_work(builder: LayerBuilder, mixer: MixerShape, values: float) -> Work:
     """Return what a scan holds while it runs, forward and backward, for rows of `values` numbers.
 
     Kernels hold the states before all chunks and some tensors of rows: of Mamba values in float32, of a delta rule
-    values and keys in the compute dtype. How many was counted in the kernels; of torch's operations it was measured.
+    values and keys in the compute dtype. Their numbers were counted in the kernels; those of
+    torch's operations were measured (`_TORCH_SCANS`).
     """
     wide = builder.rows(values, WIDE)
     if not builder.scans_by_kernels:

@@ -167,7 +167,8 @@ class MemoryPrices:
     def _exchange_seconds(self) -> dict[str, float]:
         """Return, by measure, the seconds of the exchanges that a layer repeats; none where no heads are exchanged.
 
-        Under "selective" these are exchanges of queries, keys and values, under "full" also of the output.
+        Under "selective" these are exchanges of queries, keys and values, under "full" also of the output; under
+        "exchanged" a layer repeats none.
         """
         if not self.load.exchanged_rows:
             return {}

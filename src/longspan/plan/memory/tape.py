@@ -94,9 +94,9 @@ class Tape:
         """Return the tensors that backward needs."""
         return {name for operation in self.operations for name in operation.saves}
 
-    def bytes_saved(self, but: Collection[str] = ()) -> float:
-        """Return the bytes of the tensors that backward needs, without those named in `but`."""
-        return sum(self.sizes[name] for name in self.names_saved() if name not in but)
+    def bytes_saved(self, excluded: Collection[str] = ()) -> float:
+        """Return the bytes of the tensors that backward needs, without those named in `excluded`."""
+        return sum(self.sizes[name] for name in self.names_saved() if name not in excluded)
 
     def weight_bytes(self) -> float:
         """Return the bytes of the gradients of all parameters."""
