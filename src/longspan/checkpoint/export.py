@@ -24,8 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.checkpoint.export_adapter import (
     ExportedDepths,
     MtpNames,
+    make_saved_adapter,
     merge_weights_by_layer,
-    read_adapter,
     refuse_merge,
     write_saved_adapter,
 )
@@ -114,7 +114,7 @@ def export_checkpoint(
     depths = ExportedDepths.of(run, empty, "own" if as_adapter and mtp == "published" else mtp, log)
     try:
         with staging_folder(folder) as partial:
-            saved = read_adapter(run, config, _read_adapter_tensors(checkpoint)) if run.lora.rank else None
+            saved = make_saved_adapter(run, config, _read_adapter_tensors(checkpoint)) if run.lora.rank else None
             if saved is not None and as_adapter:
                 saved = saved._replace(tensors=depths.select_weights(saved.tensors))
                 if dtype == "auto":  # as adapters are trained

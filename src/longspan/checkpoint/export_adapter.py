@@ -91,11 +91,12 @@ class SavedAdapter(NamedTuple):
     modules: tuple[str, ...] = ()
 
 
-def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
+def make_saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
     """Return a run's adapter with the tensors that its checkpoint has `stored`, by their names in the stock model.
 
-    Which names and scalings the adapter has is found by adding what [lora] describes to a model without weights. Raises
-    CheckpointError if the tensors have other names.
+    Which names and scalings the adapter has is found by adding what [lora] describes to a model without weights.
+    Tensors that are not the adapter's are of modules that were trained whole with it. Raises CheckpointError if the
+    tensors have other names.
     """
     tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
     stock = empty_model(configuration, torch.float32, find_images_class(configuration))

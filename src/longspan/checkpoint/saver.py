@@ -279,13 +279,13 @@ class CheckpointSaver:
     def _hold_next_update(self, optimizer: Optimizer, save: RunningSave) -> None:
         """Make the optimizer's next step wait until everything is copied, and count that as time training stood."""
 
-        def wait_for_copies(*_: Any) -> None:
-            handle.remove()
+        def wait_before_update(*_: Any) -> None:
+            handle.remove()  # for this update only: the later ones find the copies taken
             started = time.monotonic()
             save.staged.wait()
             save.shown += time.monotonic() - started
 
-        handle = optimizer.register_step_pre_hook(wait_for_copies)
+        handle = optimizer.register_step_pre_hook(wait_before_update)
 
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
         """Run `work` in a thread that does not keep the process alive, on this rank's device."""

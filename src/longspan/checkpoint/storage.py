@@ -243,7 +243,7 @@ class _HashingFiles(_Files):
         except Exception as error:
             refused = file.refused if file is not None else None
             refused = refused or (error if isinstance(error, OSError) else None)
-            if refused is None:  # an error of the writer alone
+            if refused is None:  # the disk or store refused nothing: an error of the writer itself
                 raise
             if not isinstance(refused, OSError):  # of a store's own package
                 raise CheckpointError(f"{path}: {type(refused).__name__}: {refused}") from error

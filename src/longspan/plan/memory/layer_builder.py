@@ -124,6 +124,7 @@ class LayerBuilder:
             even_size,
             saves=(wide,),
             also=roots,
+            # Forward the squares of the rows are there too, backward two more gradients as wide.
             work=Work(self.rows(width, WIDE), 2 * self.rows(width, WIDE)),
         )
         saves = (even,) if self.settings.trains_all else ()  # for the gradient of its weight

@@ -141,8 +141,8 @@ class StepPeak:
     def gradient_bytes(self, numbers: Numbers) -> float:
         """Return the bytes of this rank's shard of the gradients of these parameters.
 
-        Of `share` the same fraction is trained as of `whole`. With HSDP gradients have the dtype of
-        sums, since replicas are added after the sum over shards.
+        The same fraction of `share` is trained as of `whole`. With HSDP gradients have the dtype of sums: replicas are
+        added after the sum over shards.
         """
         if not numbers.trained or not self.settings.backward:
             return 0.0
