@@ -125,7 +125,7 @@ def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, width: i
         builder.rows(parts * visits * width),
         saves=(copies,) if trained else (),
         weights=gradient_bytes * parts / (parts + 1),
-        work=builder.float8_work(
+        work=builder.count_float8_work(
             float8_rows(visits * narrow), float8_rows(parts * visits * width), weights_here * parts / (parts + 1)
         ),
     )
@@ -136,7 +136,9 @@ def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, width: i
         size,
         saves=(product,) if trained else (),
         weights=gradient_bytes / (parts + 1),
-        work=builder.float8_work(float8_rows(visits * width), float8_rows(visits * narrow), weights_here / (parts + 1)),
+        work=builder.count_float8_work(
+            float8_rows(visits * width), float8_rows(visits * narrow), weights_here / (parts + 1)
+        ),
     )
     if builder.ep > 1:
         results = tape.add("sent_back", (tape.add("unsorted", (results,), size),), size)
@@ -172,9 +174,9 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
     more. The gates of `_OWN_GATES` save several tensors more, and hold two gradients at a time in backward.
     """
     tape, size = builder.tape, builder.rows(width)
-    saved_tensors = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
     if not has_gate(builder.read):
         return tape.add("expert_product", (inner,), size, saves=(inner,))
+    saved_tensors = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
     parts = {f"expert_gate.{i}": size for i in range(saved_tensors)}
     work = Work(0.0, 2 * size * (saved_tensors > 1))
     return tape.add("expert_product", (inner,), size, saves=(inner,), also=parts, work=work)

@@ -148,7 +148,7 @@ class LayerBuilder:
         parts = {f"{name}.{name_of_part}": wide for name_of_part in ("x", "gate", "silu")} | {f"{name}.even": size}
         return tape.add(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, work=Work(0.0, 2 * wide))
 
-    def float8_work(self, rows_in: float, rows_out: float, weights: float) -> Work:
+    def count_float8_work(self, rows_in: float, rows_out: float, weights: float) -> Work:
         """Return what a product holds in float8 while it runs, and add its weights to `float8_weights`.
 
         It holds `rows_in` bytes of rows forward, `rows_out` bytes of gradients backward, and `weights` bytes. Inside a
@@ -167,7 +167,7 @@ class LayerBuilder:
         to its rank (`a`) and up (`b`); the result is scaled and added to the product of the frozen weight (`base`).
         """
         settings, size, weights = self.settings, self.rows(width_out), width_in * width_out
-        work = self.float8_work(self.rows(width_in, 1), self.rows(width_out, 1), weights)
+        work = self.count_float8_work(self.rows(width_in, 1), self.rows(width_out, 1), weights)
         if settings.trains_all:
             return self.tape.add(name, (x,), size, saves=(x,), weights=weights * self.number, work=work)
         if not settings.has_adapter(target):

@@ -136,11 +136,11 @@ def _add_attention_call(
     # Bytes of keys, or of values, after the exchange, with the copies of heads that it makes.
     keys = (load.rows - load.exchanged_rows + load.exchanged_key_rows) * key * number
     if not load.exchanged_rows or builder.lean:
-        moved = 2 * (size + keys) * bool(load.exchanged_rows)  # q, k, v, and the output or its gradient
-        work = Work(work.forward + moved, work.backward + moved)
+        moved_bytes = 2 * (size + keys) * bool(load.exchanged_rows)  # q, k, v, and the output or its gradient
+        work = Work(work.forward + moved_bytes, work.backward + moved_bytes)
         return tape.add("out", (q, k, v), size, saves=(q, k, v, "out"), also=lse, work=work)
     q, k, v = (
         tape.add(f"{name}_moved", (x,), size if name == "q" else keys) for name, x in zip("qkv", (q, k, v), strict=True)
     )
-    moved = tape.add("out_moved", (q, k, v), size, saves=(q, k, v, "out_moved"), also=lse, work=work)
-    return tape.add("out", (moved,), size)
+    out_moved = tape.add("out_moved", (q, k, v), size, saves=(q, k, v, "out_moved"), also=lse, work=work)
+    return tape.add("out", (out_moved,), size)
