@@ -157,7 +157,7 @@ def load_checkpoint(
     path = as_root(path)
     state, metadata = run_on_first_rank(world, lambda: (read_state(path), read_metadata(path)), CheckpointError)
     stored = list[str](metadata.state_dict_metadata)
-    tensors = tensors_to_fill(model, optimizer)
+    tensors = make_tensors_to_fill(model, optimizer)
     local_names = set[str](tensors["model"])
     names = world.control.reduce_object(local_names, set[str].union, "gather of host values") or set[str]()
     if weights:
@@ -197,7 +197,7 @@ def holds_encoders(path: Path) -> bool:
 def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return weights and moments by name; without moments, which torch would make, if the optimizer has no state yet.
 
-    Of a model with an adapter only the adapter's are returned, here and in `tensors_to_fill`: its base is not trained.
+    Of an adapted model only the adapter is returned, here and in `make_tensors_to_fill`: the base is not trained.
     """
     fresh = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
@@ -207,7 +207,7 @@ def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"model": adapter_entries(model, weights), "optimizer": moments}
 
 
-def tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def make_tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped.
 
     The optimizer's states are cleared first, so that torch makes moments for every parameter, trained so far or not.

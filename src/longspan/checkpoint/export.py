@@ -107,7 +107,7 @@ def export_checkpoint(
     config, run = _read_stock_configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
-    checkpoint = _good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
+    checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = empty_model(config, file_dtype, find_images_class(config))
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
@@ -167,7 +167,7 @@ def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
     return stock_configuration(read_configuration(run_dir))
 
 
-def _good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
+def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
     """Return `checkpoint`, after a check of its files; None stands for the newest good one under `root`.
 
     Raises CheckpointError where its files are not as they were written, or where no checkpoint is good.

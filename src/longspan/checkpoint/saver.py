@@ -116,7 +116,7 @@ class CheckpointSaver:
         if not self._background or self._preparing is not None:
             return
         tensors = tensors_to_save(model, optimizer)
-        if not self._hosts_have_room(self._stage.bytes_to_take(tensors)):
+        if not self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
             return
         self._preparing = self._start_thread(partial(self._stage.take_memory, tensors))
 
@@ -142,7 +142,7 @@ class CheckpointSaver:
             self._save_now(model, optimizer, started, step=step, state=state)
             return
         tensors = tensors_to_save(model, optimizer)
-        if not self._hosts_have_room(self._stage.bytes_to_take(tensors)):
+        if not self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
             self._save_now(model, optimizer, started, step=step, state=state)
             return
         contents = {"step": step, **(state or {})}
@@ -258,7 +258,7 @@ class CheckpointSaver:
         seconds = time.monotonic() - started
         self.figures = SaveFigures(step, seconds, seconds, _bytes_in(path) if is_first_rank(self._world) else 0)
 
-    def _hosts_have_room(self, size: int) -> bool:
+    def _check_room_on_hosts(self, size: int) -> bool:
         """Return whether every host has memory for the copies of its ranks, `size` bytes for this one.
 
         If not, training waits for this and all later saves. Entered by all ranks.
