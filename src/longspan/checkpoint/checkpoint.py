@@ -50,7 +50,7 @@ from longspan.checkpoint.files import (
     remove_old_checkpoints,
 )
 from longspan.checkpoint.metadata import read_metadata
-from longspan.checkpoint.storage import DataPlanner, HashingWriter, PatientReader, first_failure
+from longspan.checkpoint.storage import DataPlanner, HashingWriter, PatientReader, first_failure_text
 from longspan.checkpoint.store_path import as_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
@@ -109,14 +109,14 @@ def save_checkpoint(
 
 
 def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, note: bool = False) -> Path | None:
-    """Return the newest good checkpoint under `root`, None if there is none; the same on every rank.
+    """Return the newest good checkpoint under `root`, None if none was saved to the end; the same on every rank.
 
     >>> checkpoint = find_checkpoint("runs/mine", world)
     >>> done = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
 
-    All ranks call it together; each reads a part of the files and compares their hashes with what was written. What is
-    unfinished or damaged is skipped and logged on the first rank; with `note`, damage is written down in the checkpoint
-    too, which `save_checkpoint` then counts as no good one. Raises CheckpointError where nothing good is left.
+    All ranks call it together; each compares the hashes of a part of the files with those written. What is unfinished
+    or damaged is skipped and logged on the first rank; with `note`, damage is written down in the checkpoint too, which
+    `save_checkpoint` then counts as no good one. Raises CheckpointError if some were saved to the end, all damaged now.
     """
     root = as_root(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
@@ -157,7 +157,7 @@ def load_checkpoint(
     path = as_root(path)
     state, metadata = run_on_first_rank(world, lambda: (read_state(path), read_metadata(path)), CheckpointError)
     stored = list[str](metadata.state_dict_metadata)
-    tensors = tensors_to_fill(model, optimizer)
+    tensors = make_tensors_to_fill(model, optimizer)
     local_names = set[str](tensors["model"])
     names = world.control.reduce_object(local_names, set[str].union, "gather of host values") or set[str]()
     if weights:
@@ -176,7 +176,7 @@ def load_checkpoint(
     except CommError:
         raise
     except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
-        raise CheckpointError(f"checkpoint {path} does not fit this model: {first_failure(error)}") from error
+        raise CheckpointError(f"checkpoint {path} does not fit this model: {first_failure_text(error)}") from error
     # For an optimizer without moments torch would make some (see the module), and nothing else is to be set.
     optimizers = [optimizer] if optimizer is not None and optimizer.state else []
     moments = tensors["optimizer"] | hyperparameters if optimizers else {}
@@ -197,7 +197,7 @@ def holds_encoders(path: Path) -> bool:
 def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return weights and moments by name; without moments, which torch would make, if the optimizer has no state yet.
 
-    Of a model with an adapter only the adapter's are returned, here and in `tensors_to_fill`: its base is not trained.
+    Of an adapted model only the adapter is returned, here and in `make_tensors_to_fill`: the base is not trained.
     """
     fresh = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
@@ -207,7 +207,7 @@ def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"model": adapter_entries(model, weights), "optimizer": moments}
 
 
-def tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def make_tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped.
 
     The optimizer's states are cleared first, so that torch makes moments for every parameter, trained so far or not.
@@ -292,7 +292,7 @@ def _write_tensors(folder: Path, tensors: dict[str, Any], world: World) -> list[
     except CommError:
         raise
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise CheckpointError(first_failure(error)) from error
+        raise CheckpointError(first_failure_text(error)) from error
     return world.control.gather_objects(writer.digests)
 
 

@@ -24,8 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.checkpoint.export_adapter import (
     ExportedDepths,
     MtpNames,
-    merge_by_layer,
-    read_adapter,
+    make_saved_adapter,
+    merge_weights_by_layer,
     refuse_merge,
     write_saved_adapter,
 )
@@ -37,7 +37,7 @@ from longspan.checkpoint.files import (
     read_state,
 )
 from longspan.checkpoint.metadata import read_metadata
-from longspan.checkpoint.storage import DataPlanner, DataReader, first_failure
+from longspan.checkpoint.storage import DataPlanner, DataReader, first_failure_text
 from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
@@ -104,17 +104,17 @@ def export_checkpoint(
     replaced.
     """
     check_export_folder(folder, overwrite=overwrite)
-    config, run = _run_stock_configuration(run_dir), load_config(run_dir / "config.toml")
+    config, run = _read_stock_configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         refuse_merge(run_dir)
-    checkpoint = _good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
+    checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = empty_model(config, file_dtype, find_images_class(config))
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
     depths = ExportedDepths.of(run, empty, "own" if as_adapter and mtp == "published" else mtp, log)
     try:
         with staging_folder(folder) as partial:
-            saved = read_adapter(run, config, _read_adapter_tensors(checkpoint)) if run.lora.rank else None
+            saved = make_saved_adapter(run, config, _read_adapter_tensors(checkpoint)) if run.lora.rank else None
             if saved is not None and as_adapter:
                 saved = saved._replace(tensors=depths.select_weights(saved.tensors))
                 if dtype == "auto":  # as adapters are trained
@@ -123,7 +123,7 @@ def export_checkpoint(
             else:
                 file_dtype, groups = empty.dtype, _weight_groups(checkpoint, empty, depths)
                 if saved is not None:
-                    groups = map(depths.select_weights, merge_by_layer(saved, run, config, run_dir))
+                    groups = map(depths.select_weights, merge_weights_by_layer(saved, run, config, run_dir))
                 written = _write_weights(partial, empty, _log_progress(groups, log), run_dir, depths)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
@@ -157,7 +157,7 @@ def staging_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _run_stock_configuration(run_dir: Path) -> PreTrainedConfig:
+def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
     """Return the stock configuration of a run's model. Raises CheckpointError if the run has none."""
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(
@@ -167,7 +167,7 @@ def _run_stock_configuration(run_dir: Path) -> PreTrainedConfig:
     return stock_configuration(read_configuration(run_dir))
 
 
-def _good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
+def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
     """Return `checkpoint`, after a check of its files; None stands for the newest good one under `root`.
 
     Raises CheckpointError where its files are not as they were written, or where no checkpoint is good.
@@ -220,7 +220,7 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDep
 
 
 def _read_adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Read all tensors under "model." in the checkpoint of an adapter, which are few enough to read at once."""
+    """Read the weights that the checkpoint of an adapter holds: the adapter's, few enough to read all at once."""
     metadata = read_metadata(checkpoint)
     return _read_tensors(checkpoint, metadata, _weights_in(metadata))
 
@@ -228,14 +228,17 @@ def _read_adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
 def _read_tensors(
     checkpoint: Path, metadata: Metadata, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
-    """Read some tensors of a checkpoint whole, in this process. Raises CheckpointError for unreadable files."""
+    """Read the weights `stored` of a checkpoint whole, in this process, by their names in the model.
+
+    Raises CheckpointError for unreadable files.
+    """
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     reader = DataReader(checkpoint, metadata)
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is one process
             dcp.load({"model": tensors}, storage_reader=reader, planner=DataPlanner(), no_dist=True)
     except (Exception, CheckpointException) as error:  # an unreadable file raises anything
-        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {first_failure(error)}") from error
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {first_failure_text(error)}") from error
     return tensors
 
 

@@ -47,7 +47,7 @@ class ExportedDepths:
 
     @classmethod
     def of(cls, run: RunConfig, empty: PreTrainedModel, names: MtpNames, log: LogLine) -> "ExportedDepths":
-        """Add the depths that are written to the stock model `empty`, and log under which names they are written.
+        """Add the depths that are written, to the stock model `empty`, and log under which names they are written.
 
         Published names are taken where the family has them: then the model's configuration also describes its depths,
         as published configurations do. Without depths nothing is added or logged.
@@ -91,11 +91,12 @@ class SavedAdapter(NamedTuple):
     modules: tuple[str, ...] = ()
 
 
-def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
+def make_saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
     """Return a run's adapter with the tensors that its checkpoint has `stored`, by their names in the stock model.
 
-    Which names and scalings the adapter has is found by adding what [lora] describes to a model without weights. Raises
-    CheckpointError if the tensors have other names.
+    Which names and scalings the adapter has is found by adding what [lora] describes to a model without weights.
+    Tensors that are not the adapter's are of modules that were trained whole with it. Raises CheckpointError if the
+    tensors have other names.
     """
     tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
     stock = empty_model(configuration, torch.float32, find_images_class(configuration))
@@ -117,33 +118,37 @@ def read_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mappin
 
 
 def write_saved_adapter(saved: SavedAdapter, folder: Path, run_dir: Path, dtype: torch.dtype | None) -> WeightTotals:
-    """Write an adapter to a folder in this dtype (None: its own), with the tokenizer that the run keeps."""
+    """Write an adapter to a folder in this dtype (None: its own), with the tokenizer that the run keeps.
+
+    Returns the totals of its weights, which are one file.
+    """
     tensors = {name: tensor.to(dtype=dtype) for name, tensor in saved.tensors.items()}
     write_adapter(folder, saved.adapter, tensors, RunFolderFiles(run_dir), saved.modules)
     return WeightTotals(len(tensors), sum(x.numel() for x in tensors.values()), (folder / WEIGHTS).stat().st_size, 1)
 
 
-def merge_by_layer(
+def merge_weights_by_layer(
     saved: SavedAdapter, run: RunConfig, configuration: PreTrainedConfig, run_dir: Path
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of the base model with the adapter added, those of a layer together, in float32 or float64.
+    """Yield the weights of the base model with the adapter added, those of a layer together.
 
-    Raises CheckpointError if the base model cannot be made again here, and for an adapter of a tied head.
+    Those that the adapter changes are in float32, or in float64 if the run's model is. Raises CheckpointError if the
+    base model cannot be made again here, and for an adapter of a tied head.
     """
-    _check_base(run, configuration, run_dir)
+    _check_random_weights(run, configuration, run_dir)
     images = find_images_class(configuration) is not None
     model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _refuse_adapted_tie(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
-    for _, group in groupby(_whole_weights(model), lambda entry: weight_unit(entry[0])):
+    for _, group in groupby(_read_base_weights(model), lambda entry: weight_unit(entry[0])):
         yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
 
 
 def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight of the base model plus what the adapter adds to it, W + s B A, added in `dtype`.
 
-    A weight without an adapter is returned as it is, and a weight that was trained whole, beside the adapter, as it was
-    trained.
+    s is the adapter's scaling of this weight, A and B are its two matrices. A weight without an adapter is returned as
+    it is, and a weight that was trained whole in addition to the adapter as it was trained.
     """
     if name in saved.tensors:
         return saved.tensors[name]
@@ -156,7 +161,7 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
     return weight.to(dtype) + saved.scalings[linear] * (matrix_b @ matrix_a)
 
 
-def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _read_base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a model by name; weights that it has not read from its folder yet are read one at a time."""
     weights = pop_deferred_weights(model)
     if weights is None:
@@ -166,11 +171,11 @@ def _whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from weights.source.read(parts, torch.device("cpu"))
 
 
-def _check_base(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) -> None:
+def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) -> None:
     """Raise CheckpointError for random weights, of a base model or its depths, that this CPU would draw differently."""
     name = run.model.preset_name
     drawn_depths = run.mtp.depths and find_depth_weights(run, configuration) is None
-    # Nothing was drawn, or a tiny preset was: its weights are drawn on the CPU on every machine.
+    # Nothing was drawn, or a tiny preset was (without `rows`): its weights are drawn on the CPU on every machine.
     if (run.model.path and not drawn_depths) or (name and not PRESETS[name].rows):
         return
     try:

@@ -113,7 +113,7 @@ def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path
 
 
 def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
-    """Return the first of `paths` that passes `check`, and what is wrong with those before it.
+    """Return the first of `paths` (the newest first) that passes `check`, and what is wrong with those before it.
 
     Without paths None is returned in place of the first. Raises CheckpointError if there are paths and none passes.
     """

@@ -90,6 +90,7 @@ def _plain_table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table
     """Return names, shapes and places as plain values, from torch's own classes or those of `_Unpickler`.
 
     The table is that which `_as_metadata` reads. A value is at offset None of its name, a chunk at its own offset.
+    Raises CheckpointError for files that another program compressed or encrypted.
     """
     place_of = {(index.fqn, _as_tuple(getattr(index, "offset", None))): place for index, place in places.items()}
     files = {name: number for number, name in enumerate(sorted({place.relative_path for place in places.values()}))}
@@ -166,14 +167,14 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
 
     A value of `values`, an object as bytes, has a place in a file: [number of the file, first byte, bytes]. A tensor of
     `tensors` is cut into chunks: [offsets in the tensor, sizes, and the three numbers of a place]. Raises
-    CheckpointError for a chunk outside of its tensor or its file, and where the chunks of a tensor together have more
-    or fewer numbers than its shape.
+    CheckpointError for another format, for numbers, names and files that are not as they must be, for a chunk outside
+    of its tensor or its file, and where the chunks of a tensor together have more or fewer numbers than its shape.
     """
     if table["format"] != FORMAT:
         raise CheckpointError(
             f"has format {table['format']!r}, and this version of longspan reads format {FORMAT}; use a newer one"
         )
-    files = [(_file_name(name), _file_size(path, name)) for name in table["files"]]
+    files = [(_read_file_name(name), _file_size(path, name)) for name in table["files"]]
     entries: dict[str, Any] = {}
     places: dict[Any, Any] = {}
 
@@ -237,7 +238,7 @@ def _read_dtype(name: Any, tensor: str) -> torch.dtype:
     return dtype
 
 
-def _file_name(name: Any) -> str:
+def _read_file_name(name: Any) -> str:
     """Return the name of a file in the folder itself. Raises CheckpointError for a path that may lead elsewhere."""
     if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
         raise CheckpointError(f"names {name!r:.80}, which is not a file of this folder and is not read; {_AGAIN}")

@@ -28,7 +28,7 @@ from longspan.checkpoint.files import (
 )
 from longspan.checkpoint.save_plan import CachedPlanner, PlanCache, names_digest
 from longspan.checkpoint.stage import StagedTensors
-from longspan.checkpoint.storage import HashingWriter, first_failure
+from longspan.checkpoint.storage import HashingWriter, first_failure_text
 from longspan.errors import CheckpointError, LongspanError
 
 
@@ -56,7 +56,7 @@ class RunningSave:
         if self.failure is None:
             return ""
         if isinstance(self.failure, (CheckpointException, LongspanError)):
-            return first_failure(self.failure)
+            return first_failure_text(self.failure)
         return f"{type(self.failure).__name__}: {self.failure}"
 
     def run(self, group: ProcessGroup, plans: PlanCache, *, best: Callable[[], int]) -> None:
@@ -65,23 +65,23 @@ class RunningSave:
         `best` returns the step of one more checkpoint to keep; it is called last, for training may have changed it. An
         error is not raised here, but noted in `failure`.
         """
-        talk = _DistWrapper(group, True, 0)  # torch's collectives of objects; rank 0 of the group coordinates
+        collectives = _DistWrapper(group, True, 0)  # torch's, of objects; rank 0 of the group coordinates
         try:
-            self._write_on_all_ranks(talk, group, plans)
-            if talk.is_coordinator:
+            self._write_on_all_ranks(collectives, group, plans)
+            if collectives.is_coordinator:
                 self.phase = "removing older checkpoints"
                 remove_old_checkpoints(self.path.parent, self.keep, best=best())
         except BaseException as error:  # raised where the ranks meet next
             self.failure = error
             # In a store this folder is the checkpoint's own, and stays if it was published.
-            if talk.is_coordinator and is_unfinished(self.folder):
+            if collectives.is_coordinator and is_unfinished(self.folder):
                 remove_folder(self.folder)  # what it takes may be what the disk lacks
         finally:
             self.seconds = time.monotonic() - self.started
             self.staged.set()
             self.ended.set()
 
-    def _write_on_all_ranks(self, talk: _DistWrapper, group: ProcessGroup, plans: PlanCache) -> None:
+    def _write_on_all_ranks(self, collectives: _DistWrapper, group: ProcessGroup, plans: PlanCache) -> None:
         """Write the checkpoint in steps that all ranks' threads take together: copy, agree on names, write, publish.
 
         A failure of any rank in a step is raised on all, so that nothing is published that is not whole.
@@ -103,28 +103,29 @@ class RunningSave:
             publish_checkpoint(self.folder, self.path, self.state, digests)
             return sum(size for files in digests for size, _ in files.values())
 
-        talk.all_reduce("copy", finish_copies, lambda _: create_partial(self.folder))
+        collectives.all_reduce("copy", finish_copies, lambda _: create_partial(self.folder))
         self.phase = "planning"
-        digests = talk.all_gather("names", partial(names_digest, tensors))
-        is_first = digests.index(digests[talk.rank]) == talk.rank  # of the ranks with the same names
+        digests = collectives.all_gather("names", partial(names_digest, tensors))
+        is_first = digests.index(digests[collectives.rank]) == collectives.rank  # of the ranks with the same names
         dcp.save(
             tensors,
             storage_writer=writer,
             planner=CachedPlanner(plans, lists_values=is_first),
             process_group=group,
         )
-        self.bytes = talk.all_reduce("publish", lambda: writer.digests, publish)
+        self.bytes = collectives.all_reduce("publish", lambda: writer.digests, publish)
 
 
 def connect_ranks(group: ProcessGroup) -> None:
     """Send each kind of message of a save once, with empty values, so that gloo connects the ranks of the group now.
 
-    gloo finds its peers through the launcher's store. Ranks whose launcher was killed save once more, without it.
+    gloo finds its peers through the launcher's store. Ranks whose launcher was killed save once more, when that store
+    is gone.
     """
-    talk = _DistWrapper(group, True, 0)
-    talk.all_gather("connecting", str)
-    talk.all_reduce("connecting", str, len)
-    talk.reduce_scatter("connecting", str, list)
+    collectives = _DistWrapper(group, True, 0)
+    collectives.all_gather("connecting", str)
+    collectives.all_reduce("connecting", str, len)
+    collectives.reduce_scatter("connecting", str, list)
 
 
 class _Writer(HashingWriter):

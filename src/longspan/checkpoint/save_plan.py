@@ -33,9 +33,9 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self.key = f"longspan {next(_keys)}"
-        self.signature: Any = None
-        self.values = dict[Any, bytes]()
+        self.key = f"longspan {next(_keys)}"  # by which torch keeps the plans of this series
+        self.signature: Any = None  # of what the last save listed: equal ones have the same plan; None before a save
+        self.values = dict[Any, bytes]()  # the pickles of plain values, by `repr`
         self.planned = 0  # saves whose plan was made and not taken from here
 
     def forget(self) -> None:
@@ -57,6 +57,7 @@ class CachedPlanner(DefaultSavePlanner):
         """Return this rank's list of what it saves.
 
         A list that is the same as at the last save is returned empty and not `usable`: torch takes the kept one then.
+        Without `lists_values` the list has no small values, for another rank lists them (see the module).
         """
         signature = [self._lists_values, *((name, _plan_key(value)) for name, value in self.state_dict.items())]
         if signature == self._cache.signature and self._cached_plans_key in SavePlanner._cached_save_plan:
@@ -92,10 +93,13 @@ def names_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
 def is_small_value(item: WriteItem) -> bool:
     """Return whether an item is the same on all ranks that have it and takes few bytes.
 
-    That is so of settings, counts and small buffers. A shard is another one on every rank, whatever its size.
+    That is so of settings and counts (all values that are no tensors) and of small buffers. A shard is another one on
+    every rank, whatever its size.
     """
+    if item.type == WriteItemType.BYTE_IO:
+        return True
     if item.type == WriteItemType.SHARD or item.tensor_data is None:
-        return item.type == WriteItemType.BYTE_IO
+        return False
     return prod(item.tensor_data.size) <= _SMALL
 
 

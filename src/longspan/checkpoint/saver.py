@@ -116,7 +116,7 @@ class CheckpointSaver:
         if not self._background or self._preparing is not None:
             return
         tensors = tensors_to_save(model, optimizer)
-        if not self._hosts_have_room(self._stage.bytes_to_take(tensors)):
+        if not self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
             return
         self._preparing = self._start_thread(partial(self._stage.take_memory, tensors))
 
@@ -142,7 +142,7 @@ class CheckpointSaver:
             self._save_now(model, optimizer, started, step=step, state=state)
             return
         tensors = tensors_to_save(model, optimizer)
-        if not self._hosts_have_room(self._stage.bytes_to_take(tensors)):
+        if not self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
             self._save_now(model, optimizer, started, step=step, state=state)
             return
         contents = {"step": step, **(state or {})}
@@ -251,14 +251,14 @@ class CheckpointSaver:
     # ---- inside
 
     def _save_now(self, model: nn.Module, optimizer: Optimizer, started: float, *, step: int, state: Any) -> None:
-        """Write a checkpoint while training waits."""
+        """Write a checkpoint while training waits, as it has done since `started` (`time.monotonic`)."""
         path = save_checkpoint(
             self.root, model, optimizer, self._world, step=step, state=state, keep=self.keep, best=self.best
         )
         seconds = time.monotonic() - started
         self.figures = SaveFigures(step, seconds, seconds, _bytes_in(path) if is_first_rank(self._world) else 0)
 
-    def _hosts_have_room(self, size: int) -> bool:
+    def _check_room_on_hosts(self, size: int) -> bool:
         """Return whether every host has memory for the copies of its ranks, `size` bytes for this one.
 
         If not, training waits for this and all later saves. Entered by all ranks.
@@ -279,13 +279,13 @@ class CheckpointSaver:
     def _hold_next_update(self, optimizer: Optimizer, save: RunningSave) -> None:
         """Make the optimizer's next step wait until everything is copied, and count that as time training stood."""
 
-        def wait_for_copies(*_: Any) -> None:
-            handle.remove()
+        def wait_before_update(*_: Any) -> None:
+            handle.remove()  # for this update only: the later ones find the copies taken
             started = time.monotonic()
             save.staged.wait()
             save.shown += time.monotonic() - started
 
-        handle = optimizer.register_step_pre_hook(wait_for_copies)
+        handle = optimizer.register_step_pre_hook(wait_before_update)
 
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
         """Run `work` in a thread that does not keep the process alive, on this rank's device."""
@@ -308,7 +308,7 @@ class CheckpointSaver:
         return list(zip(self._world.home.ranks, reports, strict=True))
 
     def _phases_text(self, reports: list[Any]) -> str:
-        """Return which ranks are in which phase of a save: first ranks that still write, then phases of few ranks."""
+        """Return which ranks are in which phase, likely causes first: ranks still writing, then phases of few ranks."""
         ranks_in: dict[str, list[int]] = {}
         for rank, (phase, _, _) in self._pair_with_ranks(reports):
             ranks_in.setdefault(phase, []).append(rank)

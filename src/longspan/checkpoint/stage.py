@@ -61,8 +61,8 @@ class Stage:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._arena = device, HostArena(device)
-        self._places = dict[str, tuple[Any, Tensor]]()
-        self._ranges = list[HostRange]()
+        self._places = dict[str, tuple[Any, Tensor]]()  # by name a tensor's signature and the memory of its copy
+        self._ranges = list[HostRange]()  # which the places lie in
 
     @property
     def bytes(self) -> int:
@@ -76,13 +76,13 @@ class Stage:
     def take_memory(self, tensors: Tensors) -> None:
         """Take memory for the tensors that have none here yet. Raises ModelError where the host lacks it."""
         for piece in _group_by_bytes(self._tensors_to_place(tensors)):
-            place = self._arena.take(sum(_bytes_with_alignment(local) for _, local in piece))
-            self._ranges.append(place)
-            numbers, first = place.memory.numpy(), 0
+            host_range = self._arena.take(sum(_bytes_with_alignment(local) for _, local in piece))
+            self._ranges.append(host_range)
+            range_bytes, first = host_range.memory.numpy(), 0
             for name, local in piece:
                 strides = torch.empty_like(local, device="meta").stride()
                 # By numpy, so that the tensor's storage is no larger than the tensor.
-                memory = torch.from_numpy(numbers[first : first + _bytes(local)])
+                memory = torch.from_numpy(range_bytes[first : first + _bytes(local)])
                 self._places[name] = _signature(local), memory.view(local.dtype).as_strided(local.shape, strides)
                 first += _bytes_with_alignment(local)
 
@@ -90,8 +90,8 @@ class Stage:
     def begin_copies(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
         """Begin to copy; the optimizer must not update before `finish` of what is returned has ended.
 
-        Tensors on a GPU are copied by a stream of their own. On a CPU, values that change before the next update and
-        small ones are copied now, others by `finish`.
+        Tensors on a GPU are copied by a stream of their own, and from a clone where they change before the next update,
+        as buffers may. On a CPU, such tensors and small ones are copied now, others by `finish`.
         """
         self.take_memory(tensors)
         # Addresses of what only an update writes. Buffers, which forward may write, are not among them.

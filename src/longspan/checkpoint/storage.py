@@ -58,7 +58,7 @@ class HashingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write the tensors as torch's writer does, with a hash of each file; entered by all ranks."""
-        assert self._world is not None
+        assert self._world is not None  # writers without a world override this method (running_save.py)
         with leave_together(self._world):
             return super().write_data(plan, planner)
 
@@ -163,7 +163,7 @@ def read_values(file: Path) -> Any:
         raise CheckpointError(not_data_text(file, error)) from error
 
 
-def first_failure(error: BaseException) -> str:
+def first_failure_text(error: BaseException) -> str:
     """Return the text of the failure on the first rank that failed; torch's own text has the tracebacks of all ranks.
 
     An error that is of no rank in particular has its own text.
@@ -243,7 +243,7 @@ class _HashingFiles(_Files):
         except Exception as error:
             refused = file.refused if file is not None else None
             refused = refused or (error if isinstance(error, OSError) else None)
-            if refused is None:  # an error of the writer alone
+            if refused is None:  # the disk or store refused nothing: an error of the writer itself
                 raise
             if not isinstance(refused, OSError):  # of a store's own package
                 raise CheckpointError(f"{path}: {type(refused).__name__}: {refused}") from error

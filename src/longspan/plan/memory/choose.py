@@ -117,8 +117,8 @@ def _leanest_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedM
     """Return whether a choice with the measures that keep least fits.
 
     These measures are the last of those on the device and the last of those on the host, with weights that are gathered
-    twice unless `fixed` says otherwise. Any other choice needs more memory, but for models of few layers, of which
-    another may need about 1 % less.
+    twice unless `fixed` says otherwise. Any other choice needs more memory, except in a model of few layers, where
+    another one may need about 1 % less.
     """
     leanest_measures: list[Measure] = [
         words[-1] for words in _split_by_place(_distinct_measures(needs, fixed.measures)) if words
@@ -201,11 +201,11 @@ def _fit_fewest_layers(
     if slow == fast:
         return _plan_if_fits(needs.under(slow), budget)
     host_rises = "+" in slow and "+" not in fast
-    searched = replace(budget, host=sys.maxsize) if host_rises else budget
+    search_budget = replace(budget, host=sys.maxsize) if host_rises else budget
     low, high = 1, most_layers
     while low < high:
         count = (low + high) // 2
-        fits = needs.under(needs.measures_of_layers(slow, count, fast)).fits(searched)
+        fits = needs.under(needs.measures_of_layers(slow, count, fast)).fits(search_budget)
         low, high = (low, count) if fits else (count + 1, high)
     return _plan_if_fits(needs.under(needs.measures_of_layers(slow, low, fast)), budget)
 
@@ -224,9 +224,11 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
     on_host = [True, False] if fixed.offload is None else [fixed.offload]
     # dict.fromkeys: "none" has no host form, and would come twice.
     words = dict.fromkeys(f"{word}+host" if host and word != "none" else word for host in on_host for word in measures)
-    leanest = replace(fixed, gathered_once=bool(fixed.gathered_once), mlp_tile_rows=max(_tile_choices(needs, fixed)))
+    leanest_settings = replace(
+        fixed, gathered_once=bool(fixed.gathered_once), mlp_tile_rows=max(_tile_choices(needs, fixed))
+    )
     segmented = _set_segments(needs, max(_segment_choices(needs, fixed)))
-    for changed_needs in reversed(list(_needs_by_setting(segmented, leanest))):  # states on the host first
+    for changed_needs in reversed(list(_needs_by_setting(segmented, leanest_settings))):  # states on the host first
         for word in words:
             yield changed_needs.under(changed_needs.measures_of_layers(word, fixed.layers))
 
@@ -278,7 +280,8 @@ def longest_document(
 
     `measures` "auto": the longest that fits under any measures, and of its plans that fit the one of least time; any
     other value is that of all layers. Tokens are tried in multiples of 1024 rows a slot (times tp with sequence
-    parallelism, which splits rows). 0 and None where nothing fits. Raises PlanError for a model that cannot be counted.
+    parallelism, which splits rows). Returns 0 and None where nothing fits. Raises PlanError for a model that cannot be
+    counted.
     """
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     multiple = home.tp if settings.sequence_parallel else 1
@@ -297,11 +300,12 @@ def longest_document(
         return any(_leanest_choice_fits(_set_segments(needs, size), budget, fixed) for size in sizes)
 
     step = _ROWS * multiple
-    low = largest_fitting(lambda count: fits(count * step))
-    if not low:
+    steps = largest_fitting(lambda count: fits(count * step))
+    if not steps:
         return 0, None
-    needs = row_needs(low * step)
+    rows = steps * step
+    needs = row_needs(rows)
     if measures != "auto":
-        return low * step * home.slots, needs.under(measures)
+        return rows * home.slots, needs.under(measures)
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    return low * step * home.slots, _find_fastest_plan(needs, budget, fixed, prices)
+    return rows * home.slots, _find_fastest_plan(needs, budget, fixed, prices)

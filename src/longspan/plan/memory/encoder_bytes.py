@@ -80,7 +80,7 @@ class EncoderBytes:
 
     @property
     def whole_bytes(self) -> float:
-        """Bytes of the tower's whole weights, and of summing its gradients, both of all blocks at once.
+        """Return the bytes of the tower's whole weights, and of summing its gradients, both of all blocks at once.
 
         Over several slots the weights are there twice: as they arrived, and laid out.
         """

@@ -43,20 +43,22 @@ def add_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
 def _add_tiles(builder: LayerBuilder, name: str, rows: tuple[str, ...], add: Callable[[LayerBuilder], str]) -> str:
     """Add operations that run on one tile of rows after another (`model/activations/tiles.py`); return their result.
 
-    `add` puts the operations on the tape of one tile. The tensors `rows` are saved, and everything else is held of one
-    tile at a time. A pass also holds as many bytes as `rows` have: forward for the result, backward for gradients of
-    `rows`. Backward sums the gradients of weights over tiles, in float32 at least. Weights in float8 stay for all tiles
-    of a pass, in backward twice: by rows and by columns.
+    `rows` are the tensors that are cut into tiles. `add` puts the operations on the tape of one tile, where the first
+    of `rows` is named "x" and the others keep their names. `rows` are saved, and everything else is held of one tile at
+    a time. A pass also holds as many bytes as `rows` have: forward for the result, backward for gradients of `rows`.
+    Backward sums the gradients of weights over tiles, in float32 at least. Weights in float8 stay for all tiles of a
+    pass, in backward twice: by rows and by columns.
     """
     tape, tile = builder.tape, builder.make_tile(rows)
     add(tile)
-    peaks, weight_gradients = tile.tape.peaks(held=("x", *rows[1:])), tile.tape.weight_bytes()
+    inputs_of_tile = ("x", *rows[1:])  # not counted in the tile's peaks: they are parts of `rows`, which are saved
+    peaks, weight_gradients = tile.tape.peaks(held=inputs_of_tile), tile.tape.weight_bytes()
     gradient_sums = weight_gradients / builder.number * max(WIDE, builder.number)
     row_bytes = sum(tape.sizes[x] for x in rows)
-    saved = tape.run(f"{name}_rows", rows, 0.0, saves=rows)  # no bytes of its own: it stands for saving `rows`
+    saved = tape.add(f"{name}_rows", rows, 0.0, saves=rows)  # no bytes of its own: it stands for saving `rows`
     float8 = tile.float8_weights
     work = Work(row_bytes + peaks.forward + float8, row_bytes + peaks.backward + gradient_sums + 2 * float8)
-    return tape.run(name, (saved,), builder.rows(builder.hidden), weights=weight_gradients, work=work)
+    return tape.add(name, (saved,), builder.rows(builder.hidden), weights=weight_gradients, work=work)
 
 
 def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> str:
@@ -68,15 +70,15 @@ def _add_whole_mlp(builder: LayerBuilder, prefix: str, x: str, width: float) -> 
     size = builder.rows(width)
     if not has_gate(builder.read):
         up = builder.add_linear(f"{prefix}up", "up_proj", x, hidden, width)
-        product = tape.run(f"{prefix}act", (up,), size, saves=(up,))
+        product = tape.add(f"{prefix}act", (up,), size, saves=(up,))
     else:
         gate = builder.add_linear(f"{prefix}gate_of", "gate_proj", x, hidden, width)
         makes_again = builder.compile_kind != "none"
-        act = gate if makes_again else tape.run(f"{prefix}act", (gate,), size, saves=(gate,))
+        act = gate if makes_again else tape.add(f"{prefix}act", (gate,), size, saves=(gate,))
         up = builder.add_linear(f"{prefix}up", "up_proj", x, hidden, width)
         # The compiled kernel that makes the gradients of gate and values also makes them scaled, for each adapter.
         scaled = size * makes_again * sum(map(builder.settings.has_adapter, ("gate_proj", "up_proj")))
-        product = tape.run(f"{prefix}product", (act, up), size, saves=(act, up), work=Work(0.0, scaled))
+        product = tape.add(f"{prefix}product", (act, up), size, saves=(act, up), work=Work(0.0, scaled))
     return builder.add_linear(f"{prefix}down", "down_proj", product, width, hidden)
 
 
@@ -107,37 +109,40 @@ def _add_visits(builder: LayerBuilder, x: str, share: str, visits: int, width: i
     other ranks, are sorted by expert, and go back the same way, so that each direction has two tensors more.
     """
     read, tape, trained = builder.read, builder.tape, builder.settings.trains_all
-    # The first product makes gate and values, or values alone, the second reads their product: weights divide so.
-    gates = 1 + has_gate(read)
+    # The first product makes gate and values (2 parts), or values only (1), and the second reads one such part: so the
+    # weights of an expert divide over the two products.
+    parts = 1 + has_gate(read)
     gradient_bytes = weights_here * builder.number * trained
     float8_rows = partial(builder.rows, bytes_per_number=1)
     narrow = read.count("moe_latent_size") or builder.hidden
     size = builder.rows(visits * narrow)
-    copies = tape.run("going", (x,), size)
+    copies = tape.add("copies", (x,), size)
     if builder.ep > 1:
-        copies = tape.run("sorted", (tape.run("arrived", (copies,), size),), size)
-    inner = tape.run(
+        copies = tape.add("sorted", (tape.add("arrived", (copies,), size),), size)
+    inner = tape.add(
         "inner",
         (copies,),
-        builder.rows(gates * visits * width),
+        builder.rows(parts * visits * width),
         saves=(copies,) if trained else (),
-        weights=gradient_bytes * gates / (gates + 1),
-        work=builder.float8_work(
-            float8_rows(visits * narrow), float8_rows(gates * visits * width), weights_here * gates / (gates + 1)
+        weights=gradient_bytes * parts / (parts + 1),
+        work=builder.count_float8_work(
+            float8_rows(visits * narrow), float8_rows(parts * visits * width), weights_here * parts / (parts + 1)
         ),
     )
     product = _add_gate(builder, inner, visits * width)
-    results = tape.run(
-        "coming",
+    results = tape.add(
+        "results",
         (product,),
         size,
         saves=(product,) if trained else (),
-        weights=gradient_bytes / (gates + 1),
-        work=builder.float8_work(float8_rows(visits * width), float8_rows(visits * narrow), weights_here / (gates + 1)),
+        weights=gradient_bytes / (parts + 1),
+        work=builder.count_float8_work(
+            float8_rows(visits * width), float8_rows(visits * narrow), weights_here / (parts + 1)
+        ),
     )
     if builder.ep > 1:
-        results = tape.run("sent_back", (tape.run("unsorted", (results,), size),), size)
-    return tape.run("mixed", (results, share), builder.rows(builder.hidden), saves=(results, share))
+        results = tape.add("sent_back", (tape.add("unsorted", (results,), size),), size)
+    return tape.add("mixed", (results, share), builder.rows(builder.hidden), saves=(results, share))
 
 
 def expert_width(read: ConfigReader) -> int:
@@ -159,7 +164,7 @@ def _add_router(builder: LayerBuilder, x: str, visits: int) -> str:
     if builder.read.family not in _OWN_GATES:  # a softmax over all experts, in float32
         parts |= {"probabilities": builder.rows(experts, WIDE)}
     saves = (x,) if builder.settings.trains_all else ()
-    return tape.run("share", (x,), builder.rows(visits), saves=saves, also=parts)
+    return tape.add("share", (x,), builder.rows(visits), saves=saves, also=parts)
 
 
 def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
@@ -169,12 +174,12 @@ def _add_gate(builder: LayerBuilder, inner: str, width: float) -> str:
     more. The gates of `_OWN_GATES` save several tensors more, and hold two gradients at a time in backward.
     """
     tape, size = builder.tape, builder.rows(width)
-    saved_tensors = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
     if not has_gate(builder.read):
-        return tape.run("expert_product", (inner,), size, saves=(inner,))
+        return tape.add("expert_product", (inner,), size, saves=(inner,))
+    saved_tensors = _OWN_GATES.get(builder.read.family, 0 if builder.settings.gpu else 1)
     parts = {f"expert_gate.{i}": size for i in range(saved_tensors)}
     work = Work(0.0, 2 * size * (saved_tensors > 1))
-    return tape.run("expert_product", (inner,), size, saves=(inner,), also=parts, work=work)
+    return tape.add("expert_product", (inner,), size, saves=(inner,), also=parts, work=work)
 
 
 def _add_shared_experts(builder: LayerBuilder, x: str, out: str, weights: Weights) -> str:
@@ -194,6 +199,6 @@ def _add_shared_experts(builder: LayerBuilder, x: str, out: str, weights: Weight
     shared_out = add_mlp(builder, "shared_", x, width)
     size = builder.rows(hidden)
     if shared // hidden % products:  # a weight for each row
-        weight = builder.tape.run("shared_weight", (x,), builder.rows(1), saves=("shared_weight",))
-        shared_out = builder.tape.run("shared_part", (shared_out, weight), size, saves=(shared_out, weight))
-    return builder.tape.run("experts_out", (out, shared_out), size, through=True)
+        weight = builder.tape.add("shared_weight", (x,), builder.rows(1), saves=("shared_weight",))
+        shared_out = builder.tape.add("shared_part", (shared_out, weight), size, saves=(shared_out, weight))
+    return builder.tape.add("experts_out", (out, shared_out), size, through=True)

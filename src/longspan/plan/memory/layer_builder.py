@@ -101,7 +101,7 @@ class LayerBuilder:
 
     def add_sum(self, name: str, x: str, out: str) -> str:
         """Add a residual's sum; return its output."""
-        return self.tape.run(name, (x, out), self.rows(self.residual), through=True)
+        return self.tape.add(name, (x, out), self.rows(self.residual), through=True)
 
     def add_norm(self, name: str, x: str, width: float, groups: float = 1, *, made_again: bool = False) -> str:
         """Add an RMS norm of rows of `width` numbers, in `groups` equal parts with a root each; return its output.
@@ -114,39 +114,41 @@ class LayerBuilder:
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
             saves = () if made_again and self.lies_in_graph else (x,)
-            return tape.run(name, (x,), self.rows(width), saves=saves, also=roots)
+            return tape.add(name, (x,), self.rows(width), saves=saves, also=roots)
         rounds = not self.settings.fused_norms and not self.read.family.startswith("gemma")
-        wide = tape.run(f"{name}.wide", (x,), self.rows(width, WIDE))
+        wide = tape.add(f"{name}.wide", (x,), self.rows(width, WIDE))
         even_size = self.rows(width, self.number if rounds else WIDE)
-        even = tape.run(
+        even = tape.add(
             f"{name}.even",
             (wide,),
             even_size,
             saves=(wide,),
             also=roots,
+            # Forward the squares of the rows are there too, backward two more gradients as wide.
             work=Work(self.rows(width, WIDE), 2 * self.rows(width, WIDE)),
         )
         saves = (even,) if self.settings.trains_all else ()  # for the gradient of its weight
-        return tape.run(name, (even,), self.rows(width), saves=saves, work=Work(0.0, even_size))
+        return tape.add(name, (even,), self.rows(width), saves=saves, work=Work(0.0, even_size))
 
     def add_gated_norm(self, name: str, x: str, gate: str, width: float, groups: float, *, gate_first: bool) -> str:
         """Add a norm of `x` with a gate before it (Mamba 2) or after it (gated delta nets); return its output.
 
         A kernel keeps its two inputs and a root for each of the `groups` of a row. torch's operations keep what they
-        make in float32: rows, gate and the gate's SiLU, with the gate first their product too.
+        make in float32: rows, gate and the gate's SiLU, with the gate first their product too. Their backward
+        passes hold two more such tensors.
         """
         tape, roots = self.tape, {f"{name}.root": self.rows(groups, WIDE)}
         if self.runs_kernels:
-            return tape.run(name, (x, gate), self.rows(width), saves=(x, gate), also=roots)
+            return tape.add(name, (x, gate), self.rows(width), saves=(x, gate), also=roots)
         wide, size = self.rows(width, WIDE), self.rows(width)
         if gate_first:
             parts = {f"{name}.{name_of_part}": wide for name_of_part in ("x", "gate", "silu", "product")}
-            even = tape.run(f"{name}.even", (x, gate), size, also=parts | roots, work=Work(0.0, 2 * wide))
-            return tape.run(name, (even,), size, saves=(even,))
+            even = tape.add(f"{name}.even", (x, gate), size, also=parts | roots, work=Work(0.0, 2 * wide))
+            return tape.add(name, (even,), size, saves=(even,))
         parts = {f"{name}.{name_of_part}": wide for name_of_part in ("x", "gate", "silu")} | {f"{name}.even": size}
-        return tape.run(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, work=Work(0.0, 2 * wide))
+        return tape.add(name, (x, gate), size, also=parts | {f"{name}.scaled": size} | roots, work=Work(0.0, 2 * wide))
 
-    def float8_work(self, rows_in: float, rows_out: float, weights: float) -> Work:
+    def count_float8_work(self, rows_in: float, rows_out: float, weights: float) -> Work:
         """Return what a product holds in float8 while it runs, and add its weights to `float8_weights`.
 
         It holds `rows_in` bytes of rows forward, `rows_out` bytes of gradients backward, and `weights` bytes. Inside a
@@ -165,14 +167,14 @@ class LayerBuilder:
         to its rank (`a`) and up (`b`); the result is scaled and added to the product of the frozen weight (`base`).
         """
         settings, size, weights = self.settings, self.rows(width_out), width_in * width_out
-        work = self.float8_work(self.rows(width_in, 1), self.rows(width_out, 1), weights)
+        work = self.count_float8_work(self.rows(width_in, 1), self.rows(width_out, 1), weights)
         if settings.trains_all:
-            return self.tape.run(name, (x,), size, saves=(x,), weights=weights * self.number, work=work)
+            return self.tape.add(name, (x,), size, saves=(x,), weights=weights * self.number, work=work)
         if not settings.has_adapter(target):
-            return self.tape.run(name, (x,), size, work=work)
+            return self.tape.add(name, (x,), size, work=work)
         rank, rank_bytes = settings.lora_rank, settings.lora_rank * self.number
-        base = self.tape.run(f"{name}.base", (x,), size, work=work)
-        narrow = self.tape.run(f"{name}.a", (x,), self.rows(rank), saves=(x,), weights=rank_bytes * width_in)
-        wide = self.tape.run(f"{name}.b", (narrow,), size, saves=(narrow,), weights=rank_bytes * width_out)
-        scaled = self.tape.run(f"{name}.scaled", (wide,), size)
-        return self.tape.run(name, (base, scaled), size, through=True)
+        base = self.tape.add(f"{name}.base", (x,), size, work=work)
+        narrow = self.tape.add(f"{name}.a", (x,), self.rows(rank), saves=(x,), weights=rank_bytes * width_in)
+        wide = self.tape.add(f"{name}.b", (narrow,), size, saves=(narrow,), weights=rank_bytes * width_out)
+        scaled = self.tape.add(f"{name}.scaled", (wide,), size)
+        return self.tape.add(name, (base, scaled), size, through=True)

@@ -61,8 +61,9 @@ class LayerTapes:
     def _add_mixing(self, builder: LayerBuilder, kind: LayerKind) -> str:
         """Add a norm, and on its rows attention, a state-space layer, or the sum of these two; return the output."""
         normed, parts = builder.add_norm("n1", "x", builder.hidden), list[str]()
-        mixer = read_mixer_shape(self.read) if kind.mixes else None
-        if mixer is not None:
+        if kind.mixes:
+            mixer = read_mixer_shape(self.read)
+            assert mixer is not None  # ModelShape refuses a configuration with state-space layers that are not priced
             builder.in_mixer = True
             parts.append(add_mixer(builder, normed, mixer))
             builder.in_mixer = False
@@ -70,7 +71,7 @@ class LayerTapes:
             parts.append(_add_attention(builder, normed))
         if len(parts) == 1:
             return parts[0]
-        return builder.tape.run("both", parts, builder.rows(builder.hidden), through=True)
+        return builder.tape.add("both", parts, builder.rows(builder.hidden), through=True)
 
 
 def _has_post_norms(read: ConfigReader) -> bool:
@@ -103,12 +104,12 @@ def _add_attention(builder: LayerBuilder, x: str) -> str:
         q = builder.add_norm("q_norm", q, query, heads)
         k = builder.add_norm("k_norm", k, key, kv_heads)
     rotary_bytes = 0.0 if builder.lies_in_graph else _ROTARY_WORK * builder.rows(query)  # in a graph: one kernel
-    q = tape.run("q_turned", (q,), builder.rows(query), work=Work(rotary_bytes, rotary_bytes))
-    k = tape.run("k_turned", (k,), builder.rows(key))
+    q = tape.add("q_rotated", (q,), builder.rows(query), work=Work(rotary_bytes, rotary_bytes))
+    k = tape.add("k_rotated", (k,), builder.rows(key))
     out = _add_attention_call(builder, (q, k, v), query, key, (heads, kv_heads))
     if gate:
-        factor = tape.run("gate", (queries_and_gate,), builder.rows(gate), saves=("gate",))
-        out = tape.run("gated", (out, factor), builder.rows(query), saves=(out, factor))
+        factor = tape.add("gate", (queries_and_gate,), builder.rows(gate), saves=("gate",))
+        out = tape.add("gated", (out, factor), builder.rows(query), saves=(out, factor))
     return builder.add_linear("o", "o_proj", out, query, hidden)
 
 
@@ -135,11 +136,11 @@ def _add_attention_call(
     # Bytes of keys, or of values, after the exchange, with the copies of heads that it makes.
     keys = (load.rows - load.exchanged_rows + load.exchanged_key_rows) * key * number
     if not load.exchanged_rows or builder.lean:
-        moved = 2 * (size + keys) * bool(load.exchanged_rows)  # q, k, v, and the output or its gradient
-        work = Work(work.forward + moved, work.backward + moved)
-        return tape.run("out", (q, k, v), size, saves=(q, k, v, "out"), also=lse, work=work)
+        moved_bytes = 2 * (size + keys) * bool(load.exchanged_rows)  # q, k, v, and the output or its gradient
+        work = Work(work.forward + moved_bytes, work.backward + moved_bytes)
+        return tape.add("out", (q, k, v), size, saves=(q, k, v, "out"), also=lse, work=work)
     q, k, v = (
-        tape.run(f"{name}_moved", (x,), size if name == "q" else keys) for name, x in zip("qkv", (q, k, v), strict=True)
+        tape.add(f"{name}_moved", (x,), size if name == "q" else keys) for name, x in zip("qkv", (q, k, v), strict=True)
     )
-    moved = tape.run("out_moved", (q, k, v), size, saves=(q, k, v, "out_moved"), also=lse, work=work)
-    return tape.run("out", (moved,), size)
+    out_moved = tape.add("out_moved", (q, k, v), size, saves=(q, k, v, "out_moved"), also=lse, work=work)
+    return tape.add("out", (out_moved,), size)

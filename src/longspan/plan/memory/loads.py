@@ -80,10 +80,10 @@ def _slot_load(
 
     `model` is a configuration, its settings, a machine and `tp`. `later` as in SlotLoad. Rows of a group of one slot,
     or of a model without attention heads, do not move. A slot without rows counts one, the padding row that a model
-    gets there; the slot's rows are rounded up as the plan pads them.
+    gets there; the slot's rows are rounded up as the plan pads them. Zigzag gives a slot two runs of each document.
     """
-    rows = exchanged = ring = gathered = runs = 0
-    keys = 0.0
+    rows = exchanged_rows = ring_rows = gathered_rows = runs = 0
+    exchanged_key_rows = 0.0
     read, settings, machine, tp = model
     heads, kv_heads = read.count("num_attention_heads") // tp, max(1, key_value_heads(read) // tp)
     for _, group in batch.groups_of(slot):
@@ -94,14 +94,14 @@ def _slot_load(
             continue
         kind, members = group_exchange(group, read, settings, machine, plan.node_size, tp)
         if members > 1:
-            exchanged += group_rows
-            keys += group_rows * float(kv_copies(heads, kv_heads, members))
+            exchanged_rows += group_rows
+            exchanged_key_rows += group_rows * float(kv_copies(heads, kv_heads, members))
         if kind == "all_gather":
-            gathered = max(gathered, group_rows * group.degree)
+            gathered_rows = max(gathered_rows, group_rows * group.degree)
         elif group.degree > members:  # a block of the ring has the rows of all members that exchange
-            ring = max(ring, group_rows * members)
+            ring_rows = max(ring_rows, group_rows * members)
     rows = -(-max(rows, 1) // plan.row_multiple) * plan.row_multiple
-    return SlotLoad(rows, exchanged, keys, ring, gathered, max(1, runs), later)
+    return SlotLoad(rows, exchanged_rows, exchanged_key_rows, ring_rows, gathered_rows, max(1, runs), later)
 
 
 def group_exchange(

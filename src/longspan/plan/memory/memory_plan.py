@@ -172,9 +172,13 @@ class MemoryNeeds:
         *,
         groups: int = 0,
     ) -> "MemoryNeeds":
-        """Count the needs of these loads, in steps of `micro_batches`; a slot is in `groups` with a communicator."""
+        """Count the needs of these loads, in steps of `micro_batches` micro-batches.
+
+        `groups` is the most groups with a communicator of their own that one slot is in.
+        """
         read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
         layers = numbers.decoder_layers
+        stages = make_stages(layers, home, settings, of_depths=len(numbers.kinds) - layers)
         places = tuple(
             StepPeak(
                 read,
@@ -182,10 +186,10 @@ class MemoryNeeds:
                 settings,
                 numbers,
                 stage,
-                _count_waiting_micro_batches(home, settings, place, micro_batches),
+                _count_waiting_micro_batches(home, settings, pipeline_rank, micro_batches),
                 groups,
             )
-            for place, stage in enumerate(make_stages(layers, home, settings, of_depths=len(numbers.kinds) - layers))
+            for pipeline_rank, stage in enumerate(stages)
         )
         return cls(places, tuple(loads))
 
@@ -226,7 +230,7 @@ class MemoryNeeds:
 def _count_communicators(plans: Sequence[Plan]) -> int:
     """Count the groups that need communicators of their own, at the slot that is in most of them.
 
-    A group of one slot needs none, and the group of all slots has one anyway.
+    A group of one slot needs none, and the group of all slots has one anyway. A slot has at most MOST_GROUPS of them.
     """
     groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
     several = [slots for slots in groups if 1 < len(slots) < max(plan.slots for plan in plans)]
@@ -234,8 +238,10 @@ def _count_communicators(plans: Sequence[Plan]) -> int:
     return min(max(counts.values(), default=0), MOST_GROUPS)
 
 
-def _count_waiting_micro_batches(home: Layout, settings: MemorySettings, place: int, micro_batches: int) -> float:
-    """Count how many micro-batches wait for their backward passes at most, on the rank at this place of a pipeline.
+def _count_waiting_micro_batches(
+    home: Layout, settings: MemorySettings, pipeline_rank: int, micro_batches: int
+) -> float:
+    """Count how many micro-batches wait for their backward passes at most, on a rank of the pipeline.
 
     The result need not be whole: with chunks (virtual stages) a micro-batch counts for each chunk that it has passed,
     as that chunk's part of the rank's layers. GPipe runs all forward passes first. Under 1F1B a rank runs as many
@@ -245,6 +251,7 @@ def _count_waiting_micro_batches(home: Layout, settings: MemorySettings, place: 
         return 1.0
     if settings.schedule == "gpipe":
         return float(micro_batches)
-    chunks, ranks_behind = settings.vpp, home.pp - place - 1
-    warm_up = ranks_behind if chunks == 1 else 2 * ranks_behind + (chunks - 1) * home.pp  # as in simulate.py
+    chunks, ranks_behind = settings.vpp, home.pp - pipeline_rank - 1
+    # As `plan/simulate/simulate.py` orders a stage's actions, interleaved where a rank has several chunks.
+    warm_up = ranks_behind if chunks == 1 else 2 * ranks_behind + (chunks - 1) * home.pp
     return min(warm_up + 1, micro_batches * chunks) / chunks

@@ -25,9 +25,9 @@ def _add_short_convolution(builder: LayerBuilder, x: str, mixer: MixerShape) -> 
     tape, inner = builder.tape, mixer.channels / builder.tp
     size = builder.rows(inner)
     projected = builder.add_linear("mixer_in", "in_proj", x, builder.hidden, 3 * inner)
-    gated = tape.run("mixer_gated", (projected,), size, saves=(projected,))
-    convolved = tape.run("mixer_rolled", (gated,), size, saves=(gated,))
-    out = tape.run("mixer_out", (convolved, projected), size, saves=(convolved, projected))
+    gated = tape.add("mixer_gated", (projected,), size, saves=(projected,))
+    convolved = tape.add("mixer_convolved", (gated,), size, saves=(gated,))
+    out = tape.add("mixer_out", (convolved, projected), size, saves=(convolved, projected))
     return builder.add_linear("mixer_back", "out_proj", out, inner, builder.hidden)
 
 
@@ -41,12 +41,12 @@ def _add_mamba(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     inner, channels, heads = mixer.last / builder.hidden / tp, mixer.channels / tp, mixer.heads / tp
     projected = builder.add_linear("mixer_in", "in_proj", x, builder.hidden, inner + channels + heads)
     steps = {f"mixer_step.{i}": builder.rows(heads, WIDE) for i in range(4)}
-    step = tape.run("mixer_steps", (projected,), builder.rows(heads, WIDE), also=steps)
-    convolved = tape.run("mixer_rolled", (projected,), builder.rows(channels), saves=(projected,))
+    step = tape.add("mixer_steps", (projected,), builder.rows(heads, WIDE), also=steps)
+    convolved = tape.add("mixer_convolved", (projected,), builder.rows(channels), saves=(projected,))
     key_width = (channels - inner) / 2  # channels are values (`inner`), keys and queries
-    values = tape.run("mixer_values", (convolved, step), _scan_row_bytes(builder, inner), saves=(convolved,))
+    values = tape.add("mixer_values", (convolved, step), _scan_row_bytes(builder, inner), saves=(convolved,))
     keys = {name: _scan_row_bytes(builder, key_width) for name in ("mixer_keys", "mixer_queries")}
-    out = tape.run(
+    out = tape.add(
         "mixer_scanned",
         (values, convolved),
         builder.rows(inner),
@@ -73,16 +73,16 @@ def _add_delta_net(builder: LayerBuilder, x: str, mixer: MixerShape) -> str:
     projected = builder.add_linear("mixer_in", "in_proj_qkvz", x, builder.hidden, channels + values)
     rates = builder.add_linear("mixer_rates", "in_proj_ba", x, builder.hidden, 2 * heads)
     # Queries, keys, values and gates lie head by head in the projection, so that both parts are copies.
-    mixed = tape.run("mixer_mixed", (projected,), builder.rows(channels))
-    gate = tape.run("mixer_gate", (projected,), builder.rows(values))
-    convolved = tape.run("mixer_rolled", (mixed,), builder.rows(channels), saves=(mixed,))
+    mixed = tape.add("mixer_mixed", (projected,), builder.rows(channels))
+    gate = tape.add("mixer_gate", (projected,), builder.rows(values))
+    convolved = tape.add("mixer_convolved", (mixed,), builder.rows(channels), saves=(mixed,))
     decays = {"mixer_beta": builder.rows(heads), "mixer_wide_beta": builder.rows(heads, WIDE)}
     decays |= {f"mixer_decay.{i}": builder.rows(heads, WIDE) for i in range(3)}
-    decay = tape.run("mixer_decays", (rates,), builder.rows(heads, WIDE), also=decays)
+    decay = tape.add("mixer_decays", (rates,), builder.rows(heads, WIDE), also=decays)
     units = _add_unit_vectors(builder, convolved, keys)
-    scan_values = tape.run("mixer_wide_values", (convolved,), _scan_row_bytes(builder, values))
+    scan_values = tape.add("mixer_wide_values", (convolved,), _scan_row_bytes(builder, values))
     chunks = {"mixer_chunks": builder.rows(heads * CHUNK)} if builder.scans_by_kernels else {}
-    out = tape.run(
+    out = tape.add(
         "mixer_scanned",
         (*units, scan_values, decay),
         builder.rows(values),
@@ -105,12 +105,12 @@ def _add_unit_vectors(builder: LayerBuilder, convolved: str, keys: float) -> tup
         parts = {f"mixer_{name}.root": builder.rows(keys / 128 if builder.scans_by_kernels else 0, WIDE)}
         if not builder.settings.gpu:
             parts |= {f"mixer_{name}.wide": size}
-        units.append(tape.run(f"mixer_{name}", (convolved,), size, saves=(f"mixer_{name}",), also=parts))
+        units.append(tape.add(f"mixer_{name}", (convolved,), size, saves=(f"mixer_{name}",), also=parts))
     return units[0], units[1]
 
 
 def _scan_row_bytes(builder: LayerBuilder, width: float) -> float:
-    """Return the bytes of all local rows of `width` numbers in the dtype of scans: float32 but for kernels."""
+    """Return the bytes of all local rows of `width` numbers in a scan: the compute dtype for kernels, else float32."""
     return builder.rows(width, builder.number if builder.scans_by_kernels else WIDE)
 
 
@@ -123,7 +123,8 @@ def _scan_work(builder: LayerBuilder, mixer: MixerShape, values: float) -> Work:
     """Return what a scan holds while it runs, forward and backward, for rows of `values` numbers.
 
     Kernels hold the states before all chunks and some tensors of rows: of Mamba values in float32, of a delta rule
-    values and keys in the compute dtype. How many was counted in the kernels; of torch's operations it was measured.
+    values and keys in the compute dtype. Their numbers were counted in the kernels; those of
+    torch's operations were measured (`_TORCH_SCANS`).
     """
     wide = builder.rows(values, WIDE)
     if not builder.scans_by_kernels:

@@ -63,7 +63,8 @@ class MicroBatchMoments:
         """Return what each layer keeps from forward until its segment runs backward.
 
         Without segments a layer keeps what its measure says. Of a segment only the first layer keeps anything, its
-        input, on the host if its measure says so; the other layers keep nothing. What passes hold besides is unchanged.
+        input, on the host if its measure says so; the other layers keep nothing. The peaks are those of each layer's
+        own measure.
         """
         peak, words = self.peak, [self.measures[i] for i in self.peak.stage.layers]
         if peak.settings.segment_layers < 2:
@@ -88,14 +89,15 @@ class MicroBatchMoments:
         return places_in_segments(words, self.peak.settings.segment_layers)
 
     def _segment_bytes(self, i: int) -> float:
-        """Return what the layers before layer i in its segment keep while layer i runs backward, beyond what waited.
+        """Return what the layers before layer i in its segment keep while layer i runs backward, without what waited.
 
-        The segment has run forward again, so each of these layers keeps as much as a layer without a segment. What
-        its measure keeps on the host counts here too, as bytes on the device.
+        The segment has run forward again, so each of these layers keeps as much as a layer without a segment, less the
+        bytes of `_waiting_bytes`, which the caller counts. What a layer keeps on the host counts here as bytes on the
+        device.
         """
-        place = self._places[i] if self.peak.settings.segment_layers > 1 else 0
-        kept_bytes = sum(layer.kept + layer.host for layer in self._layer_bytes[i - place : i])
-        waited_bytes = sum(layer.kept + layer.host for layer in self._waiting_bytes[i - place : i])
+        layers_before = self._places[i] if self.peak.settings.segment_layers > 1 else 0
+        kept_bytes = sum(layer.kept + layer.host for layer in self._layer_bytes[i - layers_before : i])
+        waited_bytes = sum(layer.kept + layer.host for layer in self._waiting_bytes[i - layers_before : i])
         return kept_bytes - waited_bytes
 
     @cached_property
@@ -202,8 +204,8 @@ class MicroBatchMoments:
         activations = (
             self._other_activations + sum(layer.kept for layer in self._waiting_bytes) if settings.backward else 0.0
         )
-        count = _AT_THE_LOSS + settings.depths + _OF_WIDE_NORM * (not (settings.gpu and settings.fused_norms))
-        rows = count * self.load.rows * peak.row_bytes
+        row_tensors = _AT_THE_LOSS + settings.depths + _OF_WIDE_NORM * (not (settings.gpu and settings.fused_norms))
+        rows = row_tensors * self.load.rows * peak.row_bytes
         for logits in self._logit_bytes():
             yield self._make_moment(
                 gradients=self._earlier_gradients, gathered=whole_bytes, kept=activations, work=rows, logits=logits
@@ -299,9 +301,8 @@ class MicroBatchMoments:
             sent_bytes, root_bytes = (numbers.trained * peak.settings.reduce_bytes for numbers in (largest, root))
             whole_bytes = self._root_weights + sum(self._whole_weights) + self._whole_gradients + sent_bytes
             yield self._make_moment(gradients=peak.gradient_bytes(largest), gathered=whole_bytes, kept=0.0, work=rows)
-            yield self._make_moment(
-                gradients=all_gradients, gathered=self._root_weights + 2 * root_bytes, kept=0.0, work=rows
-            )
+            gathered_bytes = self._root_weights + 2 * root_bytes  # 2: the root's gradients, and the copy that is sent
+            yield self._make_moment(gradients=all_gradients, gathered=gathered_bytes, kept=0.0, work=rows)
         else:
             # A first micro-batch has the shards of the layers' gradients by now, a later one those of the root too.
             summed = self._earlier_gradients if self.load.later else all_gradients - peak.gradient_bytes(root)

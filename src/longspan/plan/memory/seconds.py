@@ -90,7 +90,7 @@ class MemoryPrices:
         return layers + gather + state_copies
 
     def least_seconds(self, needs: MemoryNeeds, words: Sequence[Measure]) -> float:
-        """Return the least seconds that a plan of these needs may add whose layers keep some of these measures.
+        """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures.
 
         No plan is below it by rounding either: each sum has the terms of `seconds` in the same order, or smaller ones.
         """
@@ -167,13 +167,15 @@ class MemoryPrices:
     def _exchange_seconds(self) -> dict[str, float]:
         """Return, by measure, the seconds of the exchanges that a layer repeats; none where no heads are exchanged.
 
-        Under "selective" these are exchanges of queries, keys and values, under "full" also of the output.
+        Under "selective" these are exchanges of queries, keys and values, under "full" also of the output; under
+        "exchanged" a layer repeats none. `seconds_of_number` is for one number of each exchanged row.
         """
         if not self.load.exchanged_rows:
             return {}
         shape = ModelShape.of(self.config, depths=self.place.settings.depths)
-        seconds_of_number = self.load.exchanged_rows * self.place.settings.compute_bytes / self.place.home.tp
-        seconds_of_number /= self.machine.inside.point.bytes_per_second
+        bytes_of_number = self.load.exchanged_rows * self.place.settings.compute_bytes / self.place.home.tp
+        # Members that exchange heads are taken to be in one node.
+        seconds_of_number = bytes_of_number / self.machine.inside.point.bytes_per_second
         widths = {
             "selective": shape.query_width + 2 * shape.key_width,
             "full": 2 * (shape.query_width + shape.key_width),
@@ -187,11 +189,11 @@ class MemoryPrices:
         behind its backward pass. What does not hide counts whole, and of what hides SHOWN_SHARE.
         """
         size = self.place.layer_bytes(index, self.load, word).host  # pyright: ignore[reportArgumentType]
-        copied = size / self.machine.host_copy_bytes_per_second
+        copy_seconds = size / self.machine.host_copy_bytes_per_second
         forward = self._plain_seconds / 3
         backward = self._plain_seconds - forward
-        hidden = min(copied, forward) + min(copied, backward)
-        return 2 * copied - hidden + SHOWN_SHARE * hidden
+        hidden_seconds = min(copy_seconds, forward) + min(copy_seconds, backward)
+        return 2 * copy_seconds - hidden_seconds + SHOWN_SHARE * hidden_seconds
 
     @cached_property
     def _gather_seconds(self) -> float:
@@ -203,6 +205,6 @@ class MemoryPrices:
         if place.shards == 1 or place.stays_whole:
             return 0.0
         numbers_of_layers = sum(numbers.whole for numbers in place.numbers.layers)
-        wire = numbers_of_layers * place.settings.compute_bytes * (place.shards - 1) / place.shards
-        wire /= machine.sharding_bytes_per_second
-        return machine.weight_copy_seconds * numbers_of_layers + machine.sharding_share * wire
+        received_bytes = numbers_of_layers * place.settings.compute_bytes * (place.shards - 1) / place.shards
+        wire_seconds = received_bytes / machine.sharding_bytes_per_second
+        return machine.weight_copy_seconds * numbers_of_layers + machine.sharding_share * wire_seconds

@@ -28,12 +28,12 @@ class MemorySettings:
     A weight has `parameter_bytes`, and so have its gradient and each of its `state_numbers` in the optimizer; numbers
     of activations and gathered weights have `compute_bytes`. Adapters of `lora_rank` (0: none) on the linears
     `lora_targets` (none named: every linear of decoder layers) have `adapter_bytes` a number. There are `depths` of
-    multi-token prediction. `shard_parameters` as in
-    `prepare`. `gathered_once` keeps a layer's weights between forward and backward; `offload_states` keeps the
-    optimizer's states on the host. `mlp_tile_rows` and `loss_chunk_rows` as in [train]; only `target_share` of rows
-    predict a token. `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole.
-    `sequence_parallel` as in [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the type of the
-    machine's prices. On a `gpu` there are a context and communicators, and kernels run norms in one pass
+    multi-token prediction. `shard_parameters` as in `prepare`. `gathered_once` keeps a layer's weights between forward
+    and backward; `offload_states` keeps the optimizer's states on the host. `segment_layers` neighbouring layers that
+    recompute keep one input together (0 or 1: each its own). `mlp_tile_rows` and `loss_chunk_rows` as in [train]; only
+    `target_share` of rows predict a token. `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and
+    gradients whole. `sequence_parallel` as in [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the
+    type of the machine's prices. On a `gpu` there are a context and communicators, and kernels run norms in one pass
     (`fused_norms`). Layers may be `compiled` as in [train]: torch.compile keeps less of them. State-space layers scan
     by `scan_kernels` of GPUs, else in float32. Linears and experts may multiply in `float8`. `backward` False is an
     evaluation. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`, in a wave (0: no
@@ -122,7 +122,7 @@ class FixedMemory:
         """Return the measures that layers may have, in the order of MEASURES.
 
         A measure names what layers recompute, with "+host" if what they keep waits on the host. "none" has no "+host"
-        form: with `offload` true it is a choice only if `measure` is not fixed, for layers that need move nothing.
+        form: with `offload` true it is a choice only if `measure` is not fixed, for the layers that fit without moving.
         "exchanged" is "selective" that also keeps what types that exchange heads have exchanged; it has no "+host" form
         either. Raises PlanError where the keys leave none.
         """

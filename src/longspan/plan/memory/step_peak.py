@@ -111,7 +111,10 @@ class StepPeak:
         )
 
     def _optimizer_state_bytes(self) -> int:
-        """Return the bytes of the optimizer's states of this rank's shards; a tower has some for its trained part."""
+        """Return the bytes of the optimizer's states of this rank's shards.
+
+        Whether a tower is trained is a setting of its own, so that its trained part replaces its share.
+        """
         settings, numbers, tower = self.settings, self.all_numbers, self.numbers.tower
         if not settings.backward:
             return 0
@@ -138,8 +141,8 @@ class StepPeak:
     def gradient_bytes(self, numbers: Numbers) -> float:
         """Return the bytes of this rank's shard of the gradients of these parameters.
 
-        Of the parameters' share as large a part is trained as of the whole ones. With HSDP gradients have the dtype of
-        sums, since replicas are added after the sum over shards.
+        The same fraction of `share` is trained as of `whole`. With HSDP gradients have the dtype of sums: replicas are
+        added after the sum over shards.
         """
         if not numbers.trained or not self.settings.backward:
             return 0.0

@@ -42,7 +42,7 @@ class Tape:
     """The operations of a layer from its input "x" to its output "y".
 
     >>> tape = Tape({"x": 8.0})
-    >>> tape.run("product", ("x",), 24.0, saves=("x",))
+    >>> tape.add("product", ("x",), 24.0, saves=("x",))
     'product'
     >>> tape.bytes_saved(), tape.peaks(held=("x",)).backward
     (8.0, 32.0)
@@ -60,7 +60,7 @@ class Tape:
         self.constants: set[str] = set()
         self.lasting: set[str] = set()
 
-    def run(
+    def add(
         self,
         output: str,
         inputs: Sequence[str],
@@ -94,9 +94,9 @@ class Tape:
         """Return the tensors that backward needs."""
         return {name for operation in self.operations for name in operation.saves}
 
-    def bytes_saved(self, but: Collection[str] = ()) -> float:
-        """Return the bytes of the tensors that backward needs, without those named in `but`."""
-        return sum(self.sizes[name] for name in self.names_saved() if name not in but)
+    def bytes_saved(self, excluded: Collection[str] = ()) -> float:
+        """Return the bytes of the tensors that backward needs, without those named in `excluded`."""
+        return sum(self.sizes[name] for name in self.names_saved() if name not in excluded)
 
     def weight_bytes(self) -> float:
         """Return the bytes of the gradients of all parameters."""
@@ -144,12 +144,9 @@ class Tape:
         Operations run in reverse. An operation makes the gradients of its inputs in new buffers; a sum passes the
         buffer of its output's gradient on instead. A second gradient of a tensor is added in place, or waits as a
         summand until the operation that made the tensor runs. After an operation the tensors that it saved are freed,
-        but for those that an operation yet to run saved too. Constants get no gradient; gradients of weights stay to
-        the end.
+        unless an operation yet to run saved them too. Constants get no gradient; gradients of weights stay to the end.
         """
-        savers_left: dict[
-            str, int
-        ] = {}  # for each saved tensor, how many of the operations that saved it are yet to run
+        savers_left = dict[str, int]()  # by saved tensor, how many of the operations that saved it are yet to run
         for operation in self.operations:
             for name in set(operation.saves):
                 savers_left[name] = savers_left.get(name, 0) + 1
