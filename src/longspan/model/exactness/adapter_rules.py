@@ -149,8 +149,8 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
             "is_trainable=True"
         )
     yield from depth_reasons(model)
-    weights = {name for name in trained if not belongs_to_adapter(name)}
-    if of_base := sorted(weights.difference(select_depth_weights(weights))):
+    other_names = {name for name in trained if not belongs_to_adapter(name)}
+    if of_base := sorted(other_names.difference(select_depth_weights(other_names))):
         yield f"{len(of_base)} parameters of the base model require gradients ({', '.join(of_base[:2])}); freeze them"
     if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
         yield (

@@ -65,7 +65,7 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _text_class_name(model: PreTrainedModel) -> str:
-    """Name the class of the language model alone, from transformers' list, or words for it if it has none."""
+    """Return the class name of the text model with its head, from transformers' list; words for it if it has none."""
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     config = type(model.config.get_text_config())
     return classes[config].__name__ if config in classes else "the causal language model"

@@ -28,7 +28,8 @@ def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
     _refuse_streams(model, noted[last_layer])
     outputs = noted[last_layer].outputs
     index = _last_independent_layer(model, last_layer, outputs)
-    # The arguments of a layer other than the last are made anew, by the module around the layers, as if of tokens.
+    # With `of_tokens` the module around the layers runs again, to make the arguments of a depth's layer of its tokens.
+    # A layer other than the last gets its arguments in this way too, whatever they depend on.
     of_tokens = index != last_layer or depends_on_parameters(noted[index].note.call)
     return CopiedLayer(index, of_tokens, outputs)
 
@@ -69,10 +70,10 @@ def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
 
 
 def _last_independent_layer(model: PreTrainedModel, last: int, outputs: int) -> int:
-    """Return the number of the last layer that runs while stand-ins, which return `outputs`, replace all other layers.
+    """Return the number of the last layer that runs while stand-ins, which return `outputs` values, replace all others.
 
-    If not even the whole model, up to layer `last`, runs on meta tensors, a failure says nothing of the layer that
-    runs; `last` is returned then, and also where no layer runs by itself.
+    If not even the model with all its layers runs on meta tensors, failures with stand-ins show nothing of the layers:
+    `last`, the number of the last layer, is returned then, and also where no layer runs by itself.
     """
     if _runs_on_meta(model, outputs, [last]) or not _runs_on_meta(model, outputs, range(last + 1)):
         return last

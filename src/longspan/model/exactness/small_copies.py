@@ -136,7 +136,7 @@ def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) ->
 
 
 def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
-    """Raise ModelError if the class cannot be made, a size stayed large, or the stock model fails on a document."""
+    """Raise ModelError if a size stayed large, and the class's own error if it cannot be made or run on a document."""
     with torch.device("meta"), _silence_warnings():
         model = _make_model(config, "sdpa", images=images)
     count = sum(p.numel() for p in model.parameters())

@@ -101,6 +101,6 @@ def _text_width(values: Mapping[str, Any]) -> int | None:
 def _placeholder_names(values: Mapping[str, Any]) -> list[str]:
     """Return the names of special tokens of images, videos and audio, not of text, the image's own first."""
     names = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
-    usual = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
-    names = [name for name in names if not name.startswith(usual)]
+    text_prefixes = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
+    names = [name for name in names if not name.startswith(text_prefixes)]
     return sorted(names, key=lambda name: (not name.startswith("image_token"), name))

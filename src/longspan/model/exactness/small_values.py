@@ -237,7 +237,10 @@ class _Rules:
         return value
 
     def _scale_width(self, value: int) -> int:
-        """Scale a width by its ratio to the hidden size if one divides the other, else to three quarters of it."""
+        """Scale a width by its ratio to the hidden size if one divides the other, else to three quarters of that size.
+
+        A part of the hidden size is at least 8.
+        """
         assert self.hidden
         if value % self.hidden == 0:
             return self.small_hidden * (value // self.hidden)

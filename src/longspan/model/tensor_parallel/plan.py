@@ -10,7 +10,7 @@ module works on each feature by itself, as a learnt activation does; everything 
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,9 +65,10 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
 
 
 def split_block_names(placed: Sequence[StyledModule]) -> set[str]:
-    """Name the modules whose input every rank takes whole, for its heads or features: attention, MLP and mixers.
+    """Return the names of the blocks that are split inside: mixers, and modules that own a column-wise linear.
 
-    Of nested ones only the outermost, as an adapted linear inside attention has column-wise linears too.
+    Those are attention and MLPs. A block takes its whole input on every rank, for the rank's heads or features. Of
+    nested blocks only the outermost counts: an adapted linear inside attention has column-wise linears too.
     """
     blocks = {name.rpartition(".")[0] for name, _, style, _ in placed if style in (COLWISE, PACKED)}
     blocks |= {name for name, _, style, _ in placed if style == MIXER}
@@ -110,7 +111,7 @@ def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
 
 
 def check_tp_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) -> None:
-    """Raise ModelError, with the sizes that would fit, where tp does not divide heads or intermediate sizes."""
+    """Raise ModelError, with the values of tp that would fit, where tp does not divide heads or intermediate sizes."""
     sizes = _tp_sizes(model, placed)
     wrong = {size_name: size for size_name, size in sizes.items() if size % tp}
     if not wrong:
@@ -197,9 +198,10 @@ def _entry_parameters(entry: StyledModule) -> Iterator[nn.Parameter]:
 def _partial_block_parameters(
     model: nn.Module, name: str, placed: Sequence[StyledModule], named: set[int]
 ) -> Iterator[StyledModule]:
-    """Yield the parameters of a block that are not in `named` (ids), whose gradients are to be summed over tp.
+    """Yield the parameters of a block that the plan does not name, whose gradients are to be summed over tp.
 
-    Raises ModelError if a sum would be wrong, and for parameters of the block itself, which cannot be tried alone.
+    `named` are the ids of parameters that it names. Raises ModelError if a sum would be wrong, and for parameters that
+    the block itself owns, since only a module inside it can be tried by itself.
     """
     block = model.get_submodule(name)
     unnamed = {n: p for n, p in block.named_parameters() if id(p) not in named}
@@ -220,12 +222,13 @@ def _partial_block_parameters(
         yield StyledModule(f"{name}.{parameter}", module, PARTIAL_GRADIENT, attribute)
 
 
-def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
-    """Name the parameters that act on the block's output only through the inputs of row-wise linears.
+def _feature_parameters(block: nn.Module, names: Iterable[str], styles: Mapping[int, str]) -> set[str]:
+    """Select the names of parameters that act on the block's output only through the inputs of row-wise linears.
 
     Such parameters, as of a learnt activation, act on this rank's features only. A parameter is one if the inputs of
     row-wise linears depend on it and the output does not, once these linears' outputs are cut from the graph. The block
-    runs on the meta device; the result is empty if it cannot be called with only hidden states.
+    runs on the meta device; the result is empty if it cannot be called with only hidden states, or if its column-wise
+    linears are packed, which is not tried.
     """
     inputs: list[Tensor] = []
 
@@ -235,11 +238,14 @@ def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: M
         return out.detach()
 
     linears = [module for module in block.modules() if isinstance(base_module(module), nn.Linear)]
-    first: Any = next(base_module(linear) for linear in linears if styles.get(id(linear)) == COLWISE)
+    column_linears = [base_module(linear) for linear in linears if styles.get(id(linear)) == COLWISE]
+    if not column_linears:
+        return set()
+    first_linear: Any = column_linears[0]
     handles = [m.register_forward_hook(cut_output) for m in linears if styles.get(id(m)) == ROWWISE]
     tensors = {n: torch.empty_like(x, device="meta") for n, x in (*block.named_parameters(), *block.named_buffers())}
     parameters = [tensors[name].requires_grad_() for name in names]
-    hidden = torch.empty(1, 2, first.in_features, dtype=first.weight.dtype, device="meta")
+    hidden = torch.empty(1, 2, first_linear.in_features, dtype=first_linear.weight.dtype, device="meta")
     try:
         with torch.enable_grad():
             out = functional_call(block, tensors, (hidden,))
@@ -248,9 +254,9 @@ def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: M
     finally:
         for handle in handles:
             handle.remove()
-    through = _depend_on_parameters(inputs, parameters)
-    around = _depend_on_parameters([out[0] if isinstance(out, tuple) else out], parameters)
-    return {name for name, inside, outside in zip(names, through, around, strict=True) if inside and not outside}
+    in_inputs = _depend_on_parameters(inputs, parameters)
+    in_output = _depend_on_parameters([out[0] if isinstance(out, tuple) else out], parameters)
+    return {name for name, reads, bypasses in zip(names, in_inputs, in_output, strict=True) if reads and not bypasses}
 
 
 def _depend_on_parameters(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bool]:

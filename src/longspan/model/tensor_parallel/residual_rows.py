@@ -89,7 +89,10 @@ def residual_regions(
 
 
 def final_norm_name(model: PreTrainedModel) -> str:
-    """Return the name of the norm after the layers in the base model. Raises ModelError if there is none."""
+    """Return the name of the norm after the layers in the base model.
+
+    Raises ModelError if the base model lacks it, or the embedding or the list of layers before it.
+    """
     names = usual_parts(model)
     if len(names) != 3:
         raise ModelError(

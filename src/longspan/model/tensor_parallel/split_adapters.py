@@ -49,7 +49,8 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
     An adapter is two linears: `first` from the inputs to the adapter's rank, `second` from there to the outputs.
     Row-wise styles split inputs, so the linear and `first`; column-wise ones split outputs, so the linear and `second`.
     The linear of the adapter that stays whole has a partial gradient on each rank, which is summed over tp. With
-    PARTIAL_GRADIENT all three linears stay whole, and their gradients are summed.
+    PARTIAL_GRADIENT all three linears stay whole, and their gradients are summed. With SPLIT_INPUT every rank has the
+    whole inputs and takes its part of them; with styles in GATHERED every rank gets all outputs.
     """
     layer: Any = module
     key, base, first, second = world.key, layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
@@ -67,10 +68,12 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
     if style == PARTIAL_GRADIENT:
         return
     for linear in (base, *second):
-        split_style = (
-            split_packed_columns if style == PACKED else split_three_columns if style == QKV else split_columns
-        )
-        split_style(linear, world)
+        if style == PACKED:
+            split_packed_columns(linear, world)
+        elif style == QKV:
+            split_three_columns(linear, world)
+        else:
+            split_columns(linear, world)
     if style in GATHERED:
         gather_outputs(layer, key)
 

@@ -91,8 +91,8 @@ class SplitTrial:
                 ) from error
         slices = {name: _matching_part(x, results.get(name), self._key) for name, x in true.items()}
         wrong = _describe_differences(slices, results)
-        anywhere = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
-        if anywhere.item():
+        ranks_that_differ = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
+        if ranks_that_differ.item():
             raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
 
     def _split_error(self, reason: str) -> ModelError:
