@@ -35,8 +35,8 @@ def refuse_unsupported(model: nn.Module) -> None:
             "a model of your own calls longspan.attend itself and needs no prepare"
         )
     reasons = [reason for rule in (_architecture_reasons, _output_reasons, _forward_reasons) for reason in rule(model)]
-    of_text = (_rope_reasons, _temperature_reasons, _layer_type_reasons, _convolution_reasons)
-    reasons += [reason for rule in of_text for reason in rule(text_model(model))]
+    text_rules = (_rope_reasons, _temperature_reasons, _layer_type_reasons, _convolution_reasons)
+    reasons += [reason for rule in text_rules for reason in rule(text_model(model))]
     if reasons:
         raise ModelError(
             f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}"

@@ -85,8 +85,9 @@ def _document_rows(
 ) -> TrialRows:
     """Return the rows of one pass: these documents on every slot, once for each of `parts` ranks.
 
-    A row's number is its index among the rows of all documents of `_LENGTHS`, plus COUNT for each earlier part. With
-    several parts, sequence parallelism splits rows between layers, and this rank has the part of its tp rank.
+    `documents` are indices of `lengths`; for `others` see `TrialRows`. A row's number is its index among the rows of
+    all documents, plus COUNT for each earlier part. With several parts, sequence parallelism splits rows between
+    layers, and this rank has the part of its tp rank.
     """
     starts = np.cumsum([0, *lengths])
     numbers_of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])

@@ -128,8 +128,8 @@ def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) ->
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)
-    cut = {name: layers.layer_value(name, value) for name, value in values.items() if name not in inner}
-    small = small_values(cut, sizes) | small_periods(values)
+    layer_values = {name: layers.layer_value(name, value) for name, value in values.items() if name not in inner}
+    small = small_values(layer_values, sizes) | small_periods(values)
     small |= {name: _small_attributes(value, sizes, least) for name, value in inner.items()}
     override: Mapping[str, Any] = OVERRIDES.get(config.model_type, {})
     return small | {name: value(small) if callable(value) else value for name, value in override.items()}

@@ -81,7 +81,8 @@ def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Set how many rotary pairs of the small head count frames, rows and columns, where the configuration does not.
 
     The class's own default is for a large head. Rows and columns get a quarter of the pairs each, and frames what is
-    left. Configurations that set sections (scaled elsewhere), or have several kinds of rotary embeddings, stay.
+    left. Configurations that set sections (`small_values` scales these) or have several kinds of rotary embeddings
+    stay.
     """
     rope = text.get("rope_parameters")
     has_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())

@@ -157,17 +157,17 @@ def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> 
 
     A view is a function from an attribute to what this rank's forward sees of it.
     """
-    copied: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
+    whole_view: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
         yield mixer.get_submodule(owner), attribute, partial(_return_constant, value)
     for part_name, rows in parts.rows.items():
         for name, owner, attribute in find_tensors(mixer, part_name):
-            view = copied if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
+            view = whole_view if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
             yield owner, attribute, view
     for part_name in parts.whole:
         for _, owner, attribute in find_tensors(mixer, part_name):
-            yield owner, attribute, copied
+            yield owner, attribute, whole_view
 
 
 def _return_constant(value: int, _: object) -> Any:

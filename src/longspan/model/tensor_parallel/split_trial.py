@@ -181,10 +181,10 @@ def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[st
 _FEATURES = 64  # of a trial: an even number, large enough for some to pass a threshold of the largest twentieth
 
 
-def refuse_mixed_features(model: nn.Module, placed: Sequence[StyledModule]) -> None:
+def refuse_mixed_features(model: nn.Module, styled_modules: Sequence[StyledModule]) -> None:
     """Raise ModelError for a block whose features depend on each other where they are split."""
-    styles = {id(entry.module): entry.style for entry in placed}
-    for name in sorted(split_block_names(placed)):
+    styles = {id(entry.module): entry.style for entry in styled_modules}
+    for name in sorted(split_block_names(styled_modules)):
         block = model.get_submodule(name)
         if mixes_features(block, styles):
             raise ModelError(

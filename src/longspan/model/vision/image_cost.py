@@ -22,8 +22,9 @@ def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, 
     """Price an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
 
     `encoder` is the whole tower and projector, before it is sharded. Of frozen parts only the forward pass is priced.
-    `again` is how many more forward passes recomputation makes for a backward pass. A tower whose configuration does
-    not give a price is priced by its parameters, as if all of it were trained.
+    `again` is how many more forward passes recomputation makes for a backward pass; `gpu`: seconds are those of an
+    H200, else of CPUs. A tower whose configuration does not give a price is priced by its parameters, as if all of it
+    were trained without recomputation on GPUs.
     """
     try:
         return EncoderShape.of(config).cost(trained=find_trained_part(encoder), again=again, gpu=gpu)
