@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
+from longspan.model.tensor_parallel.family_plans import COLWISE, PACKED
 from longspan.model.tensor_parallel.plan import PARTIAL_GRADIENT, list_partial_gradients, list_styles
 from tests.model.stock import tiny
 
@@ -72,6 +73,14 @@ def test_a_parameter_of_attention_is_refused() -> None:
     model.get_submodule("model.layers.0.self_attn").gain = nn.Parameter(torch.ones(4))
     with pytest.raises(ModelError, match=r"model.layers.0.self_attn.gain \(LlamaAttention\)"):
         list_partial_gradients(model, list_styles(model))
+
+
+def test_a_learnt_activation_between_packed_and_row_wise_linears_is_refused() -> None:
+    model = tiny("llama")
+    _activation(model.get_submodule("model.layers.0.mlp"), Gain())
+    styles = [x._replace(style=PACKED) if ".mlp." in x.name and x.style == COLWISE else x for x in list_styles(model)]
+    with pytest.raises(ModelError, match=r"model.layers.0.mlp.act_fn.gain \(Gain\) is not in the .* plan"):
+        list_partial_gradients(model, styles)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -1,4 +1,8 @@
-"""The parts of a causal language model that stages and sequence parallelism rely on: which are called, and how."""
+"""The parts of a causal language model that stages and sequence parallelism rely on: which are called, and how.
+
+This is found by running a copy of the model whose parts are stand-ins. `copy_for_stage` makes it, and makes pipeline
+stages, which keep some of the parts, by the same rules.
+"""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,7 +126,7 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
     Returns the calls of parts, the forward's output, and a list of hidden states: the first input, then what each call
     returned.
     """
-    bare = decoder_model(shallow_copy(model, parts, range(0), first=False, last=False))
+    bare = decoder_model(copy_for_stage(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
     x = torch.linspace(-1, 1, 2 * size, device=device).view(1, 2, size).requires_grad_()
@@ -175,8 +179,8 @@ def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
 class _Entry(Absent):
     """Stands on a later stage for the first part that hidden states go through, and returns those that the stage got.
 
-    It does not pass its own input on, to which the base model has applied what the first stage already did: Granite's
-    scales its embeddings before the first layer.
+    It does not pass its own input on, as the base model's forward has changed that once more, after the first stage
+    did: Granite's scales its embeddings before the first layer.
     """
 
     rows: Tensor | None = None
@@ -206,7 +210,7 @@ def _replace_first_part(base: nn.Module, part: str, outputs: int) -> None:
     base.register_forward_hook(entry.forget_rows, always_call=True)
 
 
-def shallow_copy(
+def copy_for_stage(
     model: PreTrainedModel, parts: ModelParts, layers: range, *, first: bool, last: bool
 ) -> PreTrainedModel:
     """Copy the model for one stage, with stand-ins for what other stages hold; `layers` are the indices of its layers.
@@ -240,7 +244,7 @@ def shallow_copy(
 
 
 def _stage_layer_list(layers: nn.Module, indices: range, outputs: int) -> nn.ModuleList:
-    """Copy the list of layers, with stand-ins for all but the layers at these indices."""
+    """Copy the list of layers, with stand-ins, which return `outputs` values, for all but those at these indices."""
     stage_layers: nn.ModuleList = shallow_module(layers)
     for i, (name, layer) in enumerate(layers._modules.items()):
         if i not in indices:

@@ -49,7 +49,7 @@ def _plain_positions(document: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "no parts for deeper layers": (image_trial, "_add_rows_to_layers", _without_deeper),
+    "no parts for deeper layers": (image_trial, "_hook_image_rows", _without_deeper),
     "positions of the text": (trial_documents, "_make_document", _plain_positions),
 }
 

@@ -134,7 +134,7 @@ MUTANTS = {
     "cp 2": ("model.seams.mixer_calls", "(v * step.unsqueeze(-1))", "(v.detach() * step.unsqueeze(-1))"),
     "tp 2": (
         "model.tensor_parallel.mixers",
-        "copied if is_first_adapter_matrix(name)",
+        "whole_view if is_first_adapter_matrix(name)",
         "(lambda x: x) if is_first_adapter_matrix(name)",
     ),
 }

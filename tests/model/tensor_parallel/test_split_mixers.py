@@ -228,7 +228,7 @@ MUTANTS = {
     ),
     "the gradient of the input": (
         f"{ROOM}.plan",
-        "blocks |= {name for name, _, style, _ in placed if style == MIXER}",
+        "blocks |= {name for name, _, style, _ in styled_modules if style == MIXER}",
         "pass",
     ),
 }

@@ -66,9 +66,9 @@ def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
     """
     trained = dict(adapter_parameters(model)) | {n: p for n, p in model.named_parameters() if p.requires_grad}
     digests = {name: zlib.crc32(_parameter_bytes(p)) for name, p in trained.items() if not p.is_meta}
-    of_ranks = world.control.gather_objects(digests, "digests of adapters")
-    for rank, rank_digests in zip(world.home.ranks, of_ranks, strict=True):
-        for name, digest in of_ranks[0].items():
+    digests_of_ranks = world.control.gather_objects(digests, "digests of adapters")
+    for rank, rank_digests in zip(world.home.ranks, digests_of_ranks, strict=True):
+        for name, digest in digests_of_ranks[0].items():
             if rank_digests.get(name) != digest:
                 raise ModelError(
                     f"{name} is not the same on ranks {world.home.ranks[0]} and {rank}: peft draws with torch's "
@@ -149,9 +149,9 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
             "is_trainable=True"
         )
     yield from depth_reasons(model)
-    weights = {name for name in trained if not belongs_to_adapter(name)}
-    if of_base := sorted(weights.difference(select_depth_weights(weights))):
-        yield f"{len(of_base)} parameters of the base model require gradients ({', '.join(of_base[:2])}); freeze them"
+    other_names = {name for name in trained if not belongs_to_adapter(name)}
+    if base := sorted(other_names.difference(select_depth_weights(other_names))):
+        yield f"{len(base)} parameters of the base model require gradients ({', '.join(base[:2])}); freeze them"
     if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in trained.values()}) > 1:
         yield (
             f"what is trained is of {' and '.join(sorted(dtypes))}, of which FSDP2 sums the gradients in one type; "

@@ -87,7 +87,7 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
     A class that draws at random in training is compared in evaluation mode: draws would differ from pass to pass.
     """
     try:
-        model = _small_model(kind, config)
+        model = _make_small_model(kind, config)
         draws = _random_draw_reasons(model)
         return ClassTrial(tuple(_row_reasons(model.train(not draws))), draws)
     except Exception as error:  # whatever a constructor or a forward raises
@@ -97,8 +97,8 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
         return ClassTrial((f"it has experts, and {reason}",))
 
 
-def _small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a small model of a class on the host, in float64, whose attention and mixers see single rows."""
+def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Make a small model of a class on the host, in float64, whose attention and mixers see single rows."""
     small = shrink_configuration(config, experts=_EXPERTS)
     torch.manual_seed(0)
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}

@@ -35,8 +35,8 @@ def refuse_unsupported(model: nn.Module) -> None:
             "a model of your own calls longspan.attend itself and needs no prepare"
         )
     reasons = [reason for rule in (_architecture_reasons, _output_reasons, _forward_reasons) for reason in rule(model)]
-    of_text = (_rope_reasons, _temperature_reasons, _layer_type_reasons, _convolution_reasons)
-    reasons += [reason for rule in of_text for reason in rule(text_model(model))]
+    text_rules = (_rope_reasons, _temperature_reasons, _layer_type_reasons, _convolution_reasons)
+    reasons += [reason for rule in text_rules for reason in rule(text_model(model))]
     if reasons:
         raise ModelError(
             f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}"
@@ -65,7 +65,7 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _text_class_name(model: PreTrainedModel) -> str:
-    """Name the class of the language model alone, from transformers' list, or words for it if it has none."""
+    """Return the class name of the text model with its head, from transformers' list; words for it if it has none."""
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     config = type(model.config.get_text_config())
     return classes[config].__name__ if config in classes else "the causal language model"

@@ -23,13 +23,14 @@ def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
     Raises ModelError for a model whose layers take hidden states of another shape than rows of the hidden size.
     """
     last_layer = len(decoder_layers(model)) - 1
-    if (noted := _note_layers(model)) is None:
+    if (noted_layers := _note_layers(model)) is None:
         return CopiedLayer(last_layer)
-    _refuse_streams(model, noted[last_layer])
-    outputs = noted[last_layer].outputs
+    _refuse_streams(model, noted_layers[last_layer])
+    outputs = noted_layers[last_layer].outputs
     index = _last_independent_layer(model, last_layer, outputs)
-    # The arguments of a layer other than the last are made anew, by the module around the layers, as if of tokens.
-    of_tokens = index != last_layer or depends_on_parameters(noted[index].note.call)
+    # With `of_tokens` the module around the layers runs again, to make the arguments of a depth's layer of its tokens.
+    # A layer other than the last gets its arguments in this way too, whatever they depend on.
+    of_tokens = index != last_layer or depends_on_parameters(noted_layers[index].note.call)
     return CopiedLayer(index, of_tokens, outputs)
 
 
@@ -41,12 +42,12 @@ def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
     """
     for outputs in (0, 1, 2):
         embedded = _meta_rows(model)
-        bare, layers = copy_without_layers(model, embedded, outputs)
+        layerless_model, layers = copy_without_layers(model, embedded, outputs)
         with suppress(Exception):  # whatever a forward raises
-            out = run_on_meta(bare, None, gradients=True)[0]
-            noted = [layer for layer in layers if isinstance(layer, NotedLayer) and layer.note.is_set]
-            if len(noted) == len(layers) and out.shape[-2:] == embedded.shape[-2:]:
-                return noted
+            out = run_on_meta(layerless_model, None, gradients=True)[0]
+            noted_layers = [layer for layer in layers if isinstance(layer, NotedLayer) and layer.note.is_set]
+            if len(noted_layers) == len(layers) and out.shape[-2:] == embedded.shape[-2:]:
+                return noted_layers
     return None
 
 
@@ -69,10 +70,10 @@ def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
 
 
 def _last_independent_layer(model: PreTrainedModel, last: int, outputs: int) -> int:
-    """Return the number of the last layer that runs while stand-ins, which return `outputs`, replace all other layers.
+    """Return the number of the last layer that runs while stand-ins, which return `outputs` values, replace all others.
 
-    If not even the whole model, up to layer `last`, runs on meta tensors, a failure says nothing of the layer that
-    runs; `last` is returned then, and also where no layer runs by itself.
+    If not even the model with all its layers runs on meta tensors, failures with stand-ins show nothing of the layers:
+    `last`, the number of the last layer, is returned then, and also where no layer runs by itself.
     """
     if _runs_on_meta(model, outputs, [last]) or not _runs_on_meta(model, outputs, range(last + 1)):
         return last

@@ -41,7 +41,7 @@ from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 _SIZES = ((9, 3), (7, 0), (6, 1))  # tokens of text and images of each document
 _TOLERANCE = 1e-5  # relative; many norms and the softmax compute in float32, whatever the model's type
 _FLOOR = 0.01  # of the largest gradient: below, a gradient may be rounding alone, as that of a key's bias is
-_Documents = Callable[[PreTrainedModel], list[TrialDocument]]
+_MakeDocuments = Callable[[PreTrainedModel], list[TrialDocument]]
 
 
 class _Pass(NamedTuple):
@@ -67,7 +67,7 @@ def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
     return _try_images_once(config, "videos", lambda model: [make_video_document(model)])
 
 
-def _try_images_once(config: PreTrainedConfig, modality: str, make_documents: _Documents) -> tuple[str, ...]:
+def _try_images_once(config: PreTrainedConfig, modality: str, make_documents: _MakeDocuments) -> tuple[str, ...]:
     """Return how a small model of this configuration differs from its two parts on the documents that are made for it.
 
     The answer is kept: a configuration is tried once for each `modality` ("images", "videos") in a process.
@@ -76,20 +76,20 @@ def _try_images_once(config: PreTrainedConfig, modality: str, make_documents: _D
     return try_once(key, lambda: tuple(_image_differences(config, make_documents)))
 
 
-def _image_differences(config: PreTrainedConfig, make_documents: _Documents) -> Iterator[str]:
+def _image_differences(config: PreTrainedConfig, make_documents: _MakeDocuments) -> Iterator[str]:
     """Yield how a small model with images differs from its two parts, or why it cannot be run."""
     try:
         model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = make_documents(model)
-        logits_of_whole = _run_whole(model, documents)
-        parts = _run_parts(_split_model(model), documents)
+        whole_pass = _run_whole(model, documents)
+        parts_pass = _run_parts(_split_model(model), documents)
     except ModelError as error:
         yield str(error)
         return
     except Exception as error:
         yield f"a small model that shows what it does with images cannot be run on the host ({trial_error(error)})"
         return
-    yield from _difference_reasons(logits_of_whole, parts)
+    yield from _difference_reasons(whole_pass, parts_pass)
 
 
 def _split_model(model: PreTrainedModel) -> VisionParts:
@@ -142,11 +142,11 @@ def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
     kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in parameters), token_kinds)
     with ExitStack() as hooks:
         if rows:
-            _add_rows_to_layers(model, placeholders, rows, hooks)
+            _hook_image_rows(model, placeholders, rows, hooks)
         return model(input_ids=ids, position_ids=positions, use_cache=False, **kinds).logits[0]
 
 
-def _add_rows_to_layers(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
+def _hook_image_rows(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
     """Put the images' rows in place of the embedding's, and have the first layers add the further parts (DeepStack).
 
     `rows` are the parts, (R, D) each; `places` (R,) are the positions of the placeholders; `hooks` removes the hooks.

@@ -85,8 +85,9 @@ def _document_rows(
 ) -> TrialRows:
     """Return the rows of one pass: these documents on every slot, once for each of `parts` ranks.
 
-    A row's number is its index among the rows of all documents of `_LENGTHS`, plus COUNT for each earlier part. With
-    several parts, sequence parallelism splits rows between layers, and this rank has the part of its tp rank.
+    `documents` are indices of `lengths`; for `others` see `TrialRows`. A row's number is its index among the rows of
+    all documents, plus COUNT for each earlier part. With several parts, sequence parallelism splits rows between
+    layers, and this rank has the part of its tp rank.
     """
     starts = np.cumsum([0, *lengths])
     numbers_of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
@@ -122,8 +123,8 @@ class Precision(NamedTuple):
     def tolerance(self, *, same_shapes: bool) -> float:
         """Return how far a row may differ, relative to what a module adds to it.
 
-        Norms and routers may be in float32, whatever the model's type. In coarse types it is least where every product
-        has the same shapes, and most where rounding may let a router choose other experts.
+        1e-4 is for float32, in which norms and routers may be, whatever the model's type. In coarse types it is least
+        where every product has the same shapes, and most where rounding may let a router choose other experts.
         """
         if not self.rounds_coarsely:
             return 1e-4
@@ -214,14 +215,14 @@ class ObservedPass:
         So an error counts in the layer that makes it, and not in those after it.
         """
         call = self._calls[name]
-        entered = self.tensors.get(Key(name, call, out=False, leaf=0)) if is_layer else None
-        self._note_tensors(name, call, out, entered)
-        return self._restore_rows(name, call, out) if is_layer and self.before is not None else None
+        layer_input = self.tensors.get(Key(name, call, out=False, leaf=0)) if is_layer else None
+        self._note_tensors(name, call, out, layer_input)
+        return self._replace_rows(name, call, out) if is_layer and self.before is not None else None
 
-    def _note_tensors(self, name: str, call: int, out: Any, entered: Tensor | None) -> None:
-        """Note the tensors of rows of an output; those of the shape of `entered`, a layer's input, were added to it."""
+    def _note_tensors(self, name: str, call: int, out: Any, layer_input: Tensor | None) -> None:
+        """Note the tensors of rows of an output; those of a layer that have its input's shape were added to it."""
         for leaf, x in enumerate(_row_tensors(self.rows, out)):
-            added_to = entered if entered is not None and entered.shape == x.shape else None
+            added_to = layer_input if layer_input is not None and layer_input.shape == x.shape else None
             self._compare_tensor(Key(name, call, out=True, leaf=leaf), x, added_to)
 
     def _compare_tensor(self, key: Key, x: Tensor, added_to: Tensor | None) -> None:
@@ -235,8 +236,8 @@ class ObservedPass:
             return
         if (pairs := self._rows_to_compare(x, earlier)) is not None:
             places, earlier_places = pairs
-            entered = None if added_to is None else added_to[places]
-            self.errors[key] = self._relative_error(x[places], earlier[earlier_places], entered)
+            input_rows = None if added_to is None else added_to[places]
+            self.errors[key] = self._relative_error(x[places], earlier[earlier_places], input_rows)
 
     def _rows_to_compare(self, x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the indices of compared rows in a tensor, and in that of the pass before.
@@ -253,39 +254,39 @@ class ObservedPass:
             self._places[sizes] = (*places,) if len(common) else None
         return self._places[sizes] if x.shape[1:] == earlier.shape[1:] else None
 
-    def _relative_error(self, x: Tensor, earlier: Tensor, entered: Tensor | None) -> Tensor:
+    def _relative_error(self, x: Tensor, earlier: Tensor, input_rows: Tensor | None) -> Tensor:
         """Return the error of these rows (R, …) as a share of the tolerance.
 
         It is the norm of what differs beyond rounding, over the norm of what the module added to its input, as residual
-        streams are much larger than what a layer adds.
+        streams are much larger than what a layer adds. `input_rows` is that input; None: all of x counts as added.
         """
         assert self.before is not None
         same_shapes = len(self.rows.numbers) == len(self.before.rows.numbers)
         rounding = self.precision.rounding(x, same_shapes=same_shapes)
         tolerance = self.precision.tolerance(same_shapes=same_shapes)
         a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
-        added = b if entered is None else b - entered.flatten(1)
+        added = b if input_rows is None else b - input_rows.flatten(1)
         excess = ((a - b).abs() - rounding * b.abs()).clamp(min=0).norm(dim=1)
         # Rows to which next to nothing is added count as if something were, relative to the largest row.
         size = added.norm(dim=1).clamp(min=1e-3 * torch.finfo(x.dtype).eps * b.norm(dim=1).max()).clamp(min=1e-30)
         errors = (excess / size).nan_to_num(nan=0.0) / tolerance  # NaN shows nothing, infinity is an error
         return self.precision.combine_errors(errors, same_shapes=same_shapes).double()
 
-    def _restore_rows(self, name: str, call: int, out: Any) -> Any:
-        """Return the output of a layer, with the compared rows of the pass before in its tensors of rows."""
+    def _replace_rows(self, name: str, call: int, out: Any) -> Any:
+        """Return a layer's output with the compared rows of its tensors replaced by those of the pass before."""
         assert self.before is not None
         leaves, structure = tree_flatten(out)
         changed, leaf = list[Any](), 0
         for value in leaves:
             if _as_row_tensor(self.rows, value) is not None:
-                changed.append(self._restore_tensor(value, Key(name, call, out=True, leaf=leaf)))
+                changed.append(self._replace_tensor_rows(value, Key(name, call, out=True, leaf=leaf)))
                 leaf += 1
             else:
                 changed.append(value)
         return tree_unflatten(changed, structure)
 
-    def _restore_tensor(self, value: Tensor, key: Key) -> Tensor:
-        """Return a tensor with the compared rows of the pass before, where both have them."""
+    def _replace_tensor_rows(self, value: Tensor, key: Key) -> Tensor:
+        """Return a tensor, its compared rows replaced by those of the pass before where both passes have them."""
         assert self.before is not None
         x, earlier = _as_row_tensor(self.rows, value), self.before.tensors.get(key)
         if x is None or earlier is None or (pairs := self._rows_to_compare(x, earlier)) is None:

@@ -111,8 +111,8 @@ class _Trial:
         """Draw the rows of a trial's passes.
 
         The first pass has all rows. The second has the same rows next to others, and the third has fewer of them, in
-        another order. The third shows every difference that the second does, unless products round coarsely: only then
-        is the second made as well.
+        another order. The third shows every difference that the second does, unless products round coarsely: those of
+        other shapes then round so differently that small differences are missed. Only then is the second made as well.
         """
         self.model, self.world = model, world
         self.stages: tuple[Any, ...] = model.stages if isinstance(model, PipelineModel) else (model,)
@@ -190,7 +190,10 @@ class _Values:
     """
 
     def __init__(self, model: Any, world: World, parts: int) -> None:
-        """Draw the ids, the same on every rank: COUNT numbers for each of `parts`, as `make_trial_rows` takes them."""
+        """Draw the ids, the same on every rank, for all rows' numbers: COUNT in each of `parts`.
+
+        `parts` is the number of tensor-parallel ranks among which sequence parallelism splits rows, or 1.
+        """
         self.device, self.dtype, self.shape = world.device, model.dtype, (2, COUNT * parts)
         self.width, vocabulary = (getattr(model.config.get_text_config(), n) for n in ("hidden_size", "vocab_size"))
         depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))

@@ -128,15 +128,15 @@ def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) ->
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)
-    cut = {name: layers.layer_value(name, value) for name, value in values.items() if name not in inner}
-    small = small_values(cut, sizes) | small_periods(values)
+    layer_values = {name: layers.layer_value(name, value) for name, value in values.items() if name not in inner}
+    small = small_values(layer_values, sizes) | small_periods(values)
     small |= {name: _small_attributes(value, sizes, least) for name, value in inner.items()}
     override: Mapping[str, Any] = OVERRIDES.get(config.model_type, {})
     return small | {name: value(small) if callable(value) else value for name, value in override.items()}
 
 
 def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
-    """Raise ModelError if the class cannot be made, a size stayed large, or the stock model fails on a document."""
+    """Raise ModelError if a size stayed large, and the class's own error if it cannot be made or run on a document."""
     with torch.device("meta"), _silence_warnings():
         model = _make_model(config, "sdpa", images=images)
     count = sum(p.numel() for p in model.parameters())

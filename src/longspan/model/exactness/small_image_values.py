@@ -81,7 +81,8 @@ def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Set how many rotary pairs of the small head count frames, rows and columns, where the configuration does not.
 
     The class's own default is for a large head. Rows and columns get a quarter of the pairs each, and frames what is
-    left. Configurations that set sections (scaled elsewhere), or have several kinds of rotary embeddings, stay.
+    left. Configurations that set sections (`small_values` scales these) or have several kinds of rotary embeddings
+    stay.
     """
     rope = text.get("rope_parameters")
     has_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
@@ -101,6 +102,6 @@ def _text_width(values: Mapping[str, Any]) -> int | None:
 def _placeholder_names(values: Mapping[str, Any]) -> list[str]:
     """Return the names of special tokens of images, videos and audio, not of text, the image's own first."""
     names = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
-    usual = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
-    names = [name for name in names if not name.startswith(usual)]
+    text_prefixes = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
+    names = [name for name in names if not name.startswith(text_prefixes)]
     return sorted(names, key=lambda name: (not name.startswith("image_token"), name))

@@ -146,8 +146,9 @@ class _Rules:
     def small_value(self, name: str, value: Any) -> Any:
         """Return the small value of one attribute, by its type and what its name says that it is.
 
-        Lists of sizes by layer are scaled entry by entry. Token ids beyond the small vocabulary become 2, so that a
-        token is still set. Dropout is off, as trials compare passes. Flags, words, 0 and other floats stay.
+        Lists of sizes by layer are scaled entry by entry. The padding id is that of `sizes`; other token ids beyond the
+        small vocabulary become 2, so that a token is still set. Dropout is off, as trials compare passes. Flags, words,
+        0 and other floats stay.
         """
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
@@ -177,7 +178,7 @@ class _Rules:
         """Return the small value of an integer: by its name if that is known, otherwise by its ratio to widths.
 
         Of several head sizes, the one that equals the rotary part of latent attention follows that; the others keep
-        their multiple of the first.
+        their multiple of the first. With `sizes.true_heads` the head sizes of latent attention stay.
         """
         simple = {
             **dict.fromkeys(_HEADS, self.sizes.heads),
@@ -237,7 +238,10 @@ class _Rules:
         return value
 
     def _scale_width(self, value: int) -> int:
-        """Scale a width by its ratio to the hidden size if one divides the other, else to three quarters of it."""
+        """Scale a width by its ratio to the hidden size if one divides the other, else to three quarters of that size.
+
+        A part of the hidden size is at least 8.
+        """
         assert self.hidden
         if value % self.hidden == 0:
             return self.small_hidden * (value // self.hidden)

@@ -30,10 +30,10 @@ _SHAPES, _MERGES, _FINER = "spatial_shapes", "image_merge_sizes", "high_res_pixe
 
 
 def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
-    """Draw an image in the form that a model takes, told by the arguments of its class's image function.
+    """Draw an image in the form that a model takes, which the arguments of its class's image function show.
 
     `side` is the image's height and width: in merged patches (of `merge` patches a side, in models with grids), in
-    halves of a tile's side, or in tiles.
+    halves of a tile's side (models that cut images), or in tiles; for packed tiles see `_draw_packed_tiles`.
     """
     parameters, vision = image_parameters(base), base.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
@@ -51,7 +51,7 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
     return _draw_tiles(base, side, (channels, image_side, image_side), draw)
 
 
-def probe_image(base: Any, merge: int, rows: int) -> ImageInput:
+def draw_probe_image(base: Any, merge: int, rows: int) -> ImageInput:
     """Draw a square image of this number of rows, if rows follow from its size; otherwise one of one or two tiles."""
     of_any_size = GRIDS in image_parameters(base) or _merges_without_grid(base)
     side = math.isqrt(rows) if of_any_size else 2
@@ -66,8 +66,8 @@ def _merges_without_grid(base: Any) -> bool:
 def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
     """Draw patches (n, C · t · p²), or (n, C, p, p), and their grid of frames, rows and columns.
 
-    `width` is C · p². Models that take `image_merge_sizes`, how many patches a side make a row, get 1 or 2 by the
-    image's side, so that trials have both.
+    A patch has C channels, t frames and p x p pixels; `width` is C · p². Models that take `image_merge_sizes`, how many
+    patches a side make a row, get 1 for an even width of the image and 2 for an odd one, so that trials have both.
     """
     fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
     if _MERGES in image_parameters(base):
@@ -81,27 +81,30 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
 
 
 def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
-    """Draw tiles of patches (n, most, C · p²), with a mask (n, most) and shapes (n, 2).
+    """Draw an image's n tiles for LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2).
 
-    A row of the output is of `factor`² patches. There are `side[0]` tiles of 3 x 3 rows; the last one is smaller, of
-    `side[0]` x `side[1]` rows, so that the mask hides some patches.
+    Shapes are heights and widths in patches, of which `factor`² make a row of the output; `width` is C · p². A full
+    tile has 3 x 3 rows, P = 9 factor² patches. The last tile has `side` rows, at most 3 each way, so that the mask
+    hides some patches. How many tiles there are is free: as many as `side` is high, so that trials have several counts.
     """
-    factor, tiles = getattr(base.config, "downsample_factor", 1), side[0]
-    shapes = torch.tensor([(3 * factor, 3 * factor)] * (tiles - 1) + [(factor * side[0], factor * side[1])])
-    mask = torch.arange(9 * factor**2) < shapes.prod(1)[:, None]
-    pixels = _draw_pixels((tiles, 9 * factor**2, width), draw) * mask[..., None]
+    factor, (height, row_width) = getattr(base.config, "downsample_factor", 1), side
+    tiles, full_side = height, 3 * factor
+    shapes = torch.tensor([(full_side, full_side)] * (tiles - 1) + [(factor * height, factor * row_width)])
+    mask = torch.arange(full_side**2) < shapes.prod(1)[:, None]
+    pixels = _draw_pixels((tiles, full_side**2, width), draw) * mask[..., None]
     return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
 
 
 def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
     """Draw the tiles into which a model cuts an image whose sides are `side` halves of a tile's.
 
-    The model's own function counts the tiles. Some models also take how many images there are in an image's document:
-    an image with a first side of 3 says that there are three, and then has one tile.
+    `tile` is (C, height, width) of a tile. The model's own function counts the tiles. Some models also take how many
+    images there are in an image's document, and cut it only if there is one: an image with a first side of 3 says that
+    there are three, and then has one tile.
     """
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
-    count: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
-    tiles = count(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
+    count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
+    tiles = count_tiles(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
     if IN_DOCUMENT not in image_parameters(base):
         return ImageInput(_draw_pixels((tiles, *tile), draw), size=size)
     images = 1 if side[0] < 3 else 3
@@ -168,7 +171,7 @@ class TrialDocument:
         return {video.first + k for video in self.videos for k in range(video.video.grid[0])}
 
     def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
-        """Return the kinds of tokens (1, T) that the model is told.
+        """Return the kinds of tokens (1, T) that the model gets.
 
         With `images`: 1 at images, 2 at videos, 0 at text. Without, and for models with a prefix: 1 after the prefix.
         """
@@ -187,7 +190,7 @@ class TrialVideo(NamedTuple):
 
 
 def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
-    """Return the kinds (1, T) that a model is told of the tokens of a text: 0, and 1 after a prefix if it has one."""
+    """Return the kinds (1, T) that a model gets for the tokens of a text: 0, and 1 after a prefix if it has one."""
     kinds = torch.arange(rows) >= (prefix if has_prefix(model.config) else rows)
     return kinds.long()[None]
 
@@ -242,8 +245,8 @@ def _make_document(
 ) -> TrialDocument:
     """Make a document of these words with images, each with its number of rows, at random places among them.
 
-    If the model lets a prefix see itself in both directions, the prefix ends two tokens after the last image, so that
-    it holds text too.
+    If the model lets a prefix see itself in both directions, the prefix ends with the token after the last image, so
+    that it holds text too; it has at least four tokens.
     """
     places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
     ids = list[int]()
@@ -275,11 +278,12 @@ def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) ->
         placeholder = videos.images.placeholder if number == 1 else videos.placeholder
         if number != 1:
             grid = (groups, merge * side[0], merge * side[1])
-            clips.append(TrialVideo(len(images), Video(grid, seconds=1.5 - number / 2)))
+            clips.append(TrialVideo(len(images), Video(grid, seconds=1.5 - number / 2)))  # 1.5 and 0.5
         for group in range(groups):
             images.append(sample_image(base, merge, side, draw))
-            ids += [*words[1, :2].tolist()] * (videos.apart and group > 0) + [placeholder] * (side[0] * side[1])
-        ids += words[2, : 2 + number].tolist()
+            words_between = words[1, :2].tolist() if videos.apart and group > 0 else []
+            ids += [*words_between, *[placeholder] * (side[0] * side[1])]
+        ids += words[2, : 2 + number].tolist()  # another number of words after each item
     all_ids, grid = np.array(ids), np.array([image.grid for image in images[3:4]])  # after the first video's 3 groups
     positions = videos.positions(all_ids, grid, [clip.video for clip in clips])
     at_videos = all_ids == videos.placeholder

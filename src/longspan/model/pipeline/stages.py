@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_model, text_name
-from longspan.model.parts import ModelParts, PartCall, shallow_copy, trace_parts
+from longspan.model.parts import ModelParts, PartCall, copy_for_stage, trace_parts
 from longspan.model.pipeline.copies import (
     SharedParameter,
     refuse_partly_shared,
@@ -203,7 +203,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
     """
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
     for indices in (range(sum(map(len, layers))), *layers):
-        stage = decoder_model(shallow_copy(model, parts, indices, first=False, last=False))
+        stage = decoder_model(copy_for_stage(model, parts, indices, first=False, last=False))
         try:
             run_on_meta(stage, Probe(), input_ids=None, inputs_embeds=hidden)
         except Exception as error:  # whatever a forward raises
@@ -226,7 +226,7 @@ def _order_parts(model: PreTrainedModel, parts: ModelParts) -> list[str]:
 def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
     """Copy the model once for each stage, with the model's own modules, and stand-ins for other stages' modules."""
     last = len(layers) - 1
-    return [shallow_copy(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
+    return [copy_for_stage(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
 
 def cut_model(

@@ -70,7 +70,7 @@ def split_norm(norm: Any, world: World) -> None:
         first = world.coordinates.tp * features
         groups_here = range(first // size, (first + features - 1) // size + 1)
         sizes = [min((g + 1) * size, first + features) - max(g * size, first) for g in groups_here]
-        means = partial(_share_means, groups=groups_here, sizes=sizes, count=groups, key=key)
+        means = partial(_means_over_ranks, groups=groups_here, sizes=sizes, count=groups, key=key)
 
     def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         """Norm this rank's features."""
@@ -98,16 +98,15 @@ def _local_means(y: Tensor, groups: int) -> Tensor:
     return means.repeat_interleave(y.shape[-1] // groups, -1)
 
 
-def _share_means(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
+def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
     """Compute the mean square (…, features here) of each feature's group, over all ranks that share it.
 
     y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`. Each rank's sums
     of squares are padded with zeros to all groups and summed over tp. A group has (size of y) · tp / `count` features.
     Each rank uses the means for its own features, so that their gradients are summed over tp too (`tp_copy`).
     """
-    sums = torch.stack(
-        [group_features.square().sum(-1) for group_features in y.split(sizes, -1)], -1
-    )  # (…, groups here)
+    sums_of_groups = [group_features.square().sum(-1) for group_features in y.split(sizes, -1)]
+    sums = torch.stack(sums_of_groups, -1)  # (…, groups here)
     sums = F.pad(sums, (groups.start, count - groups.stop))  # (…, count)
     means = tp_copy(tp_sum(sums, key), key) / (y.shape[-1] * tp_place(key)[1] // count)
     means_here = means[..., groups.start : groups.stop].split(1, -1)
@@ -148,7 +147,7 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
 
 
 def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
-    """Find the mixer's norm over features of several heads; None without one, or with a norm of each head alone."""
+    """Find the mixer's norm over features of several heads; None without one, or with a norm of single heads."""
     norm: Any = getattr(mixer, "norm", None)
     return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
 
@@ -158,17 +157,17 @@ def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> 
 
     A view is a function from an attribute to what this rank's forward sees of it.
     """
-    copied: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
+    whole_view: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
         yield mixer.get_submodule(owner), attribute, partial(_return_constant, value)
     for part_name, rows in parts.rows.items():
         for name, owner, attribute in find_tensors(mixer, part_name):
-            view = copied if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
+            view = whole_view if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
             yield owner, attribute, view
     for part_name in parts.whole:
         for _, owner, attribute in find_tensors(mixer, part_name):
-            yield owner, attribute, copied
+            yield owner, attribute, whole_view
 
 
 def _return_constant(value: int, _: object) -> Any:

@@ -10,7 +10,7 @@ module works on each feature by itself, as a learnt activation does; everything 
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,22 +55,23 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
     Raises ModelError for a model without a plan, and for an unknown style.
     """
     plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in tensor_parallel_plan(model).items()}
-    placed = list(_find_styled_modules(model, plan))
-    if unknown := sorted({f"{p.style!r} of {p.name}" for p in placed if p.style not in KNOWN}):
+    styled_modules = list(_find_styled_modules(model, plan))
+    if unknown := sorted({f"{p.style!r} of {p.name}" for p in styled_modules if p.style not in KNOWN}):
         raise ModelError(
             f"{type(model).__name__}: tensor-parallel style {unknown[0]} is not supported "
             f"({', '.join(KNOWN)} are); use tp 1"
         )
-    return placed
+    return styled_modules
 
 
-def split_block_names(placed: Sequence[StyledModule]) -> set[str]:
-    """Name the modules whose input every rank takes whole, for its heads or features: attention, MLP and mixers.
+def split_block_names(styled_modules: Sequence[StyledModule]) -> set[str]:
+    """Return the names of the blocks that are split inside: mixers, and modules that own a column-wise linear.
 
-    Of nested ones only the outermost, as an adapted linear inside attention has column-wise linears too.
+    Those are attention and MLPs. A block takes its whole input on every rank, for the rank's heads or features. Of
+    nested blocks only the outermost counts: an adapted linear inside attention has column-wise linears too.
     """
-    blocks = {name.rpartition(".")[0] for name, _, style, _ in placed if style in (COLWISE, PACKED)}
-    blocks |= {name for name, _, style, _ in placed if style == MIXER}
+    blocks = {name.rpartition(".")[0] for name, _, style, _ in styled_modules if style in (COLWISE, PACKED)}
+    blocks |= {name for name, _, style, _ in styled_modules if style == MIXER}
     return {name for name in blocks if not any(around in blocks for around in _enclosing_names(name))}
 
 
@@ -109,9 +110,9 @@ def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
     return None if style in _WITHOUT_EFFECT else style
 
 
-def check_tp_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) -> None:
-    """Raise ModelError, with the sizes that would fit, where tp does not divide heads or intermediate sizes."""
-    sizes = _tp_sizes(model, placed)
+def check_tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule], tp: int) -> None:
+    """Raise ModelError, with the values of tp that would fit, where tp does not divide heads or intermediate sizes."""
+    sizes = _tp_sizes(model, styled_modules)
     wrong = {size_name: size for size_name, size in sizes.items() if size % tp}
     if not wrong:
         return
@@ -123,7 +124,7 @@ def check_tp_sizes(model: PreTrainedModel, placed: list[StyledModule], tp: int) 
     )
 
 
-def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, int]:
+def _tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict[str, int]:
     """Return the numbers that tp must divide, by words for messages: heads, widths of linears, sizes of parameters.
 
     All layers share one entry, as their numbers are alike. The width of a linear is what its style splits: the outputs
@@ -132,7 +133,7 @@ def _tp_sizes(model: PreTrainedModel, placed: list[StyledModule]) -> dict[str, i
     a style on a module or parameter that it is not for.
     """
     sizes = dict(_head_counts(model.config.get_text_config()))
-    for name, module, style, parameter in placed:
+    for name, module, style, parameter in styled_modules:
         name_for_layers = _LAYER_NUMBER.sub(".*.", name)
         if style == MIXER:
             heads = mixer_parts(name, module, tp=1).heads
@@ -172,18 +173,18 @@ def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
 _FEATURES = 8  # of the trial of a single module: any even number
 
 
-def list_partial_gradients(model: nn.Module, placed: Sequence[StyledModule]) -> list[StyledModule]:
+def list_partial_gradients(model: nn.Module, styled_modules: Sequence[StyledModule]) -> list[StyledModule]:
     """List the parameters of split blocks that every rank holds whole and whose gradients are partial over tp.
 
     The plan does not name them; their gradients are to be summed over the tensor-parallel ranks. A parameter that
     several blocks share is listed once. Raises ModelError for one whose sum would be wrong.
     """
-    named = {id(p) for entry in placed for p in _entry_parameters(entry)}
-    summed: dict[int, StyledModule] = {}
-    for block in sorted(split_block_names(placed)):
-        for entry in _partial_block_parameters(model, block, placed, named):
-            summed.setdefault(id(next(_entry_parameters(entry))), entry)
-    return list(summed.values())
+    named_ids = {id(p) for entry in styled_modules for p in _entry_parameters(entry)}
+    entries: dict[int, StyledModule] = {}
+    for block in sorted(split_block_names(styled_modules)):
+        for entry in _partial_block_parameters(model, block, styled_modules, named_ids):
+            entries.setdefault(id(next(_entry_parameters(entry))), entry)
+    return list(entries.values())
 
 
 def _entry_parameters(entry: StyledModule) -> Iterator[nn.Parameter]:
@@ -195,22 +196,23 @@ def _entry_parameters(entry: StyledModule) -> Iterator[nn.Parameter]:
 
 
 def _partial_block_parameters(
-    model: nn.Module, name: str, placed: Sequence[StyledModule], named: set[int]
+    model: nn.Module, name: str, styled_modules: Sequence[StyledModule], named_ids: set[int]
 ) -> Iterator[StyledModule]:
-    """Yield the parameters of a block that are not in `named` (ids), whose gradients are to be summed over tp.
+    """Yield the parameters of a block that the plan does not name, whose gradients are to be summed over tp.
 
-    Raises ModelError if a sum would be wrong, and for parameters of the block itself, which cannot be tried alone.
+    `named_ids` are those of the parameters that it names. Raises ModelError if a sum would be wrong, and for parameters
+    that the block itself owns, since only a module inside it can be tried by itself.
     """
     block = model.get_submodule(name)
-    unnamed = {n: p for n, p in block.named_parameters() if id(p) not in named}
+    unnamed = {n: p for n, p in block.named_parameters() if id(p) not in named_ids}
     if not unnamed:
         return
-    styles = {id(entry.module): entry.style for entry in placed}
-    summed = _feature_parameters(block, unnamed, styles)
+    styles = {id(entry.module): entry.style for entry in styled_modules}
+    feature_parameters = _feature_parameters(block, unnamed, styles)
     for parameter in unnamed:
         owner, _, attribute = parameter.rpartition(".")
         module = block.get_submodule(owner)
-        if parameter not in summed or module is block or not _is_elementwise(module):
+        if parameter not in feature_parameters or module is block or not _is_elementwise(module):
             raise ModelError(
                 f"{name}.{parameter} ({type(module).__name__}) is not in the tensor-parallel plan of "
                 f"{type(model).__name__}, but in a block whose features are split; such a parameter is supported where "
@@ -220,12 +222,13 @@ def _partial_block_parameters(
         yield StyledModule(f"{name}.{parameter}", module, PARTIAL_GRADIENT, attribute)
 
 
-def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: Mapping[int, str]) -> set[str]:
-    """Name the parameters that act on the block's output only through the inputs of row-wise linears.
+def _feature_parameters(block: nn.Module, names: Collection[str], styles: Mapping[int, str]) -> set[str]:
+    """Select the names of parameters that act on the block's output only through the inputs of row-wise linears.
 
     Such parameters, as of a learnt activation, act on this rank's features only. A parameter is one if the inputs of
     row-wise linears depend on it and the output does not, once these linears' outputs are cut from the graph. The block
-    runs on the meta device; the result is empty if it cannot be called with only hidden states.
+    runs on the meta device; the result is empty if it cannot be called with only hidden states, or if its column-wise
+    linears are packed, which is not tried.
     """
     inputs: list[Tensor] = []
 
@@ -235,11 +238,14 @@ def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: M
         return out.detach()
 
     linears = [module for module in block.modules() if isinstance(base_module(module), nn.Linear)]
-    first: Any = next(base_module(linear) for linear in linears if styles.get(id(linear)) == COLWISE)
+    column_linears = [base_module(linear) for linear in linears if styles.get(id(linear)) == COLWISE]
+    if not column_linears:
+        return set()
+    first_linear: Any = column_linears[0]
     handles = [m.register_forward_hook(cut_output) for m in linears if styles.get(id(m)) == ROWWISE]
     tensors = {n: torch.empty_like(x, device="meta") for n, x in (*block.named_parameters(), *block.named_buffers())}
     parameters = [tensors[name].requires_grad_() for name in names]
-    hidden = torch.empty(1, 2, first.in_features, dtype=first.weight.dtype, device="meta")
+    hidden = torch.empty(1, 2, first_linear.in_features, dtype=first_linear.weight.dtype, device="meta")
     try:
         with torch.enable_grad():
             out = functional_call(block, tensors, (hidden,))
@@ -248,9 +254,9 @@ def _feature_parameters(block: nn.Module, names: Mapping[str, Tensor], styles: M
     finally:
         for handle in handles:
             handle.remove()
-    through = _depend_on_parameters(inputs, parameters)
-    around = _depend_on_parameters([out[0] if isinstance(out, tuple) else out], parameters)
-    return {name for name, inside, outside in zip(names, through, around, strict=True) if inside and not outside}
+    in_inputs = _depend_on_parameters(inputs, parameters)
+    in_output = _depend_on_parameters([out[0] if isinstance(out, tuple) else out], parameters)
+    return {name for name, reads, bypasses in zip(names, in_inputs, in_output, strict=True) if reads and not bypasses}
 
 
 def _depend_on_parameters(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bool]:

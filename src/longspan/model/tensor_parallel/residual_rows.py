@@ -20,7 +20,7 @@ from longspan.model.tensor_parallel.plan import StyledModule, layer_experts, spl
 from longspan.model.tensor_parallel.styles import ROWS, sum_partial_gradients, wrap_forward
 
 
-def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: World) -> None:
+def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], world: World) -> None:
     """Let norms and residuals work on 1 / tp of a slot's rows, from the embedding to the last norm.
 
     The gradients of norms are summed over the tensor-parallel ranks. Blocks that need all rows gather them and keep
@@ -35,7 +35,7 @@ def split_residuals(model: PreTrainedModel, placed: list[StyledModule], world: W
         wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
         wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
     for name, layer in layers_and_depths(model).items():
-        norms, blocks_of_all_rows = residual_regions(name, layer, placed)
+        norms, blocks_of_all_rows = residual_regions(name, layer, styled_modules)
         for norm in norms:
             _sum_row_gradients(norm, key)
         for block in blocks_of_all_rows:
@@ -62,14 +62,18 @@ def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def residual_regions(
-    name: str, layer: nn.Module, placed: list[StyledModule]
+    name: str, layer: nn.Module, styled_modules: list[StyledModule]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return (children of a decoder layer that work on single rows, children that must be given all rows).
 
     All rows are for blocks of experts, and for attention that the plan does not split, so that every rank computes all
     heads. Blocks whose heads or features are split are in neither list: they gather rows themselves.
     """
-    single_row_modules, full_row_modules, blocks = list[nn.Module](), list[nn.Module](), split_block_names(placed)
+    single_row_modules, full_row_modules, blocks = (
+        list[nn.Module](),
+        list[nn.Module](),
+        split_block_names(styled_modules),
+    )
     for child, module in layer.named_children():
         child_name = f"{name}.{child}"
         if layer_experts(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
@@ -77,7 +81,7 @@ def residual_regions(
         elif is_adapted(module) or not any(True for _ in module.children()):  # a norm, or a linear of whole features
             single_row_modules.append(module)
         elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
-            inside = residual_regions(child_name, module, placed)
+            inside = residual_regions(child_name, module, styled_modules)
             single_row_modules += inside[0]
             full_row_modules += inside[1]
         elif child_name not in blocks:
@@ -89,7 +93,10 @@ def residual_regions(
 
 
 def final_norm_name(model: PreTrainedModel) -> str:
-    """Return the name of the norm after the layers in the base model. Raises ModelError if there is none."""
+    """Return the name of the norm after the layers in the base model.
+
+    Raises ModelError if the base model lacks it, or the embedding or the list of layers before it.
+    """
     names = usual_parts(model)
     if len(names) != 3:
         raise ModelError(

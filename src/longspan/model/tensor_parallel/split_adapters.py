@@ -49,7 +49,8 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
     An adapter is two linears: `first` from the inputs to the adapter's rank, `second` from there to the outputs.
     Row-wise styles split inputs, so the linear and `first`; column-wise ones split outputs, so the linear and `second`.
     The linear of the adapter that stays whole has a partial gradient on each rank, which is summed over tp. With
-    PARTIAL_GRADIENT all three linears stay whole, and their gradients are summed.
+    PARTIAL_GRADIENT all three linears stay whole, and their gradients are summed. With SPLIT_INPUT every rank has the
+    whole inputs and takes its part of them; with styles in GATHERED every rank gets all outputs.
     """
     layer: Any = module
     key, base, first, second = world.key, layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
@@ -67,21 +68,23 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
     if style == PARTIAL_GRADIENT:
         return
     for linear in (base, *second):
-        split_style = (
-            split_packed_columns if style == PACKED else split_three_columns if style == QKV else split_columns
-        )
-        split_style(linear, world)
+        if style == PACKED:
+            split_packed_columns(linear, world)
+        elif style == QKV:
+            split_three_columns(linear, world)
+        else:
+            split_columns(linear, world)
     if style in GATHERED:
         gather_outputs(layer, key)
 
 
-def refuse_adapter(model: PreTrainedModel, placed: Sequence[StyledModule]) -> None:
+def refuse_adapter(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> None:
     """Raise ModelError, with every reason, for an adapter that would not be exact under tensor parallelism."""
-    if reasons := [*_adapter_reasons(model, placed)]:
+    if reasons := [*_adapter_reasons(model, styled_modules)]:
         raise ModelError(f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1")
 
 
-def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> Iterator[str]:
+def _adapter_reasons(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> Iterator[str]:
     """Yield why the model's adapter cannot be split over tensor-parallel ranks.
 
     An adapter is split as its linear is, so that each adapted linear needs a style; adapters of the embedding and of
@@ -98,9 +101,9 @@ def _adapter_reasons(model: PreTrainedModel, placed: Sequence[StyledModule]) -> 
     modules = peft_modules(model)
     if copied := [name for name, module in modules.items() if is_copied(module)]:
         yield f"modules_to_save ({', '.join(copied[:2])}) are not split"
-    styles = {entry.name: entry.style for entry in placed}
+    styles = {entry.name: entry.style for entry in styled_modules}
     embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())
-    blocks = split_block_names(placed)
+    blocks = split_block_names(styled_modules)
     linears = [name for name, module in modules.items() if is_adapted(module) and module not in embedding_and_head]
     if unplaced := [name for name in linears if not _stays_exact(name, styles, blocks)]:
         yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"

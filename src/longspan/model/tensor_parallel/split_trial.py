@@ -91,8 +91,8 @@ class SplitTrial:
                 ) from error
         slices = {name: _matching_part(x, results.get(name), self._key) for name, x in true.items()}
         wrong = _describe_differences(slices, results)
-        anywhere = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
-        if anywhere.item():
+        ranks_that_differ = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
+        if ranks_that_differ.item():
             raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
 
     def _split_error(self, reason: str) -> ModelError:
@@ -181,10 +181,10 @@ def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[st
 _FEATURES = 64  # of a trial: an even number, large enough for some to pass a threshold of the largest twentieth
 
 
-def refuse_mixed_features(model: nn.Module, placed: Sequence[StyledModule]) -> None:
+def refuse_mixed_features(model: nn.Module, styled_modules: Sequence[StyledModule]) -> None:
     """Raise ModelError for a block whose features depend on each other where they are split."""
-    styles = {id(entry.module): entry.style for entry in placed}
-    for name in sorted(split_block_names(placed)):
+    styles = {id(entry.module): entry.style for entry in styled_modules}
+    for name in sorted(split_block_names(styled_modules)):
         block = model.get_submodule(name)
         if mixes_features(block, styles):
             raise ModelError(

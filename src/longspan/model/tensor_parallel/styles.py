@@ -317,7 +317,7 @@ def shard_and_view_rows(owner: nn.Module, name: str, rows: EvenRows | FusedRows,
     sizes, order = (FusedRows((rows,)) if isinstance(rows, EvenRows) else rows).cut_pieces(tp, world.coordinates.tp)
     if not isinstance(tensor, nn.Parameter):
         return lambda x: _take_pieces(x, dim, sizes, order)
-    assert dim == 0, (name, tensor.shape)  # a buffer alone may have its rows in another dim
+    assert dim == 0, (name, tensor.shape)  # only a buffer may have its rows in another dim
     if rows.size % tp:
         return lambda x: _take_pieces(tp_copy_parameter(x, key), 0, sizes, order)
     slice_parameter(owner, name, 0, world)

@@ -91,19 +91,19 @@ def _list_split_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: b
 
     Raises ModelError for styles, sizes, adapters and layers that tp, or sequence parallelism, does not fit.
     """
-    placed = list_styles(model)
-    refuse_adapter(model, placed)
-    check_tp_sizes(model, placed, tp)
-    for name, module, style, _ in placed:
+    styled_modules = list_styles(model)
+    refuse_adapter(model, styled_modules)
+    check_tp_sizes(model, styled_modules, tp)
+    for name, module, style, _ in styled_modules:
         if style == tp_style.MIXER:
             check_mixer(name, module, tp)
-    placed += list_partial_gradients(model, placed)
-    refuse_mixed_features(model, placed)
+    styled_modules += list_partial_gradients(model, styled_modules)
+    refuse_mixed_features(model, styled_modules)
     if sequence_parallel:
         for name, layer in layers_and_depths(model).items():
-            residual_regions(name, layer, placed)  # here only to raise, as the next line
+            residual_regions(name, layer, styled_modules)  # here only to raise, as the next line
         final_norm_name(model)
-    return placed
+    return styled_modules
 
 
 def split_over_ranks(
@@ -114,13 +114,13 @@ def split_over_ranks(
     `sum_expert_gradients` is for parameters that nobody else shards over the ranks of `world.meshes.expert`.
     Raises ModelError for a model whose plan or sizes do not allow it.
     """
-    placed = _list_split_modules(model, world.home.tp, sequence_parallel=sequence_parallel)
+    styled_modules = _list_split_modules(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
     shared = shared_places(model)
-    _split_head_and_embedding(model, placed, world, sequence_parallel=sequence_parallel)
+    _split_head_and_embedding(model, styled_modules, world, sequence_parallel=sequence_parallel)
     mixtures = _mixture_prefixes(model)
     head = model.get_output_embeddings()  # which is split already, or stays whole
-    for name, module, style, parameter in placed:
+    for name, module, style, parameter in styled_modules:
         in_parts = sequence_parallel and not name.startswith(mixtures)  # a block of experts gets and returns all rows
         if is_adapted(module) and style in ADAPTED and module is not head:
             split_adapted_linear(module, style, world, sequence_parallel=in_parts)
@@ -134,12 +134,12 @@ def split_over_ranks(
         elif isinstance(module, nn.Linear) and not (module is head and style in tp_style.GATHERED):
             _split_linear(module, style, world, sequence_parallel=in_parts)
     share_parameters_again(shared)
-    _wrap_blocks(model, placed, world, whole=mixtures if sequence_parallel else ("",))
+    _wrap_blocks(model, styled_modules, world, whole=mixtures if sequence_parallel else ("",))
     for layer in layers_and_depths(model).values():
         for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
             split_expert_rows(experts, world.key, sum_gradients=sum_expert_gradients)
     if sequence_parallel:
-        split_residuals(model, placed, world)
+        split_residuals(model, styled_modules, world)
 
 
 _SPLITS = {
@@ -166,20 +166,20 @@ def _mixture_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
     )
 
 
-def _wrap_blocks(model: nn.Module, placed: list[StyledModule], world: World, *, whole: tuple[str, ...]) -> None:
+def _wrap_blocks(model: nn.Module, styled_modules: list[StyledModule], world: World, *, whole: tuple[str, ...]) -> None:
     """Have split blocks sum over tp the gradients of their inputs, which are partial.
 
     Blocks whose names begin with one of `whole` ("": all) are given all rows; other blocks are given this rank's part
     of the rows, and gather all.
     """
-    copied: Transform = partial(tp_copy, world_key=world.key)
-    gathered: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
-    for name in sorted(split_block_names(placed)):
-        wrap_forward(model.get_submodule(name), enter=copied if name.startswith(whole) else gathered)
+    copy_input: Transform = partial(tp_copy, world_key=world.key)
+    gather_input: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
+    for name in sorted(split_block_names(styled_modules)):
+        wrap_forward(model.get_submodule(name), enter=copy_input if name.startswith(whole) else gather_input)
 
 
 def _split_head_and_embedding(
-    model: PreTrainedModel, placed: list[StyledModule], world: World, *, sequence_parallel: bool
+    model: PreTrainedModel, styled_modules: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
     """Split the head and the embedding by vocabulary where their styles ask for it and tp divides the vocabulary.
 
@@ -193,7 +193,7 @@ def _split_head_and_embedding(
             wrap_forward(vocabulary_modules[0], leave=partial(tp_split, world_key=world.key, dim=ROWS))
         return
     head, embedding = _vocabulary_modules(model)
-    styles = {id(module): style for _, module, style, _ in placed}
+    styles = {id(module): style for _, module, style, _ in styled_modules}
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     tp = world.home.tp
     head_fits = head is not None and head.weight.shape[0] % tp == 0

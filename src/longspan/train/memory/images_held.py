@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.errors import ConfigError
-from longspan.model.exactness.trial_documents import probe_image
+from longspan.model.exactness.trial_documents import draw_probe_image
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.parts import preserve_modes
@@ -83,7 +83,7 @@ def _measure_row_bytes(encoder: Encoder, tokens: ImageTokens) -> float:
     Every rank enters it.
     """
     module, device = encoder.module, encoder.world.device
-    image = probe_image(module.base, tokens.merge, PROBE_ROWS)
+    image = draw_probe_image(module.base, tokens.merge, PROBE_ROWS)
     with preserve_modes(module), torch.set_grad_enabled(not encoder.frozen):
         _ = _run_encoder(encoder, image)  # the first call makes buffers that stay, which are not to be counted
         if device.type == "cuda":
