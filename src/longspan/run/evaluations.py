@@ -29,10 +29,10 @@ from longspan.evaluation.result import Evaluation
 from longspan.evaluation.sets import EvaluationSet
 from longspan.files import as_json, write_atomically
 from longspan.plan import Plan
-from longspan.run.folder import is_due
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records
 from longspan.run.run_data import TrainingRun
+from longspan.run.saves import is_due
 from longspan.train.plans import PlanChoice
 
 SAMPLES, LARGEST = 8, 96  # documents of a set; pixels of the longer side of a picture

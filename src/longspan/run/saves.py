@@ -1,0 +1,262 @@
+"""When the checkpoints of a run are written, and which one is its best.
+
+Checkpoints are written every so many steps or minutes, at the end, and before an error that every rank raises; how they
+are written, and that training goes on meanwhile, is in `checkpoint/`. An error of one rank, such as the loss of another
+rank, saves nothing: no rank can tell whether the others would join, and the last checkpoint stands.
+
+The best checkpoint is that of `train.keep_best`, by a figure of the run's evaluations. `best.json` in the run's folder
+has the last two steps that were the best when they were evaluated, with their figures: a run that ends while it writes
+the newer one's checkpoint goes on with the older.
+"""
+
+import json
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from longspan.checkpoint.files import complete_checkpoints, remove_old_checkpoints, step_of
+from longspan.checkpoint.saver import CheckpointSaver
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, is_first_rank, on_all_ranks, run_on_first_rank
+from longspan.config.best_figure import BestFigure
+from longspan.data.stream import ORDER
+from longspan.errors import (
+    CheckpointError,
+    ConfigError,
+    LongspanError,
+    NonFiniteError,
+    RankLostError,
+    RunFolderError,
+    plural,
+)
+from longspan.files import write_atomically
+from longspan.run.refining import STATE
+from longspan.run.run_data import TrainingRun
+
+BEST_FILE = "best.json"
+
+
+class Saves:
+    """The checkpoints of a run; `done` counts the steps that its weights have taken.
+
+    >>> saves = Saves(run, display.log)
+    >>> with saves.save_before_errors():
+    ...     saves.done += 1
+    ...     saves.save()
+    ...     saves.wait()
+
+    They are written while training goes on, unless `train.save_async` is off (`checkpoint/saver.py`).
+    """
+
+    def __init__(self, run: TrainingRun, log: LogLine) -> None:
+        """Prepare the saves of a run; a run that keeps its best checkpoint finds it among those that are there."""
+        self.done: int = run.done
+        self._run, self._saved, self._saved_at = run, run.done, time.monotonic()
+        self.saver: CheckpointSaver = CheckpointSaver(
+            run.checkpoints,
+            run.world,
+            keep=run.config.run.keep_checkpoints,
+            background=run.config.train.save_async == "auto",
+            timeout=run.config.run.save_timeout_seconds,
+            log=log,
+        )
+        self._best: BestCheckpoint | None = None
+        if figure_name := run.config.train.keep_best:
+            self._best = BestCheckpoint(figure_name, run.dir, run.world, log)
+            self._best.figure.check_sets({entry.name for entry in run.sets})
+            saved_steps = run_on_first_rank(
+                run.world, lambda: [*map(step_of, complete_checkpoints(run.checkpoints))], CheckpointError
+            )
+            self._best.take_up(run.done, saved_steps)
+            self.saver.best = self._best.step
+
+    def minutes_are_over(self) -> bool:
+        """Whether the first rank's clock makes the next checkpoint due; False on other ranks, which follow it."""
+        minutes = self._run.config.train.save_minutes
+        return is_first_rank(self._run.world) and 0 < minutes <= (time.monotonic() - self._saved_at) / 60
+
+    def is_save_due(self, *, minutes_over: bool) -> bool:
+        """Whether a checkpoint is due after this step; the ranks have agreed on `minutes_over`."""
+        settings = self._run.config.train
+        return minutes_over or is_due(self.done, settings.save_every) or self.done == settings.steps
+
+    def reserve_memory(self) -> None:
+        """After a session's first step, begin to take the memory into which saves copy weights.
+
+        The call does nothing after other steps, nor where a checkpoint of the first step has just begun, which takes
+        the memory itself.
+        """
+        if self.done == self._run.done + 1 and self.done > self._saved:
+            self.saver.prepare(self._run.model, self._run.optimizer)
+
+    def save(self, *, keep_all: bool = False) -> None:
+        """Begin a checkpoint of the weights as they are; all ranks call it. With `keep_all` no old one is removed."""
+        run = self._run
+        state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": ORDER}
+        state |= {STATE: run.refinement.to_json()} if run.refinement else {}
+        self.saver.keep = 0 if keep_all else run.config.run.keep_checkpoints
+        self.saver.save(run.model, run.optimizer, step=self.done, state=state)
+        self._saved, self._saved_at = self.done, time.monotonic()
+
+    def save_if_unsaved(self) -> None:
+        """Begin a checkpoint unless the last one has these weights."""
+        if self.done > self._saved:
+            self.save()
+
+    def keep_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep this step's checkpoint if its evaluations have the best figure so far; it is written if it is not yet.
+
+        `rows` are the metrics of this step's evaluations, empty where none was due.
+        """
+        if self._best is None or not rows or not self._best.note_if_best(rows, self.done):
+            return
+        self.save_if_unsaved()
+        self.saver.best = self.done
+
+    def remove_old_saves(self) -> None:
+        """Remove checkpoints that are not kept any more, after the last evaluation; all ranks call it together.
+
+        Without train.keep_best each save has removed them already.
+        """
+        keep = self._run.config.run.keep_checkpoints
+        if self._best is not None:
+            self.wait()
+            remove = partial(remove_old_checkpoints, self._run.checkpoints, keep, best=self.saver.best)
+            run_on_first_rank(self._run.world, remove, CheckpointError)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is published; all ranks call it together."""
+        self.saver.wait()
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of metrics with the time and bytes of the last save; {} unless they are known and new."""
+        figures = self.saver.take_figures()
+        if figures is None:
+            return {}
+        return {
+            "save_shown_seconds": round(figures.shown_seconds, 6),
+            "save_seconds": round(figures.seconds, 6),
+            "save_bytes": figures.bytes,
+        }
+
+    @contextmanager
+    def save_before_errors(self) -> Iterator[None]:
+        """Write what was trained since the last checkpoint before an error that all ranks raise leaves the context.
+
+        Nothing new is written after an error of this rank alone, as other ranks would not join, nor where saving itself
+        failed or weights are not finite: the ranks then only wait for the save under way. A rank that fails alone waits
+        for at most a quarter of `world.timeout`, because the other ranks wait for this rank no longer than the whole.
+        After the loss of a rank no rank waits.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, LongspanError):  # an error of this rank alone, as far as anyone knows
+                self.saver.wait_here(self._run.world.timeout / 4)
+                raise
+            save_failed = isinstance(error, CheckpointError)
+            weights_are_bad = isinstance(error, NonFiniteError) and not error.weights_are_finite
+            if isinstance(error, RankLostError):
+                self.saver.give_up()
+            elif not error.on_all_ranks:
+                self.saver.wait_here(self._run.world.timeout / 4)
+            elif self.done > self._saved and not save_failed and not weights_are_bad:
+                error.add_note(self._try_to_save())
+            else:
+                self._try_to_wait(error)
+            raise
+
+    def _try_to_save(self) -> str:
+        """Save after an error; return in a sentence what is saved, or what is lost and why."""
+        saved_step = self._saved  # before `save` changes it
+        try:
+            self.save(keep_all=True)
+            self.wait()
+        except LongspanError as error:  # a disk that is full, or a rank that died meanwhile
+            return f"What was trained since step {saved_step} is lost: {error}"
+        return f"The weights after {plural(self.done, 'step')} are saved in {self._run.checkpoints}"
+
+    def _try_to_wait(self, error: LongspanError) -> None:
+        """Wait for a save that is under way; add its failure as a note to the error that ends the run."""
+        try:
+            self.wait()
+        except LongspanError as failure:
+            error.add_note(str(failure))
+
+
+class BestCheckpoint:
+    """The best step so far; made and used by all ranks together.
+
+    >>> best = BestCheckpoint("eval_loss", Path("runs/mine"), world, display.log)
+    >>> best.take_up(done=100, saved=[100, 50])
+    >>> if best.note_if_best(rows, step=150):                                   # after an evaluation
+    ...     saver.best = 150
+    """
+
+    def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
+        """Begin without a best step; `figure` is train.keep_best, and `folder` the run's."""
+        self.figure, self._file, self._world, self._log = BestFigure.of(figure), folder / BEST_FILE, world, log
+        self._bests: Sequence[tuple[int, float]] = ()  # step and value, the newest last
+
+    @property
+    def step(self) -> int:
+        """The best step, which is the last one noted; 0 before an evaluation."""
+        return self._bests[-1][0] if self._bests else 0
+
+    def take_up(self, done: int, saved: Collection[int]) -> None:
+        """Take over the best steps of an earlier session: those up to `done` whose checkpoints are in `saved`."""
+        stored = run_on_first_rank(self._world, self._read_bests, RunFolderError)
+        self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
+
+    def note_if_best(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
+        """Note a step if its evaluations have a better figure than all before; return whether they have.
+
+        All ranks compare the first rank's figure, so that they decide alike.
+        """
+        try:
+            value = self._world.control.broadcast_object(self.figure.value_in(rows))
+        except ConfigError as error:  # every rank has the same rows, and raises it
+            raise on_all_ranks(error) from None
+        if value is None or not self._is_better(value):
+            return False
+        best_before = f" (before: {self._bests[-1][1]:.6g} at step {self.step})" if self._bests else ""
+        self._log(
+            f"step {step} has the best {self.figure.column} so far, {value:.6g}{best_before}; its checkpoint is kept"
+        )
+        self._bests = [*self._bests[-1:], (step, value)]
+        run_on_first_rank(self._world, self._write_bests, RunFolderError)
+        return True
+
+    def _is_better(self, value: float) -> bool:
+        """Return whether a value is better than the best so far; the first value always is."""
+        if not self._bests:
+            return True
+        best_value = self._bests[-1][1]
+        return value > best_value if self.figure.higher else value < best_value
+
+    def _read_bests(self) -> list[tuple[int, float]]:
+        """Return the steps and values in best.json; none if it is absent or damaged, or of another train.keep_best."""
+        try:
+            stored = json.loads(self._file.read_text(encoding="utf-8"))
+            if {key: stored[key] for key in vars(self.figure)} != vars(self.figure):
+                self._log(f"{self._file} is of another figure than train.keep_best: the best is looked for anew")
+                return []
+            return [(int(entry["step"]), float(entry["value"])) for entry in stored["bests"]]
+        except FileNotFoundError:
+            return []
+        except (ValueError, KeyError, TypeError, AttributeError):
+            self._log(f"{self._file} is damaged: the best checkpoint is looked for anew")
+            return []
+
+    def _write_bests(self) -> None:
+        """Write the best steps and their values, and which figure they are of."""
+        bests = [{"step": step, "value": value} for step, value in self._bests]
+        write_atomically(self._file, json.dumps({**vars(self.figure), "bests": bests}, indent=1))
+
+
+def is_due(done: int, every: int) -> bool:
+    """Whether an action of every `every` steps (0: never) is due after `done` steps."""
+    return every > 0 and done > 0 and done % every == 0
