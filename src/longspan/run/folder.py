@@ -39,7 +39,10 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
 
 
 def _lock_file(directory: Path, log: LogLine) -> TextIO:
-    """Open the lock file and lock it. Raises RunFolderError if another process holds the lock."""
+    """Open the lock file and lock it. Raises RunFolderError if another process holds the lock.
+
+    Where the file system has no locks, a line of the log says so, and the run goes on without one.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     file = path.open("a+", encoding="utf-8")

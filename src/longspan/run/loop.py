@@ -195,7 +195,7 @@ class _Loop:
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
         """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.
 
-        Raises RunFolderError where the run's folder was removed: the files that are open would still be written.
+        Raises RunFolderError where the run's folder was removed, which no write shows: the files are open already.
         """
         if is_first_rank(self.run.world) and not (self.run.dir / LOCK).exists():
             raise RunFolderError(
@@ -241,7 +241,7 @@ def _take_step(
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
         reader.prepare_images(run.model, step + 1)
     limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
-    with limit, explain_memory(run, step + 1), profiles.around_step(step + 1):
+    with limit, explain_memory(run, step + 1), profiles.profile_step(step + 1):
         result = run.take_step(plan, documents, step, partial(reader.prepare_documents, step + 1))
     seconds = time.perf_counter() - started
     if is_usual:
@@ -287,12 +287,13 @@ def _agree_on_end(
     """Return what the ranks agree on after a step, by one message if none received a signal or failed.
 
     The message gives the largest of each figure over the ranks: flags are 0 or 1, and a slow slot is its rank + 1, as
-    0 is none. Raises on every rank the error of a rank whose records (`failure`) or save failed.
+    0 is none; of several, the highest rank is named first. Raises on every rank the error of a rank whose records
+    (`failure`) or save failed.
     """
     flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
     slow = world.rank + 1 if slow_slots.is_slow else 0
     figures = (saves.saver.has_failed, slow, allocator_retries)
-    stops, saves_now, minutes, save_failed, slowest, most_retries = world.control.largest_of(
+    stops, saves_now, minutes, save_failed, named_rank, most_retries = world.control.largest_of(
         [*map(float, flags), *map(float, figures)], "agreement on a flag"
     )
     stopped = save_on = ""
@@ -303,7 +304,7 @@ def _agree_on_end(
         stopped = received_signal(world, stop)
     if saves_now:
         save_on = save_signal(world, stop)
-    return _Agreement(stopped, save_on, bool(minutes), int(slowest) - 1 if slowest else None, most_retries)
+    return _Agreement(stopped, save_on, bool(minutes), int(named_rank) - 1 if named_rank else None, most_retries)
 
 
 def _last_loss(file: Path, done: int) -> float:

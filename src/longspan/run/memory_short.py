@@ -43,15 +43,15 @@ class AllocatorWatch:
 
     def __init__(self, device: torch.device) -> None:
         """Begin at the allocator's count so far; `of_step` is what the last step added."""
-        self._device, self._before = device, allocator_retries(device)
+        self._device, self._count_before = device, allocator_retries(device)
         self.of_step: int = 0
-        self._steps = deque[float](maxlen=WARNED_AFTER)
+        self._last_retries = deque[float](maxlen=WARNED_AFTER)  # of the last steps, the most of any rank
         self._is_warned = False
 
     def columns(self) -> dict[str, int]:
         """Return the column of a row of metrics for the step that ended; none on a CPU."""
         retries = allocator_retries(self._device)
-        self.of_step, self._before = retries - self._before, retries
+        self.of_step, self._count_before = retries - self._count_before, retries
         return {"allocator_retries": self.of_step} if self._device.type == "cuda" else {}
 
     def warning(self, most: float) -> str:
@@ -59,12 +59,12 @@ class AllocatorWatch:
 
         `most` is the largest `of_step` of any rank. The line comes when that was above 0 for WARNED_AFTER steps.
         """
-        self._steps.append(most)
-        if self._is_warned or len(self._steps) < WARNED_AFTER or not all(self._steps):
+        self._last_retries.append(most)
+        if self._is_warned or len(self._last_retries) < WARNED_AFTER or not all(self._last_retries):
             return ""
         self._is_warned = True
         return retries_text(
-            sum(self._steps) / WARNED_AFTER, peak_memory_bytes(self._device), peak_reserved_bytes(self._device)
+            sum(self._last_retries) / WARNED_AFTER, peak_memory_bytes(self._device), peak_reserved_bytes(self._device)
         )
 
 

@@ -44,7 +44,10 @@ def refinement_of_run(
 
 
 def refine_prices(run: TrainingRun, step: int) -> None:
-    """Before a step, fit the correction that prices plans `EVERY` steps later, if it is due; entered by all ranks."""
+    """Fit the correction that prices the plans of the next block of `EVERY` steps, if it is missing.
+
+    Entered by all ranks before a step, counted from 0: the first step of each block fits (`plan/refinement.py`).
+    """
     refinement = run.refinement
     if refinement is None or not refinement.lacks_correction(step):
         return

@@ -63,7 +63,7 @@ class TrainingRun(Training):
 
 
 def check_paths_and_metrics(config: RunConfig, world: World, vocabulary: int) -> None:
-    """Raise on every rank, before a corpus is built, for a missing path and for an object that is not a metric."""
+    """Raise on every rank, before a corpus is built, for paths that do not exist and metrics that cannot be used."""
 
     def check_metrics_of_sets() -> None:
         """Raise ConfigError for metrics of an evaluation set that cannot be loaded or do not fit the vocabulary."""
@@ -114,13 +114,14 @@ def check_set_lengths(
     """Raise ConfigError if the longest document of a named set fits no group of slots or exceeds the model's positions.
 
     The held-out documents have no name: they are of the run's corpus, and checked with it. `longest` is the tokens of
-    the longest document of that corpus, by which positions are scaled.
+    the longest document of that corpus, by which positions are scaled; `heads` are the model's query heads
+    (`check_longest`).
     """
     for entry in (s for s in sets if s.name):
         tokens, origin = entry.longest
         check_longest_of_set(config, entry.config, home, tokens, origin, heads)
-        is_made = entry.config.path in SET_MAKERS
-        check_set_length(model, config.model, longest, entry.name, tokens, passkey=is_made)
+        is_passkey = entry.config.path in SET_MAKERS  # which has no other maker
+        check_set_length(model, config.model, longest, entry.name, tokens, passkey=is_passkey)
 
 
 def with_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
@@ -161,7 +162,10 @@ class RunData:
         return share * tokens_per_step
 
     def check_fit(self, config: RunConfig, world: World) -> None:
-        """Raise ConfigError if the longest document of the corpus or of a set does not fit."""
+        """Raise ConfigError if the longest document of the corpus or of a set fits no group of slots.
+
+        A set's must also fit the model's positions; for the corpus `scale_positions` sees to that.
+        """
         (tokens, origin), heads = self.longest, query_heads(self.model)
         check_longest(config, world.home, tokens, origin, heads)
         check_set_lengths(with_eval_tables(self.sets, config), config, world.home, self.model, tokens, heads)
@@ -179,9 +183,7 @@ def open_data(
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
     sets, run_dir = open_sets(config, corpus, corpus.select(order.evaluation), world, log), Path(config.run.dir)
-    sets = run_on_every_rank(
-        world, lambda: tuple(evaluated.with_images(model, run_dir) for evaluated in sets), DataError
-    )
+    sets = run_on_every_rank(world, lambda: tuple(entry.with_images(model, run_dir) for entry in sets), DataError)
     return RunData(model, corpus, order, sets, _longest_planned_document(config, corpus, order))
 
 

@@ -15,7 +15,7 @@ from longspan.comm.world import open_worlds
 
 STEPS = 20  # whose median counts
 SLOWER = 1.10  # than the other slots for the same rows
-KEPT = 2  # slow slots that a report of a failed collective names
+MOST_NOTES = 2  # slow slots that a report of a failed collective names, the last ones
 
 
 class SlowSlots:
@@ -57,4 +57,4 @@ class SlowSlots:
         text = world.control.broadcast_object(text, source=rank, what="name of a slow slot")
         log(text)
         for open_world in open_worlds():  # each of which may have to say why it waits
-            open_world.watch.notes = (*open_world.watch.notes, text)[-KEPT:]
+            open_world.watch.notes = (*open_world.watch.notes, text)[-MOST_NOTES:]

@@ -52,7 +52,7 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
 
 
 def check_precision(config: RunConfig) -> None:
-    """Raise ConfigError for a compute dtype that makes no sense over parameters of `model.dtype`."""
+    """Raise ConfigError for a compute dtype that gains nothing over parameters of `model.dtype`, or excludes float8."""
     dtype, compute = config.model.dtype, config.model.compute_dtype
     if config.train.float8 and (dtype == "float64" or compute not in (AUTO, "bfloat16")):
         raise ConfigError(

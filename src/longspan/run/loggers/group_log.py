@@ -63,8 +63,8 @@ class GroupLog:
         self._plan_count += 1
         communicators = self._world.process_groups.made[self._recorded_communicators :]
         self._recorded_communicators += len(communicators)
-        fresh = dict.fromkeys(group_levels(group) for group in hierarchical_groups(plan))
-        levels = [pair for pair in fresh if pair not in self._recorded_levels]
+        level_pairs = dict.fromkeys(group_levels(group) for group in hierarchical_groups(plan))
+        levels = [pair for pair in level_pairs if pair not in self._recorded_levels]
         self._recorded_levels.update(levels)
         rows: list[Row] = [
             {"kind": r.kind, "axis": AXES[r.kind], "ranks": r.ranks, "seconds": round(r.seconds, 6)}
@@ -122,5 +122,5 @@ class GroupLog:
                 yield comm_type, group.slots
                 continue
             levels = group_levels(group)
-            for level, lines in (("a2a", levels.a2a), ("p2p", levels.p2p)):
-                yield level, next(slots for slots in lines if self._world.slot in slots)
+            for level, slot_sets in (("a2a", levels.a2a), ("p2p", levels.p2p)):
+                yield level, next(slots for slots in slot_sets if self._world.slot in slots)

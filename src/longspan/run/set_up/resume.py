@@ -39,7 +39,8 @@ _OLD_NODE_SIZE = 8  # context.node_size of older versions by default, before it 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
     """Return the checkpoint that this run resumes from, None if it begins; entered by all ranks.
 
-    Raises CheckpointError if `run.resume` does not allow that, ConfigError if another run saved it.
+    Removes what unfinished saves left, and marks damaged checkpoints. Raises CheckpointError if `run.resume` does not
+    allow that, or where nothing good is left, and ConfigError if another run saved it.
     """
     root = checkpoints_root(Path(config.run.dir), config.run.checkpoints)
     run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
@@ -156,7 +157,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
         )
     sections_before, sections_now = _comparable_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
-    fixed += ["encoder.train"] if config.lora.rank else []  # beside an adapter, checkpoints hold only trained parts
+    fixed += ["encoder.train"] if config.lora.rank else []  # with an adapter, checkpoints hold only trained parts
     for name in (name for name in fixed if name not in _FREE_KEYS):
         section, _, key = name.partition(".")
         value_before, value = sections_before.get(section, {}).get(key), sections_now[section][key]

@@ -100,7 +100,7 @@ def check_targets(config: RunConfig, world: World) -> None:
     A model whose towers are read only for a corpus with images is left to `set_up_model`.
     """
     if not config.lora.rank or (not config.lora.targets and config.lora.parts == LoraSection().parts):
-        return
+        return  # the defaults, all linears of the language model, fit every model
 
     def check() -> None:
         """Make an empty model with its depths and adapter, which raises for what does not fit the configuration."""
@@ -214,19 +214,21 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
 def _open_run_documents(
     config: RunConfig, checkpoint: Path | None, world: World, log: LogLine
 ) -> tuple[RunConfig, RunConfig, RunData]:
-    """Open the documents of a run; returns the configuration that they complete, that of config.toml, and the data."""
+    """Open the documents of a run; return its configuration, the one to write as config.toml, and the data.
+
+    The configuration then has numbers in place of what depends on documents or hosts: held-out documents, slots of a
+    host, and the steps of `train.epochs`.
+    """
     config = drop_old_node_size(keep_held_out_count(config, checkpoint, world), checkpoint, world, log)
     node_size, config = config.context.node_size, set_node_size(config, world)
     use_machine(config, world, log)
     if config.model.path and checkpoint is None:  # missing weights are found before a corpus is made
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
-    named_configuration = run_on_every_rank(
-        world, lambda: model_configuration(config, config.data.vocab_size), ModelError
-    )
-    data = open_data(config, named_configuration, checkpoint, world, log)
+    model_config = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
+    data = open_data(config, model_config, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
-    # config.toml keeps what is resolved so far, but node_size as it was given: a run that goes on resolves that anew,
-    # and the steps of its epochs.
+    # config.toml has what is resolved so far, except node_size, and not the steps of epochs: a run that goes on may be
+    # on other hosts, and resolves both anew.
     as_written = replace(config, context=replace(config.context, node_size=node_size))
     config = set_epoch_steps(config, data.order, log)
     for line in source_lines(config, data.order):
@@ -244,15 +246,17 @@ def _choose_run_partition(
 
     This comes before memory is planned, as the communication types depend on it.
     """
-    price = partial(_model_cost, config, world, configuration, data.corpus, lambda line: None, None)
+    # without a log or a plan of memory: `set_up` prices the model once more, with both
+    price = partial(_model_cost, config, world, configuration, data.corpus, log=lambda line: None, memory=None)
     cost = run_on_every_rank(world, price, ConfigError)
     return choose_partition_on_ranks(config, data.order, world, log, cost=cost, heads=query_heads(data.model))
 
 
 def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: World, done: int) -> RunMemory:
-    """Return what the measures of the remaining steps are chosen by.
+    """Return the inputs of the plan of memory, for the steps after `done`.
 
-    A slot is expected to encode the mean of image rows over slots times UNEVEN, and at most encoder.max_rows at once.
+    A slot is expected to encode UNEVEN times the mean rows of images, as some steps have more, but not more than
+    encoder.max_rows at once.
     """
     ahead = ComingSteps(data.order.lengths_of_step, world.home, query_heads(data.model), done, config.train.steps)
     rows = math.ceil(UNEVEN * data.image_rows(config.train.tokens_per_step) / world.home.slots)
@@ -272,7 +276,7 @@ def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun
     config, image_rows = run.config, data.image_rows(run.config.train.tokens_per_step)
     first_guess = run.memory.rows if run.memory is not None else None
     config = measure_rows(config, run.model, run.optimizer, world, log, image_rows=image_rows, first_guess=first_guess)
-    data.check_fit(config, world)
+    data.check_fit(config, world)  # again: fewer rows of a slot may have been measured to fit
     lengths = {s.name: s.documents.lengths for s in data.sets}
     config, why = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)
     return replace(run, config=config, sets=with_eval_tables(data.sets, config), why_degrees=why)

@@ -200,7 +200,8 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
     """Return the warm-up of some plans, with `in_flight` copies of the largest micro-batch.
 
-    A pipeline holds `in_flight` micro-batches at once, so the peak of memory is reached too.
+    A pipeline holds `in_flight` micro-batches at once, so the peak of memory is reached too. Micro-batches that mix
+    kinds of groups are those of the first plan.
     """
     groups = smallest_group_of_each_kind(plans)
     largest, batches = largest_micro_batch(plans), list[MicroBatch]()
@@ -228,7 +229,7 @@ def _evaluation_part(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int
     """Return the warm-up's plan of evaluation: its largest micro-batch, and each kind of group that is not `warm` yet.
 
     The micro-batch is cut short if no slot has more than `most` rows, the most that training ran: an evaluation keeps
-    less of a row, so it fits.
+    less of a row, so it fits. The number of micro-batches is a multiple of `in_flight`, as a pipeline needs.
     """
     groups = smallest_group_of_each_kind([evaluation], leave_out=warm)
     largest = make_plan([largest_micro_batch([evaluation])], evaluation)
