@@ -82,7 +82,7 @@ def image_samples(
         sample_rows = (_sample_row(samples, number, tokenizer, tokens_at) for number in range(len(samples)))
         return [{"step": step, "name": name, **row} for row in sample_rows]
 
-    return run_on_first_rank(world, make_rows, DataError)  # which alone opens the pictures
+    return run_on_first_rank(world, make_rows, DataError)  # only this rank opens images
 
 
 def _sample_row(
@@ -249,7 +249,7 @@ class Evaluations:
         finally:
             self.display.end_evaluating()
         run_on_every_rank(
-            self.run.world, partial(self.records.groups.note, evaluation.plan, "evaluation"), RunFolderError
+            self.run.world, partial(self.records.groups.note_groups, evaluation.plan, "evaluation"), RunFolderError
         )
         return evaluation
 

@@ -36,7 +36,7 @@ from longspan.run.facts import LOCK
 from longspan.run.folder import run_lock
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loggers.run_loggers import logger_classes
-from longspan.run.memory_short import AllocatorWatch, explain_memory, record_history
+from longspan.run.memory_short import AllocatorWatch, explain_out_of_memory, record_history
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, note_facts, open_records
@@ -45,7 +45,7 @@ from longspan.run.result import LAST_STEPS, TrainResult
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.run_facts import facts_of
 from longspan.run.saves import Saves
-from longspan.run.set_up.set_up import check_targets, set_up
+from longspan.run.set_up.set_up import check_adapter_targets, set_up
 from longspan.run.set_up.warm_up import warm_up_run
 from longspan.run.slow_slots import SlowSlots
 from longspan.train.memory.live_bytes import peak_memory_bytes
@@ -68,7 +68,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
     """
     starts = starts or Starts()
     check_config(config, len(world.home.ranks))
-    check_targets(config, world)
+    check_adapter_targets(config, world)
     with StopSignal(config.run.save_on) as stop, run_lock(Path(config.run.dir), world, display.log):
         display.log(settings_line(config))
         names = config.run.loggers if is_first_rank(world) else ()
@@ -202,7 +202,7 @@ class _Loop:
                 f"{self.run.dir} was removed or renamed while the run was at work in it: it has no {LOCK}; put it back "
                 "if it is elsewhere, and start the command again"
             )
-        self.records.groups.note(plan)
+        self.records.groups.note_groups(plan)
         self.records.plans.write(row["step"], plan)
         self.records.metrics.write(row)
 
@@ -241,11 +241,11 @@ def _take_step(
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
         reader.prepare_images(run.model, step + 1)
     limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
-    with limit, explain_memory(run, step + 1), profiles.profile_step(step + 1):
+    with limit, explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1):
         result = run.take_step(plan, documents, step, partial(reader.prepare_documents, step + 1))
     seconds = time.perf_counter() - started
     if is_usual:
-        slow_slots.note(result.slot_ratio)
+        slow_slots.note_ratio(result.slot_ratio)
         note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
     row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
     row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}

@@ -49,13 +49,13 @@ class AllocatorWatch:
         self._is_warned = False
 
     def columns(self) -> dict[str, int]:
-        """Return the column of a row of metrics for the step that ended; none on a CPU."""
+        """Count the retries of the step that ended (`of_step`); return them as a column of its row, none on a CPU."""
         retries = allocator_retries(self._device)
         self.of_step, self._count_before = retries - self._count_before, retries
         return {"allocator_retries": self.of_step} if self._device.type == "cuda" else {}
 
     def warning(self, most: float) -> str:
-        """Return the line to log after a step, once in a run; "" for none.
+        """Return the line to log after a step, once in a session; "" for none.
 
         `most` is the largest `of_step` of any rank. The line comes when that was above 0 for WARNED_AFTER steps.
         """
@@ -69,7 +69,7 @@ class AllocatorWatch:
 
 
 @contextmanager
-def explain_memory(run: TrainingRun, step: int) -> Iterator[None]:
+def explain_out_of_memory(run: TrainingRun, step: int) -> Iterator[None]:
     """Where the code inside is out of memory, write the rank's files, and add their text to the error as a note.
 
     `step` counts from 1.

@@ -165,7 +165,10 @@ class ProgressDisplay:
         self._progress.update(self._task, completed=row["step"], description=figures)
 
     def _remaining_time(self, step: int) -> str:
-        """Return the time that the remaining steps will take, by those shown so far; "" at the first and the last."""
+        """Return the time that the remaining steps will take, by those since the first one that was shown.
+
+        That first step only starts the clock: its text is "", as is that of the last step.
+        """
         now = time.monotonic()
         if self._shown_since is None:
             self._shown_since = (now, step)

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.config.data_sections import PASSKEY
 from longspan.config.sections import RunConfig, held_out_set
 from longspan.corpus.run_corpus import build_shared_corpus
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
@@ -19,7 +20,7 @@ from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, EvaluationError, LongspanError
 from longspan.evaluation.metrics import check_metrics, load_metrics
-from longspan.evaluation.sets import SET_MAKERS, EvaluationSet, check_paths, describe_trained_files, open_set
+from longspan.evaluation.sets import EvaluationSet, check_paths, describe_trained_files, open_set
 from longspan.layout import Layout
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
@@ -83,7 +84,8 @@ def open_sets(
     """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, in order, with their metrics.
 
     All ranks call it together, once the run's folder has the tokenizer, by which a set knows the bytes of each token.
-    Logs a line for each set of a table. Raises DataError on every rank for texts that cannot be read.
+    Logs a line for each set of a table, and one if it has files of the corpus. Raises DataError on every rank for texts
+    that cannot be read.
     """
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.eval:
@@ -120,7 +122,7 @@ def check_set_lengths(
     for entry in (s for s in sets if s.name):
         tokens, origin = entry.longest
         check_longest_of_set(config, entry.config, home, tokens, origin, heads)
-        is_passkey = entry.config.path in SET_MAKERS  # which has no other maker
+        is_passkey = entry.config.path == PASSKEY
         check_set_length(model, config.model, longest, entry.name, tokens, passkey=is_passkey)
 
 

@@ -23,7 +23,7 @@ class SlowSlots:
 
     >>> slots = SlowSlots()
     >>> for _ in range(20):
-    ...     slots.note(1.2)
+    ...     slots.note_ratio(1.2)
     >>> slots.is_slow
     True
     """
@@ -33,7 +33,7 @@ class SlowSlots:
         self._ratios: deque[float] = deque(maxlen=STEPS)
         self._is_named = False
 
-    def note(self, ratio: float | None) -> None:
+    def note_ratio(self, ratio: float | None) -> None:
         """Note a step's ratio: this slot's seconds a row over the other slots'; None for a step that was not timed."""
         if ratio is not None:
             self._ratios.append(ratio)

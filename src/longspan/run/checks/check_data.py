@@ -81,7 +81,7 @@ def check_packs(config: RunConfig) -> None:
 
 
 def check_eval_sets(config: RunConfig) -> None:
-    """Raise ConfigError for a set without a name or path, for two of one name, and for metrics named as no function."""
+    """Raise ConfigError for sets without a name or path, or of one name, and for metrics without a module."""
     for number, entry in enumerate(config.eval, 1):
         if not _NAME.fullmatch(entry.name):
             raise ConfigError(

@@ -39,7 +39,7 @@ class GroupLog:
     """Records the groups that each plan adds; writes nothing if `path` is None.
 
     >>> log = GroupLog(world, Path("runs/first/groups.jsonl"), display.log)
-    >>> log.note(plan)
+    >>> log.note_groups(plan)
     """
 
     def __init__(self, world: World, path: Path | None, log: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ class GroupLog:
         if path is not None:
             path.write_text("", encoding="utf-8")
 
-    def note(self, plan: Plan, use: Use = "training") -> None:
+    def note_groups(self, plan: Plan, use: Use = "training") -> None:
         """Write and log the groups that this plan adds.
 
         They are communicators that were made since the last call, context-parallel groups of this rank that no plan had

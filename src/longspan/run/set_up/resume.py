@@ -114,10 +114,9 @@ def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
     The line is "" where both rates are the same.
     """
     done = int(state["step"])
-    trained = state.get("config", {}).get("train", {})
-    train_before = TrainConfig(
-        **{field.name: _as_tuple(trained[field.name]) for field in fields(TrainConfig) if field.name in trained}
-    )
+    table_before = state.get("config", {}).get("train", {})
+    names = [field.name for field in fields(TrainConfig) if field.name in table_before]
+    train_before = TrainConfig(**{name: _as_tuple(table_before[name]) for name in names})
     rate_before, rate_now = (Schedule.of(train).lr_at(done) for train in (train_before, config.train))
     if math.isclose(rate_before, rate_now):
         return ""

@@ -72,7 +72,11 @@ from longspan.train.training import (
 def keep_model_files(
     directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine
 ) -> None:
-    """Write config.json and generation_config.json into a folder, for a model of this configuration and class."""
+    """Write config.json and generation_config.json into a folder, for a model of this configuration and class.
+
+    config.json names the dtype that the weights of model/ are saved in, which a line of the log says if it is another
+    than that of the parameters.
+    """
     source = Path(settings.source)
     config: Any = deepcopy(configuration)
     config.architectures = [architecture]
@@ -94,7 +98,7 @@ def _saved_dtype(settings: ModelConfig, configuration: Any) -> torch.dtype:
     return named if isinstance(named, torch.dtype) and named.is_floating_point else torch_dtype(settings.dtype)
 
 
-def check_targets(config: RunConfig, world: World) -> None:
+def check_adapter_targets(config: RunConfig, world: World) -> None:
     """Raise ModelError on every rank if [lora] names targets or parts that the model does not have. Reads no weights.
 
     A model whose towers are read only for a corpus with images is left to `set_up_model`.
@@ -158,7 +162,7 @@ def _corpus_vocabulary_size(data: RunData, config: RunConfig) -> int:
 def _fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
     """Return the model's configuration for this vocabulary and the longest document.
 
-    Raises ConfigError if the tokenizer does not fit.
+    Raises ConfigError if the tokenizer does not fit, or the longest document has more tokens than there are positions.
     """
     vocabulary = _corpus_vocabulary_size(data, config)
     configuration = run_on_every_rank(world, lambda: model_configuration(config, vocabulary), ModelError)

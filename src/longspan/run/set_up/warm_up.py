@@ -69,13 +69,13 @@ def kind_of_group(group: Group) -> GroupKind:
     rows, chunks = group.laid_out, 2 * group.degree
     longest_chunk = -(-max(rows) // chunks)
     return GroupKind(
-        group.degree,
-        group.cp_comm_type,
-        group.hierarchical_context_parallel_sizes,
-        group.partition,
-        (len(rows) > 1) + (len(rows) > MANY),
-        min(2, sum(n >= chunks for n in rows)),
-        -(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0,
+        degree=group.degree,
+        cp_comm_type=group.cp_comm_type,
+        sizes=group.hierarchical_context_parallel_sizes,
+        partition=group.partition,
+        documents=(len(rows) > 1) + (len(rows) > MANY),
+        whole=min(2, sum(n >= chunks for n in rows)),
+        short=-(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0,
     )
 
 
@@ -102,7 +102,9 @@ def largest_micro_batch(plans: Sequence[Plan]) -> MicroBatch:
 
 
 def shorten_group(group: Group) -> Group:
-    """Return a group of the same kind whose documents have at most LONG rows in a chunk; padded ones stay as they are.
+    """Return a group of the same kind whose documents have at most LONG rows in a chunk.
+
+    A padded group is returned as it is: its padding says how many rows each document has.
 
     >>> shorten_group(Group(slots=(0, 1), documents=(0, 1), lengths=(65536, 300))).lengths
     (2048, 300)
@@ -209,11 +211,14 @@ def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: 
         batches += repeat_on_all_slots(shorten_group(group), plans[0].slots)
     training = make_plan(_fill_up_batches([largest] * in_flight + batches, in_flight), plans[0])
     mixed = _list_mixed_batches(plans[0])
+    evaluation_part = None
+    if evaluation is not None:
+        evaluation_part = _evaluation_part(evaluation, groups, in_flight, most=_most_rows(training))
     return WarmUp(
-        training,
-        make_plan(_fill_up_batches(mixed, in_flight), plans[0]) if mixed else None,
-        None if evaluation is None else _evaluation_part(evaluation, groups, in_flight, most=_most_rows(training)),
-        len(smallest_group_of_each_kind([*plans, *([evaluation] if evaluation else [])])),
+        kinds_of_training=training,
+        mixed=make_plan(_fill_up_batches(mixed, in_flight), plans[0]) if mixed else None,
+        evaluation=evaluation_part,
+        kinds=len(smallest_group_of_each_kind([*plans, *([evaluation] if evaluation else [])])),
     )
 
 
