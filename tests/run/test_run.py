@@ -301,6 +301,13 @@ def test_a_finished_run_is_not_shown_under_other_keys(straight: tuple[RunConfig,
     assert config.read_text() == before
 
 
+def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> None:
+    before: dict[str, Any] = {"encoder": {"lr": 0.1}, "train": {"lr": 1.0, "steps": 6}, "eval": []}
+    now: dict[str, Any] = {"encoder": {"lr": 0.2}, "train": {"lr": 2.0, "steps": 6}, "eval": []}
+    with pytest.raises(ConfigError, match=r"encoder.lr was 0.1 and is 0.2 now; train.lr was 1.0 and is 2.0 now"):
+        resume._check_finished_run(before, now, Path("step-000006"), print)
+
+
 def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
     config = small_config(tmp_path, train__steps=1, train__eval_every=0, data__eval_documents=0)
     folder = Path(config.run.dir)

@@ -103,7 +103,7 @@ def _sample_row(
         "text": _text_before_answer(documents, number, tokenizer, ids[: int(targets[0]) if len(targets) else len(ids)]),
         "answer": _decode_ids(tokenizer, labels[targets]),
         "predicted": _decode_ids(tokenizer, predicted),
-        "images": [_encode_picture(documents, i) for i, item in enumerate(documents.items) if item.document == number],
+        "images": [_encode_image(documents, i) for i, item in enumerate(documents.items) if item.document == number],
     }
 
 
@@ -126,7 +126,7 @@ def _decode_ids(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
     return tokenizer.engine.decode(in_vocabulary, skip_special_tokens=True)
 
 
-def _encode_picture(documents: ImageDocuments, number: int) -> str:
+def _encode_image(documents: ImageDocuments, number: int) -> str:
     """Return image `number` of all documents' images as a PNG in base64, of at most LARGEST pixels a side."""
     image = documents.picture(number)
     image.thumbnail((LARGEST, LARGEST))

@@ -137,7 +137,7 @@ class _Loop:
         """
         run, settings, stopped = self.run, self.run.config.train, ""
         slow_slots, limits, reader = SlowSlots(), self.evaluations.limits, StepReader(run, plans)
-        record_history(run)
+        record_history(run)  # of allocations, where train.memory_history asks for it
         allocator = AllocatorWatch(run.world.device)
         with saves.save_before_errors():
             if run.done < settings.steps:
@@ -195,7 +195,7 @@ class _Loop:
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
         """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.
 
-        Raises RunFolderError where the run's folder was removed, which no write shows: the files are open already.
+        Raises RunFolderError where the run's folder was removed, as files that are open are written even then.
         """
         if is_first_rank(self.run.world) and not (self.run.dir / LOCK).exists():
             raise RunFolderError(

@@ -141,7 +141,7 @@ def _cell(sizes: Mapping[str, int], part: str) -> str:
 
 
 def _count_stored_bytes(run: TrainingRun) -> dict[str, int]:
-    """Return bytes of this rank's parameters, their gradients and the optimizer's states, those on its device."""
+    """Return bytes of this rank's parameters, gradients and optimizer states, without those that the host stores."""
     device = run.world.device.type
     sizes: dict[str, int] = dict.fromkeys(STORED, 0)
     for parameter in run.model.parameters():

@@ -70,7 +70,7 @@ class Saves:
             saved_steps = run_on_first_rank(
                 run.world, lambda: [*map(step_of, complete_checkpoints(run.checkpoints))], CheckpointError
             )
-            self._best.take_up(run.done, saved_steps)
+            self._best.load_bests(run.done, saved_steps)
             self.saver.best = self._best.step
 
     def minutes_are_over(self) -> bool:
@@ -191,7 +191,7 @@ class BestCheckpoint:
     """The best step so far; made and used by all ranks together.
 
     >>> best = BestCheckpoint("eval_loss", Path("runs/mine"), world, display.log)
-    >>> best.take_up(done=100, saved=[100, 50])
+    >>> best.load_bests(done=100, saved=[100, 50])
     >>> if best.note_if_best(rows, step=150):                                   # after an evaluation
     ...     saver.best = 150
     """
@@ -206,8 +206,8 @@ class BestCheckpoint:
         """The best step, which is the last one noted; 0 before an evaluation."""
         return self._bests[-1][0] if self._bests else 0
 
-    def take_up(self, done: int, saved: Collection[int]) -> None:
-        """Take over the best steps of an earlier session: those up to `done` whose checkpoints are in `saved`."""
+    def load_bests(self, done: int, saved: Collection[int]) -> None:
+        """Go on from the best steps of earlier sessions: those up to `done` whose checkpoints are there (`saved`)."""
         stored = run_on_first_rank(self._world, self._read_bests, RunFolderError)
         self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
 

@@ -180,12 +180,12 @@ def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path,
     and of hosts may change, and so may a key that is "auto" now: it was replaced by a number before.
     """
     changes = {
-        key: f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
+        (section, key): f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
         for section in sorted(now.keys() & before.keys() - {"run", "eval"})
         for key, value in sorted(now[section].items())
         if key in before[section] and key not in _OF_HOSTS and value not in (before[section][key], AUTO)
     }
-    evaluated = [changes.pop(key) for key in list(changes) if key.startswith("eval_")]
+    evaluated = [changes.pop(name) for name in list(changes) if name[1].startswith("eval_")]
     if now["eval"] != before.get("eval", []):
         evaluated.append(f"the evaluation sets are {', '.join(entry['name'] for entry in now['eval']) or 'none'} now")
     if changes:

@@ -203,7 +203,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
         file = Path(config.run.dir) / "config.toml"
         run_on_first_rank(world, lambda: write_atomically(file, to_toml(as_written)), RunFolderError)
         warn_about_lost_updates(config, log)
-    price = partial(_model_cost, config, world, model.config, data.corpus, log, memory)
+    price = partial(_model_cost, config, world, model.config, data.corpus, log=log, memory=memory)
     cost = run_on_every_rank(world, price, ConfigError)
     refinement = refinement_of_run(config, cost, state, world, log)
     starts.end_part("optimizer and costs")
