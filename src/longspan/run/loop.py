@@ -33,7 +33,6 @@ from longspan.plan.plan_rows import group_counts
 from longspan.run.checks.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
 from longspan.run.facts import LOCK
-from longspan.run.folder import run_lock
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loggers.run_loggers import logger_classes
 from longspan.run.memory_short import AllocatorWatch, explain_out_of_memory, record_history
@@ -44,6 +43,7 @@ from longspan.run.refining import correction_columns, note_step, refine_prices
 from longspan.run.result import LAST_STEPS, TrainResult
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.run_facts import facts_of
+from longspan.run.run_lock import run_lock
 from longspan.run.saves import Saves
 from longspan.run.set_up.set_up import check_adapter_targets, set_up
 from longspan.run.set_up.warm_up import warm_up_run

@@ -80,7 +80,10 @@ class ProgressDisplay:
         self._begin_work(f"step {step}/{self._steps}")
 
     def show_step(self, row: Mapping[str, Any]) -> None:
-        """Show a training step, given its row of metrics; a line only for every `log_every` steps, or if one is due."""
+        """Show a training step, given its row of metrics: move the bar or, without a terminal, write a line.
+
+        Lines are those of every `log_every` steps, of the first and the last step, and one where it is due.
+        """
         self._begin_work(f"after {self._step_text(row)}")  # it may be saved or evaluated
         if self._stream is None:
             return

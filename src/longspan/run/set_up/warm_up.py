@@ -120,9 +120,9 @@ def shorten_batch(batch: MicroBatch) -> MicroBatch:
 
 
 def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
-    """Return micro-batches in which every slot is in a copy of this group, with its own copy of the documents.
+    """Return micro-batches in which every slot is in a copy of this group; `make_plan` numbers the copies' documents.
 
-    Where the group's degree does not divide the slots, the last slots have a second micro-batch.
+    Where the group's degree does not divide the slots, a second micro-batch has the last slots.
     """
     degree, filled_slots = group.degree, slots // group.degree * group.degree
     blocks = [tuple(range(first, first + degree)) for first in range(0, filled_slots, degree)]
