@@ -9,7 +9,7 @@ import torch
 
 from longspan import Layout, World
 from longspan.hf import ahead
-from longspan.hf.ahead import BatchesAhead, CollectedTokens, ComingStep, read_step, rows_digest
+from longspan.hf.ahead import BatchesAhead, CollectedTokens, ComingStep, documents_digest, read_step
 from longspan.hf.facade import AheadBatch, Offset, document_entries, versions_of
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
@@ -55,7 +55,7 @@ def coming(batches: list[Any]) -> ComingStep:
     rows, documents, firsts = read_step(batches, 4.0)
     plan = plan_fixed([len(d) for d in documents], Layout(1), cp=1, targets=4)
     versions = [versions_of(document_entries(x)) for x in batches]
-    return ComingStep(batches, rows, documents, firsts, rows_digest(documents), plan, versions)
+    return ComingStep(batches, rows, documents, firsts, documents_digest(documents), plan, versions)
 
 
 def test_a_step_is_of_its_batches_until_they_are_written_to() -> None:

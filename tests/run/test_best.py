@@ -11,9 +11,9 @@ import pytest
 from longspan.config.best_figure import BestFigure
 from longspan.config.file import load_config
 from longspan.errors import ConfigError
-from longspan.run import best as module
-from longspan.run.best import BestCheckpoint
+from longspan.run import saves as module
 from longspan.run.checks.check_training import check_numbers
+from longspan.run.saves import BestCheckpoint
 from longspan.testing import run_ranks
 from tests.train.small import small_config, train_rank
 
@@ -33,21 +33,21 @@ def test_a_figure_is_compared_and_goes_on_after_a_resume(tmp_path: Path, world: 
     said = list[str]()
     best = BestCheckpoint("eval_loss", tmp_path, world, said.append)
     losses = {10: 3.0, 20: 3.5, 30: 2.0, 40: 2.0, 50: None, 60: 1.0}
-    assert [step for step, loss in losses.items() if best.is_new(rows(loss), step)] == [10, 30, 60]
+    assert [step for step, loss in losses.items() if best.note_if_best(rows(loss), step)] == [10, 30, 60]
     assert said[1] == "step 30 has the best eval_loss so far, 2 (before: 3 at step 10); its checkpoint is kept"
     resumed = BestCheckpoint("eval_loss", tmp_path, world, said.append)
-    resumed.take_up(60, [60, 30])
+    resumed.load_bests(60, [60, 30])
     assert resumed.step == 60
-    resumed.take_up(50, [50, 30])  # what came after the checkpoint that the run goes on from is made again
-    assert resumed.step == 30 and not resumed.is_new(rows(2.5), 60) and resumed.is_new(rows(1.5), 60)
+    resumed.load_bests(50, [50, 30])  # what came after the checkpoint that the run goes on from is made again
+    assert resumed.step == 30 and not resumed.note_if_best(rows(2.5), 60) and resumed.note_if_best(rows(1.5), 60)
     higher = BestCheckpoint("code/eval_hits:higher", tmp_path, world, said.append)
-    higher.take_up(60, [60, 30])
+    higher.load_bests(60, [60, 30])
     assert higher.step == 0 and "is of another figure" in said[-1]
-    assert higher.is_new(rows(1.0, eval_hits=0.5), 70) and not higher.is_new(rows(1.0, eval_hits=0.4), 80)
+    assert higher.note_if_best(rows(1.0, eval_hits=0.5), 70) and not higher.note_if_best(rows(1.0, eval_hits=0.4), 80)
     with pytest.raises(ConfigError, match=r"train.keep_best names eval_hits, and the evaluation has eval_loss"):
-        higher.is_new(rows(1.0), 90)
+        higher.note_if_best(rows(1.0), 90)
     (tmp_path / "best.json").write_text("{")
-    higher.take_up(60, [60, 30])
+    higher.load_bests(60, [60, 30])
     assert higher.step == 0 and "is damaged" in said[-1]
 
 

@@ -60,7 +60,7 @@ def test_the_plan_of_memory_stands_next_to_what_was_measured(tmp_path: Path, pla
 
 
 def test_other_errors_get_no_note(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="shapes") as raised, memory_short.explain_memory(_IDLE, 1):
+    with pytest.raises(RuntimeError, match="shapes") as raised, memory_short.explain_out_of_memory(_IDLE, 1):
         raise RuntimeError("shapes do not match")
     assert not getattr(raised.value, "__notes__", [])
 

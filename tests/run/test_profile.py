@@ -98,8 +98,8 @@ def test_a_step_that_is_not_asked_for_is_not_slowed(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(profile, "record_profile", refuse)
     profiles = profile.StepProfiles((3,), tmp_path, None, print)  # pyright: ignore[reportArgumentType]
-    with profiles.around_step(2):
+    with profiles.profile_step(2):
         pass
     profiles.write_files()
-    with pytest.raises(AssertionError, match="profiled"), profiles.around_step(3):
+    with pytest.raises(AssertionError, match="profiled"), profiles.profile_step(3):
         pass

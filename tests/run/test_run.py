@@ -36,7 +36,7 @@ from longspan.errors import (
 )
 from longspan.plan import Machine, Plan, read_plans
 from longspan.plan.plan_rows import group_counts
-from longspan.run import folder as run_lock
+from longspan.run import run_lock
 from longspan.run.checks.config_check import check_config
 from longspan.run.facts import RunFacts
 from longspan.run.loggers.metrics_log import read_metrics
@@ -299,6 +299,13 @@ def test_a_finished_run_is_not_shown_under_other_keys(straight: tuple[RunConfig,
     config.write_text(before)
     run(replace(again, context=again.context.set_evaluation(max_tokens_per_slot=32)), 2)
     assert config.read_text() == before
+
+
+def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> None:
+    before: dict[str, Any] = {"encoder": {"lr": 0.1}, "train": {"lr": 1.0, "steps": 6}, "eval": []}
+    now: dict[str, Any] = {"encoder": {"lr": 0.2}, "train": {"lr": 2.0, "steps": 6}, "eval": []}
+    with pytest.raises(ConfigError, match=r"encoder.lr was 0.1 and is 0.2 now; train.lr was 1.0 and is 2.0 now"):
+        resume._check_finished_run(before, now, Path("step-000006"), print)
 
 
 def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:

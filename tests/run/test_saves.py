@@ -9,8 +9,8 @@ import pytest
 from longspan.comm import on_all_ranks
 from longspan.config.file import load_config
 from longspan.errors import CheckpointError, CommError, LongspanError, NonFiniteError, RankLostError, RunFolderError
-from longspan.run import folder as module
-from longspan.run.folder import Saves
+from longspan.run import saves as module
+from longspan.run.saves import Saves
 
 
 class FakeSaver:

@@ -153,7 +153,7 @@ def read_step(batches: Sequence[Any], items: float | None) -> tuple[list[BatchDo
     return all_rows, documents, firsts
 
 
-def rows_digest(documents: Sequence[Document]) -> str:
+def documents_digest(documents: Sequence[Document]) -> str:
     """Return a digest of the ids and labels of documents."""
     digest = blake2b(digest_size=16)
     for document in documents:

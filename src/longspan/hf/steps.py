@@ -18,9 +18,9 @@ from longspan.hf.ahead import (
     CollectedTokens,
     ComingStep,
     HostBatches,
+    documents_digest,
     move_to_device,
     read_step,
-    rows_digest,
     same_coefficients,
 )
 from longspan.hf.facade import AheadBatch, Facade, Offset, document_entries, versions_of, with_coefficients
@@ -123,7 +123,7 @@ class StepsPart(StockTrainer):
     def _agree_on_rows(self, documents: list[Document], digest: str = "") -> None:
         """Raise CommError on all ranks unless their documents are the same, by `digest` ("": it is computed here)."""
         self.world.control.agree(
-            digest or rows_digest(documents),
+            digest or documents_digest(documents),
             what="batches of a Trainer",
             hint="all ranks of a longspan trainer read the same rows; seed samplers, collators and datasets alike",
         )
@@ -218,7 +218,7 @@ class StepsPart(StockTrainer):
             return None
         plan = self._make_plan(documents, training=True)
         versions = [versions_of(document_entries(batch)) for batch in batches]
-        return ComingStep(batches, rows, documents, firsts, rows_digest(documents), plan, versions)
+        return ComingStep(batches, rows, documents, firsts, documents_digest(documents), plan, versions)
 
     def _work_meanwhile(self) -> None:
         """Prepare the next step, then wait for the device within the limit of this one.

@@ -29,10 +29,10 @@ from longspan.evaluation.result import Evaluation
 from longspan.evaluation.sets import EvaluationSet
 from longspan.files import as_json, write_atomically
 from longspan.plan import Plan
-from longspan.run.folder import is_due
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records
 from longspan.run.run_data import TrainingRun
+from longspan.run.saves import is_due
 from longspan.train.plans import PlanChoice
 
 SAMPLES, LARGEST = 8, 96  # documents of a set; pixels of the longer side of a picture
@@ -82,15 +82,16 @@ def image_samples(
         sample_rows = (_sample_row(samples, number, tokenizer, tokens_at) for number in range(len(samples)))
         return [{"step": step, "name": name, **row} for row in sample_rows]
 
-    return run_on_first_rank(world, make_rows, DataError)  # which alone opens the pictures
+    return run_on_first_rank(world, make_rows, DataError)  # only this rank opens images
 
 
 def _sample_row(
     documents: ImageDocuments, number: int, tokenizer: TextTokenizer, tokens_at: dict[tuple[int, int], int]
-) -> Any:
-    """Return the row of one document: text, true answer, predicted answer, pictures.
+) -> dict[str, Any]:
+    """Return the row of document `number`: text, true answer, predicted answer, and its images as PNGs in base64.
 
-    `tokens_at` has the predicted tokens as `_Predictions` notes them: under the position before the token.
+    `tokens_at` has the predicted tokens as `_Predictions` notes them: under the position before the token. The answer
+    is all targets of the document, and the text is what comes before the first of them.
     """
     document = documents[number]
     positions = np.arange(len(document))
@@ -102,14 +103,14 @@ def _sample_row(
         "text": _text_before_answer(documents, number, tokenizer, ids[: int(targets[0]) if len(targets) else len(ids)]),
         "answer": _decode_ids(tokenizer, labels[targets]),
         "predicted": _decode_ids(tokenizer, predicted),
-        "images": [_encode_picture(documents, i) for i, item in enumerate(documents.items) if item.document == number],
+        "images": [_encode_image(documents, i) for i, item in enumerate(documents.items) if item.document == number],
     }
 
 
 def _text_before_answer(documents: ImageDocuments, number: int, tokenizer: TextTokenizer, ids: Any) -> str:
-    """Return the text before an answer, with `<image>` for the placeholders of each image.
+    """Return the text of a document before its answer, with `<image>` for the placeholders of each image.
 
-    `ids` are the tokens before the answer.
+    `ids` are the tokens before the answer, and `number` is the document's; images of the answer are left out.
     """
     pieces, piece_start = list[str](), 0
     for item in documents.items:
@@ -125,9 +126,9 @@ def _decode_ids(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
     return tokenizer.engine.decode(in_vocabulary, skip_special_tokens=True)
 
 
-def _encode_picture(documents: ImageDocuments, item: int) -> str:
-    """Return an image of a document as a small PNG in base64, as samples.jsonl holds it."""
-    image = documents.picture(item)
+def _encode_image(documents: ImageDocuments, number: int) -> str:
+    """Return image `number` of all documents' images as a PNG in base64, of at most LARGEST pixels a side."""
+    image = documents.picture(number)
     image.thumbnail((LARGEST, LARGEST))
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
@@ -185,7 +186,8 @@ class Evaluations:
     def evaluate_at_end(self) -> Final:
         """Evaluate all sets, the held-out documents at every degree.
 
-        Where a finished run is shown again, sets that metrics.jsonl has at the last step are not recorded once more.
+        A signal ends them early, and is then all that is returned. Where a finished run is shown again, sets that
+        metrics.jsonl has at the last step are not recorded once more.
         """
         done, at_degrees, set_evaluations = self.run.config.train.steps, list[Evaluation](), list[Evaluation]()
         for entry in self.run.sets:
@@ -213,7 +215,8 @@ class Evaluations:
     def _final_evaluations(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
         """Yield evaluations of a set: as configured and, for the held-out documents, at every other degree.
 
-        None stands for an evaluation that was stopped, by a signal or the set's time limit.
+        None stands for an evaluation that was stopped, by a signal or the set's time limit. A degree that the first
+        evaluation had is not repeated.
         """
         choice = self.run.choice_of(entry.config)
         first = self._evaluate_set(entry, choice, done)
@@ -246,7 +249,7 @@ class Evaluations:
         finally:
             self.display.end_evaluating()
         run_on_every_rank(
-            self.run.world, partial(self.records.groups.note, evaluation.plan, "evaluation"), RunFolderError
+            self.run.world, partial(self.records.groups.note_groups, evaluation.plan, "evaluation"), RunFolderError
         )
         return evaluation
 
@@ -265,8 +268,8 @@ class Evaluations:
             row = evaluation.row()
             run_on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)
             self.display.show_evaluation(row)
-            words = ("evaluation", entry.name, f"cp{evaluation.cp}")
-            save_plan(self.run, evaluation.plan, "-".join(filter(None, words)))
+            name_parts = ("evaluation", entry.name, f"cp{evaluation.cp}")
+            save_plan(self.run, evaluation.plan, "-".join(filter(None, name_parts)))
         if self.run.config.train.eval_document_losses and evaluations:
             prefix = f"{entry.name}-" if entry.name else ""
             file = self.run.dir / "evaluations" / f"{prefix}step-{evaluations[0].step:06d}.jsonl"

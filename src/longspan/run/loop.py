@@ -33,10 +33,9 @@ from longspan.plan.plan_rows import group_counts
 from longspan.run.checks.config_check import check_config
 from longspan.run.evaluations import Evaluations, Final, save_plan
 from longspan.run.facts import LOCK
-from longspan.run.folder import Saves, run_lock
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loggers.run_loggers import logger_classes
-from longspan.run.memory_short import AllocatorWatch, explain_memory, record_history
+from longspan.run.memory_short import AllocatorWatch, explain_out_of_memory, record_history
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, note_facts, open_records
@@ -44,7 +43,9 @@ from longspan.run.refining import correction_columns, note_step, refine_prices
 from longspan.run.result import LAST_STEPS, TrainResult
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.run_facts import facts_of
-from longspan.run.set_up.set_up import check_targets, set_up
+from longspan.run.run_lock import run_lock
+from longspan.run.saves import Saves
+from longspan.run.set_up.set_up import check_adapter_targets, set_up
 from longspan.run.set_up.warm_up import warm_up_run
 from longspan.run.slow_slots import SlowSlots
 from longspan.train.memory.live_bytes import peak_memory_bytes
@@ -67,7 +68,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
     """
     starts = starts or Starts()
     check_config(config, len(world.home.ranks))
-    check_targets(config, world)
+    check_adapter_targets(config, world)
     with StopSignal(config.run.save_on) as stop, run_lock(Path(config.run.dir), world, display.log):
         display.log(settings_line(config))
         names = config.run.loggers if is_first_rank(world) else ()
@@ -136,7 +137,7 @@ class _Loop:
         """
         run, settings, stopped = self.run, self.run.config.train, ""
         slow_slots, limits, reader = SlowSlots(), self.evaluations.limits, StepReader(run, plans)
-        record_history(run)
+        record_history(run)  # of allocations, where train.memory_history asks for it
         allocator = AllocatorWatch(run.world.device)
         with saves.save_before_errors():
             if run.done < settings.steps:
@@ -194,14 +195,14 @@ class _Loop:
     def record_step(self, row: dict[str, Any], plan: Plan) -> None:
         """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.
 
-        Raises RunFolderError where the run's folder was removed: the files that are open would still be written.
+        Raises RunFolderError where the run's folder was removed, as files that are open are written even then.
         """
         if is_first_rank(self.run.world) and not (self.run.dir / LOCK).exists():
             raise RunFolderError(
                 f"{self.run.dir} was removed or renamed while the run was at work in it: it has no {LOCK}; put it back "
                 "if it is elsewhere, and start the command again"
             )
-        self.records.groups.note(plan)
+        self.records.groups.note_groups(plan)
         self.records.plans.write(row["step"], plan)
         self.records.metrics.write(row)
 
@@ -240,11 +241,11 @@ def _take_step(
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
         reader.prepare_images(run.model, step + 1)
     limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
-    with limit, explain_memory(run, step + 1), profiles.around_step(step + 1):
+    with limit, explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1):
         result = run.take_step(plan, documents, step, partial(reader.prepare_documents, step + 1))
     seconds = time.perf_counter() - started
     if is_usual:
-        slow_slots.note(result.slot_ratio)
+        slow_slots.note_ratio(result.slot_ratio)
         note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
     row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
     row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
@@ -286,12 +287,13 @@ def _agree_on_end(
     """Return what the ranks agree on after a step, by one message if none received a signal or failed.
 
     The message gives the largest of each figure over the ranks: flags are 0 or 1, and a slow slot is its rank + 1, as
-    0 is none. Raises on every rank the error of a rank whose records (`failure`) or save failed.
+    0 is none; of several, the highest rank is named first. Raises on every rank the error of a rank whose records
+    (`failure`) or save failed.
     """
     flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
     slow = world.rank + 1 if slow_slots.is_slow else 0
     figures = (saves.saver.has_failed, slow, allocator_retries)
-    stops, saves_now, minutes, save_failed, slowest, most_retries = world.control.largest_of(
+    stops, saves_now, minutes, save_failed, named_rank, most_retries = world.control.largest_of(
         [*map(float, flags), *map(float, figures)], "agreement on a flag"
     )
     stopped = save_on = ""
@@ -302,7 +304,7 @@ def _agree_on_end(
         stopped = received_signal(world, stop)
     if saves_now:
         save_on = save_signal(world, stop)
-    return _Agreement(stopped, save_on, bool(minutes), int(slowest) - 1 if slowest else None, most_retries)
+    return _Agreement(stopped, save_on, bool(minutes), int(named_rank) - 1 if named_rank else None, most_retries)
 
 
 def _last_loss(file: Path, done: int) -> float:

@@ -43,33 +43,33 @@ class AllocatorWatch:
 
     def __init__(self, device: torch.device) -> None:
         """Begin at the allocator's count so far; `of_step` is what the last step added."""
-        self._device, self._before = device, allocator_retries(device)
+        self._device, self._count_before = device, allocator_retries(device)
         self.of_step: int = 0
-        self._steps = deque[float](maxlen=WARNED_AFTER)
+        self._last_retries = deque[float](maxlen=WARNED_AFTER)  # of the last steps, the most of any rank
         self._is_warned = False
 
     def columns(self) -> dict[str, int]:
-        """Return the column of a row of metrics for the step that ended; none on a CPU."""
+        """Count the retries of the step that ended (`of_step`); return them as a column of its row, none on a CPU."""
         retries = allocator_retries(self._device)
-        self.of_step, self._before = retries - self._before, retries
+        self.of_step, self._count_before = retries - self._count_before, retries
         return {"allocator_retries": self.of_step} if self._device.type == "cuda" else {}
 
     def warning(self, most: float) -> str:
-        """Return the line to log after a step, once in a run; "" for none.
+        """Return the line to log after a step, once in a session; "" for none.
 
         `most` is the largest `of_step` of any rank. The line comes when that was above 0 for WARNED_AFTER steps.
         """
-        self._steps.append(most)
-        if self._is_warned or len(self._steps) < WARNED_AFTER or not all(self._steps):
+        self._last_retries.append(most)
+        if self._is_warned or len(self._last_retries) < WARNED_AFTER or not all(self._last_retries):
             return ""
         self._is_warned = True
         return retries_text(
-            sum(self._steps) / WARNED_AFTER, peak_memory_bytes(self._device), peak_reserved_bytes(self._device)
+            sum(self._last_retries) / WARNED_AFTER, peak_memory_bytes(self._device), peak_reserved_bytes(self._device)
         )
 
 
 @contextmanager
-def explain_memory(run: TrainingRun, step: int) -> Iterator[None]:
+def explain_out_of_memory(run: TrainingRun, step: int) -> Iterator[None]:
     """Where the code inside is out of memory, write the rank's files, and add their text to the error as a note.
 
     `step` counts from 1.
@@ -141,7 +141,7 @@ def _cell(sizes: Mapping[str, int], part: str) -> str:
 
 
 def _count_stored_bytes(run: TrainingRun) -> dict[str, int]:
-    """Return bytes of this rank's parameters, their gradients and the optimizer's states, those on its device."""
+    """Return bytes of this rank's parameters, gradients and optimizer states, without those that the host stores."""
     device = run.world.device.type
     sizes: dict[str, int] = dict.fromkeys(STORED, 0)
     for parameter in run.model.parameters():

@@ -42,7 +42,7 @@ class StepProfiles:
     """Profiles steps of a run, given by their numbers, counted from 1; every rank has the same.
 
     >>> profiles = StepProfiles((10, 11), run.dir / FOLDER, world, display.log)
-    >>> with profiles.around_step(10):
+    >>> with profiles.profile_step(10):
     ...     run.take_step(plan, documents, 9)
     >>> profiles.write_files()
     """
@@ -57,8 +57,8 @@ class StepProfiles:
         return step in self._steps
 
     @contextmanager
-    def around_step(self, step: int) -> Iterator[None]:
-        """Profile what runs inside if this step is to be profiled; `write_files` then writes what was recorded."""
+    def profile_step(self, step: int) -> Iterator[None]:
+        """Profile what runs inside if this step is one to profile; `write_files` then writes what was recorded."""
         if not self.has_step(step):
             yield
             return
@@ -119,14 +119,14 @@ def record_profile(world: World, *, with_host: bool = False) -> Iterator[tuple[A
         spent.append(perf_counter() - started)
 
 
-def profile_text(row: Mapping[str, Any], kernels: int = 8) -> str:
-    """Write the tables of a profiled step for a terminal: its parts, its longest kernels, and who made the device wait.
+def profile_text(row: Mapping[str, Any], most_lines: int = 8) -> str:
+    """Write the tables of a profiled step for a terminal: its parts, its longest kernels, and why the device waited.
 
-    `row` is what parts.json holds; `kernels` is the most lines of a table.
+    `row` is what parts.json holds, which says why the device waited on GPUs only; a table has at most `most_lines`.
     """
     parts = text_table(TITLES, [(f"step {row['step']}, rank {row['rank']}", *part_cells(row))])
-    gaps = f"\n\n{text_table(GAP_TITLES, gap_cells(row['gaps'][:kernels]))}" if row.get("gaps") else ""
-    return f"{parts}\n\n{text_table(KERNEL_TITLES, kernel_rows(row)[:kernels], left=2)}{gaps}"
+    gaps = f"\n\n{text_table(GAP_TITLES, gap_cells(row['gaps'][:most_lines]))}" if row.get("gaps") else ""
+    return f"{parts}\n\n{text_table(KERNEL_TITLES, kernel_rows(row)[:most_lines], left=2)}{gaps}"
 
 
 def part_cells(row: Mapping[str, Any]) -> list[str]:

@@ -43,7 +43,7 @@ class ProgressDisplay:
         self._shown_since: tuple[float, int] | None = None  # time and number of the first step that was shown
         self._figures_shown = 0  # of a step, that the terminal has room for
         self._evaluating: TaskID | None = None
-        self._bar_only = False  # of an evaluation, with none of steps beside it
+        self._bar_only = False  # whether the bar is that of an evaluation, without one of steps
 
     def __enter__(self) -> "ProgressDisplay":
         """Start the thread that writes a line now and then where there is no terminal."""
@@ -64,17 +64,15 @@ class ProgressDisplay:
         self._steps = steps
 
     def log(self, text: str) -> None:
-        """Show a line."""
+        """Show a line, above the bar if there is one."""
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._stream is not None:
             with self._writing:
                 try:
                     print(text, file=self._stream, flush=True)
-                except (
-                    BrokenPipeError
-                ):  # the reader, as `| tee` on a terminal that was closed, is gone; the run goes on
-                    leave_closed_output()
+                except BrokenPipeError:
+                    leave_closed_output()  # the reader, such as `| tee`, is gone; the run goes on
                 self._written = time.monotonic()
 
     def begin_step(self, step: int) -> None:
@@ -82,13 +80,16 @@ class ProgressDisplay:
         self._begin_work(f"step {step}/{self._steps}")
 
     def show_step(self, row: Mapping[str, Any]) -> None:
-        """Show a training step, given its row of metrics."""
+        """Show a training step, given its row of metrics: move the bar or, without a terminal, write a line.
+
+        Lines are those of every `log_every` steps, of the first and the last step, and one where it is due.
+        """
         self._begin_work(f"after {self._step_text(row)}")  # it may be saved or evaluated
         if self._stream is None:
             return
         if not self._plain:
             self._advance_bar(row)
-        elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps) or self._is_silent(row):
+        elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps) or self._is_line_due(row):
             self.log(
                 "  ".join(filter(None, (self._step_text(row), *_step_figures(row), self._remaining_time(row["step"]))))
             )
@@ -139,8 +140,8 @@ class ProgressDisplay:
         """Note the work that takes time from now on; `again`: continue the work noted before."""
         self._work, self._begun = work, self._begun if again else time.monotonic()
 
-    def _is_silent(self, row: Mapping[str, Any]) -> bool:
-        """Return whether the next line would be late if another step took as long as this one."""
+    def _is_line_due(self, row: Mapping[str, Any]) -> bool:
+        """Return whether the last line would be older than LINE_SECONDS after another step as long as this one."""
         return time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
 
     def _log_while_quiet(self) -> None:
@@ -167,7 +168,10 @@ class ProgressDisplay:
         self._progress.update(self._task, completed=row["step"], description=figures)
 
     def _remaining_time(self, step: int) -> str:
-        """Return the time that the remaining steps will take, by those shown so far; "" at the first and the last."""
+        """Return the time that the remaining steps will take, by those since the first one that was shown.
+
+        That first step only starts the clock: its text is "", as is that of the last step.
+        """
         now = time.monotonic()
         if self._shown_since is None:
             self._shown_since = (now, step)
@@ -182,7 +186,7 @@ class ProgressDisplay:
 def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tuple[ProgressColumn, ...]]:
     """Return the number of figures of a row, and the columns, that fit a terminal; the step number always shows.
 
-    Figures come first, then the time that remains, then a bar.
+    Figures get room first, then the time that remains, then a bar, which leaves SLACK columns for figures that grow.
     """
     room, figures_shown = width - len(f"step {steps}/{steps}"), 0
     for figure in _step_figures(row):
@@ -190,7 +194,7 @@ def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, 
             break
         room, figures_shown = room - len(figure) - 2, figures_shown + 1
     columns: list[ProgressColumn] = [_COUNT, TextColumn("{task.description}")]
-    if room >= REMAINING + 1:
+    if room >= REMAINING + 1:  # one space before it
         room -= REMAINING + 1
         columns.append(TimeRemainingColumn())
     if room >= LEAST_BAR + SLACK:

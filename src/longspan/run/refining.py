@@ -26,7 +26,8 @@ def refinement_of_run(
 ) -> Refinement | None:
     """Return the refinement of a run that begins, or goes on from the state of a checkpoint.
 
-    It is None if `run.refine` is "off" or, under "auto", on CPUs and where all plans have one degree.
+    It is None if `run.refine` is "off" or, under "auto", on CPUs and where all plans have one degree. It begins anew,
+    with a line in the log, where the checkpoint's was of another cost. Raises CheckpointError for a damaged one.
     """
     refine, dynamic = config.run.refine, config.context.planner not in ONE_DEGREE
     if refine == "off" or (refine == "auto" and not (dynamic and world.device.type == "cuda")):
@@ -44,7 +45,10 @@ def refinement_of_run(
 
 
 def refine_prices(run: TrainingRun, step: int) -> None:
-    """Before a step, fit the correction that prices plans `EVERY` steps later, if it is due; entered by all ranks."""
+    """Fit the correction that prices the plans of the next block of `EVERY` steps, if it is missing.
+
+    Entered by all ranks before a step, counted from 0. It is missing when a new block begins (`plan/refinement.py`).
+    """
     refinement = run.refinement
     if refinement is None or not refinement.lacks_correction(step):
         return

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.config.data_sections import PASSKEY
 from longspan.config.sections import RunConfig, held_out_set
 from longspan.corpus.run_corpus import build_shared_corpus
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
@@ -19,7 +20,7 @@ from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, EvaluationError, LongspanError
 from longspan.evaluation.metrics import check_metrics, load_metrics
-from longspan.evaluation.sets import SET_MAKERS, EvaluationSet, check_paths, describe_trained_files, open_set
+from longspan.evaluation.sets import EvaluationSet, check_paths, describe_trained_files, open_set
 from longspan.layout import Layout
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
@@ -63,7 +64,7 @@ class TrainingRun(Training):
 
 
 def check_paths_and_metrics(config: RunConfig, world: World, vocabulary: int) -> None:
-    """Raise on every rank, before a corpus is built, for a missing path and for an object that is not a metric."""
+    """Raise on every rank, before a corpus is built, for paths that do not exist and metrics that cannot be used."""
 
     def check_metrics_of_sets() -> None:
         """Raise ConfigError for metrics of an evaluation set that cannot be loaded or do not fit the vocabulary."""
@@ -83,7 +84,8 @@ def open_sets(
     """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, in order, with their metrics.
 
     All ranks call it together, once the run's folder has the tokenizer, by which a set knows the bytes of each token.
-    Logs a line for each set of a table. Raises DataError on every rank for texts that cannot be read.
+    Logs a line for each set of a table, and one if it has files of the corpus. Raises DataError on every rank for texts
+    that cannot be read.
     """
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.eval:
@@ -114,13 +116,14 @@ def check_set_lengths(
     """Raise ConfigError if the longest document of a named set fits no group of slots or exceeds the model's positions.
 
     The held-out documents have no name: they are of the run's corpus, and checked with it. `longest` is the tokens of
-    the longest document of that corpus, by which positions are scaled.
+    the longest document of that corpus, by which positions are scaled; `heads` are the model's query heads
+    (`check_longest`).
     """
     for entry in (s for s in sets if s.name):
         tokens, origin = entry.longest
         check_longest_of_set(config, entry.config, home, tokens, origin, heads)
-        is_made = entry.config.path in SET_MAKERS
-        check_set_length(model, config.model, longest, entry.name, tokens, passkey=is_made)
+        is_passkey = entry.config.path == PASSKEY
+        check_set_length(model, config.model, longest, entry.name, tokens, passkey=is_passkey)
 
 
 def with_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
@@ -161,7 +164,10 @@ class RunData:
         return share * tokens_per_step
 
     def check_fit(self, config: RunConfig, world: World) -> None:
-        """Raise ConfigError if the longest document of the corpus or of a set does not fit."""
+        """Raise ConfigError if the longest document of the corpus or of a set fits no group of slots.
+
+        A set's must also fit the model's positions; for the corpus `scale_positions` sees to that.
+        """
         (tokens, origin), heads = self.longest, query_heads(self.model)
         check_longest(config, world.home, tokens, origin, heads)
         check_set_lengths(with_eval_tables(self.sets, config), config, world.home, self.model, tokens, heads)
@@ -179,9 +185,7 @@ def open_data(
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
     sets, run_dir = open_sets(config, corpus, corpus.select(order.evaluation), world, log), Path(config.run.dir)
-    sets = run_on_every_rank(
-        world, lambda: tuple(evaluated.with_images(model, run_dir) for evaluated in sets), DataError
-    )
+    sets = run_on_every_rank(world, lambda: tuple(entry.with_images(model, run_dir) for entry in sets), DataError)
     return RunData(model, corpus, order, sets, _longest_planned_document(config, corpus, order))
 
 

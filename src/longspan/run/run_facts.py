@@ -98,6 +98,7 @@ def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
     earlier = tuple[tuple[int, int], ...]()
     with suppress(OSError, ValueError):
         facts = RunFacts.from_json(read_json(run.dir / "run.json"))
+        # run.json of an older version has no list of sessions, only the last one's numbers
         earlier = (facts.sessions or ((facts.done, facts.ranks),)) if facts is not None else ()
     return (*(session for session in earlier if session[0] < run.done), (run.done, len(run.world.home.ranks)))
 
@@ -167,7 +168,7 @@ def _device_facts(world: World) -> dict[str, Any]:
 
 
 def _home_degrees(world: World, virtual_stages: int) -> dict[str, int]:
-    """Return the slots and the degrees of the home by name; `virtual_stages` is a key, which a home does not have."""
+    """Return the slots and the degrees of the home by name; `virtual_stages` is parallel.vpp, which a home has not."""
     home = world.home
     degrees = {"tp": home.tp, "pp": home.pp, "vpp": virtual_stages, "ep": home.ep, "dp_replicate": home.dp_replicate}
     return {"slots": home.slots, **degrees}

@@ -15,7 +15,7 @@ from longspan.comm.world import open_worlds
 
 STEPS = 20  # whose median counts
 SLOWER = 1.10  # than the other slots for the same rows
-KEPT = 2  # slow slots that a report of a failed collective names
+MOST_NOTES = 2  # slow slots that a report of a failed collective names, the last ones
 
 
 class SlowSlots:
@@ -23,7 +23,7 @@ class SlowSlots:
 
     >>> slots = SlowSlots()
     >>> for _ in range(20):
-    ...     slots.note(1.2)
+    ...     slots.note_ratio(1.2)
     >>> slots.is_slow
     True
     """
@@ -33,7 +33,7 @@ class SlowSlots:
         self._ratios: deque[float] = deque(maxlen=STEPS)
         self._is_named = False
 
-    def note(self, ratio: float | None) -> None:
+    def note_ratio(self, ratio: float | None) -> None:
         """Note a step's ratio: this slot's seconds a row over the other slots'; None for a step that was not timed."""
         if ratio is not None:
             self._ratios.append(ratio)
@@ -57,4 +57,4 @@ class SlowSlots:
         text = world.control.broadcast_object(text, source=rank, what="name of a slow slot")
         log(text)
         for open_world in open_worlds():  # each of which may have to say why it waits
-            open_world.watch.notes = (*open_world.watch.notes, text)[-KEPT:]
+            open_world.watch.notes = (*open_world.watch.notes, text)[-MOST_NOTES:]

@@ -22,7 +22,7 @@ from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.plan import Plan
 from longspan.report import write_report
-from longspan.run.evaluations import _encode_picture
+from longspan.run.evaluations import _encode_image
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import make_step_order
@@ -180,7 +180,7 @@ def test_the_report_shows_samples(trained: tuple[RunConfig, Any]) -> None:
 
 def test_pictures_of_samples_are_small() -> None:
     documents: Any = SimpleNamespace(picture=lambda item: Image.new("RGB", (960, 200)))
-    with Image.open(io.BytesIO(base64.b64decode(_encode_picture(documents, 0)))) as image:
+    with Image.open(io.BytesIO(base64.b64decode(_encode_image(documents, 0)))) as image:
         assert image.size == (96, 20)
 
 

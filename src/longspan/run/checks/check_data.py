@@ -36,7 +36,10 @@ def check_data(config: RunConfig) -> None:
 
 
 def check_files(config: RunConfig) -> None:
-    """Raise ConfigError or DataError for a model, a tokenizer or texts that are not there."""
+    """Raise ConfigError for a model or a tokenizer that does not exist, DataError for texts that do not.
+
+    Without sources or a path, texts are those of Python's standard library. Passkey retrieval reads none.
+    """
     model, data = config.model, config.data
     for key, path in (("model.path", model.path), ("model.config", model.config), ("data.tokenizer", data.tokenizer)):
         if path and not Path(path).expanduser().exists():
@@ -78,7 +81,7 @@ def check_packs(config: RunConfig) -> None:
 
 
 def check_eval_sets(config: RunConfig) -> None:
-    """Raise ConfigError for a set without a name or path, for two of one name, and for metrics named as no function."""
+    """Raise ConfigError for sets without a name or path, or of one name, and for metrics without a module."""
     for number, entry in enumerate(config.eval, 1):
         if not _NAME.fullmatch(entry.name):
             raise ConfigError(

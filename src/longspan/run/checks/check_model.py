@@ -52,7 +52,7 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
 
 
 def check_precision(config: RunConfig) -> None:
-    """Raise ConfigError for a compute dtype that makes no sense over parameters of `model.dtype`."""
+    """Raise ConfigError for a compute dtype that gains nothing over parameters of `model.dtype`, or excludes float8."""
     dtype, compute = config.model.dtype, config.model.compute_dtype
     if config.train.float8 and (dtype == "float64" or compute not in (AUTO, "bfloat16")):
         raise ConfigError(
@@ -99,10 +99,10 @@ def check_preset(config: RunConfig) -> None:
 
 
 def check_lora(config: RunConfig) -> None:
-    """Raise ConfigError for adapters that cannot be trained so, and for keys of adapters that are not there.
+    """Raise ConfigError for adapters that cannot be trained so, and for keys of [lora] without an adapter (rank 0).
 
-    With rank 0 there is no adapter, and no other key of it may be set. Dropout excludes tensor parallelism, of the
-    model or of the encoder that the adapter is in; stochastic rounding excludes adapters.
+    Dropout excludes tensor parallelism, of the model or of the encoder that the adapter is in; stochastic rounding
+    excludes adapters.
     """
     lora = config.lora
     if not lora.rank:
@@ -148,7 +148,7 @@ def _check_adapter_parts(config: RunConfig) -> None:
 
 
 def check_mtp_section(config: RunConfig) -> None:
-    """Raise ConfigError for depths of multi-token prediction that cannot be trained so, and for keys of none."""
+    """Raise ConfigError for multi-token prediction that cannot be trained so, and for its keys without any depth."""
     mtp = config.mtp
     if not mtp.depths:
         if mtp != MtpSection():

@@ -30,7 +30,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     _check_mixer_kernels(config.context.mixer_kernels)
     if config.context.cost_model:
         check_cost(config.context.cost_model, config.run.machine)
-    for choice, longest in _plan_choices(config, training=training):
+    for choice, limit in _plan_choices(config, training=training):
         check_planner(choice.planner, choice.planner_key)
         for kind in choice.comm_types:
             if kind not in COMM_TYPES:
@@ -43,27 +43,31 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
             )
         if choice.has_one_degree:
             _check_degree_divides(choice, home)
-        choice.check_longest_document(longest.value or 1, home, f"{longest.key} {longest.value or 1}")
+        choice.check_longest_document(limit.value or 1, home, f"{limit.key} {limit.value or 1}")
 
 
-def check_longest(config: RunConfig, home: Layout, longest: int, name: str, heads: int | None = None) -> None:
-    """Raise ConfigError where the longest document of the corpus (of source file `name`) fits no slot group.
+def check_longest(config: RunConfig, home: Layout, longest: int, origin: str, heads: int | None = None) -> None:
+    """Raise ConfigError where the longest document of the corpus fits no group of slots.
 
-    `heads` are the query heads of a model from a folder, which its communication type may not deal out to a group.
+    `longest` are its tokens, and `origin` names its file. `heads` are the query heads of a model from a folder, which
+    its communication type may not deal out to a group.
     """
     for choice, limit in _plan_choices(replace(config, eval=()), training=True, heads=heads):
         # a document longer than a pack is held out: training plans only packs, evaluation the document
-        packs = limit.key == "data.pack_to" and longest > limit.value
-        tokens, origin = (limit.value, "packs") if packs else (longest, name)
-        _check_fits(choice, limit.key, home, tokens, f"the longest document ({tokens} tokens, of {origin})")
+        is_pack = limit.key == "data.pack_to" and longest > limit.value
+        tokens, planned_origin = (limit.value, "packs") if is_pack else (longest, origin)
+        _check_fits(choice, limit.key, home, tokens, f"the longest document ({tokens} tokens, of {planned_origin})")
 
 
 def check_longest_of_set(
-    config: RunConfig, entry: EvalConfig, home: Layout, longest: int, name: str, heads: int | None = None
+    config: RunConfig, entry: EvalConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
-    """Raise ConfigError if the longest document of a named evaluation set fits no slot group."""
+    """Raise ConfigError if the longest document of a named evaluation set fits no group of slots.
+
+    `longest` are its tokens, `origin` names its file, and `heads` are the model's query heads (`check_longest`).
+    """
     choice, title = PlanChoice.evaluation(config, entry, heads=heads), f"the longest document of set {entry.name!r}"
-    _check_fits(choice, f"{entry.prefix}max_document_tokens", home, longest, f"{title} ({longest} tokens, of {name})")
+    _check_fits(choice, f"{entry.prefix}max_document_tokens", home, longest, f"{title} ({longest} tokens, of {origin})")
 
 
 class _Limit(NamedTuple):
@@ -141,14 +145,17 @@ def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, tit
     except ConfigError as error:
         if not choice.options.max_tokens_per_slot:
             raise
-        raise ConfigError(f"{error}. {_advise_room(longest, choice, home)}; {cut_by} cuts longer texts") from error
+        raise ConfigError(f"{error}. {_room_advice(longest, choice, home)}; {cut_by} cuts longer texts") from error
 
 
-def _advise_room(longest: int, choice: PlanChoice, home: Layout) -> str:
-    """Return advice for the longest document: its rows of each slot if all slots share it, and the key for that."""
-    wider = ""
+def _room_advice(longest: int, choice: PlanChoice, home: Layout) -> str:
+    """Write how many rows of a slot the longest document needs if all slots share it, and the key that allows that.
+
+    A key is named only where it keeps the document on fewer slots.
+    """
+    key_text = ""
     if choice.has_one_degree and 0 < choice.degree < home.slots:
-        wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
+        key_text = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
     elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
-        wider = f" ({choice.prefix}max_dynamic_context_parallel_size = 0)"
-    return f"It needs {-(-longest // home.slots):,} rows of each of all {plural(home.slots, 'slot')}{wider}"
+        key_text = f" ({choice.prefix}max_dynamic_context_parallel_size = 0)"
+    return f"It needs {-(-longest // home.slots):,} rows of each of all {plural(home.slots, 'slot')}{key_text}"

@@ -68,9 +68,10 @@ def _optional_keys(config: RunConfig, section: str, *, training: bool) -> Collec
 
 
 def _check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collection[str] = ()) -> None:
-    """Raise ConfigError for the first value of a section that is outside the bound of its key.
+    """Raise ConfigError for the first value of a section that is outside the bound of its key, or not finite.
 
-    Keys to leave out are not compared. A word in place of a number must be "auto", and a document needs two tokens.
+    Numbers of keys to leave out are not compared. A word in place of a number must be "auto", and a document needs two
+    tokens.
     """
     for key, bound in ((key.name, key.bound) for key in section_keys(kind) if key.bound is not None):
         value = key_value(values, key)
@@ -98,11 +99,11 @@ def check_parallel(config: RunConfig, home: Layout) -> None:
             "parallel.sequence_parallel is true: it splits rows over tensor-parallel ranks, and parallel.tp is 1; "
             "use false, or a higher tp"
         )
-    width = home.slots // home.dp_replicate
-    if width % home.ep:
+    copy_slots = home.slots // home.dp_replicate  # over which one copy of the weights is sharded
+    if copy_slots % home.ep:
         raise ConfigError(
-            f"parallel.ep {home.ep} does not divide the {width} slots of each of parallel.dp_replicate "
-            f"{home.dp_replicate} copies; use an ep that divides {width}, or fewer copies"
+            f"parallel.ep {home.ep} does not divide the {copy_slots} slots of each of parallel.dp_replicate "
+            f"{home.dp_replicate} copies; use an ep that divides {copy_slots}, or fewer copies"
         )
 
 
@@ -134,7 +135,10 @@ def check_mode(config: RunConfig) -> None:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raise ConfigError for an optimizer or arguments that cannot train, and for steps that make no schedule."""
+    """Raise ConfigError for an optimizer or arguments that cannot train, and for steps that make no schedule.
+
+    Where it is not AdamW without arguments, the optimizer is made once, to see whether it accepts them.
+    """
     train = config.train
     if not train.epochs:  # otherwise the number of steps follows from the corpus
         Schedule.of(train)

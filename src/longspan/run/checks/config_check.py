@@ -31,7 +31,8 @@ from longspan.train.plans import home_of
 def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Layout:
     """Return the home of the run on `ranks` ranks, if every value is possible there.
 
-    Without `training` (of a run that is only evaluated) what plans its training steps is left aside.
+    Without `training`, for a run that is only evaluated, its learning rate, packs, loggers and plans of training steps
+    are not checked.
     Raises ConfigError (LayoutError for ranks that tp x pp does not divide) with the key, the numbers and what fits.
     """
     check_model_keys(config, training=training)

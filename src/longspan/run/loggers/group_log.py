@@ -39,7 +39,7 @@ class GroupLog:
     """Records the groups that each plan adds; writes nothing if `path` is None.
 
     >>> log = GroupLog(world, Path("runs/first/groups.jsonl"), display.log)
-    >>> log.note(plan)
+    >>> log.note_groups(plan)
     """
 
     def __init__(self, world: World, path: Path | None, log: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ class GroupLog:
         if path is not None:
             path.write_text("", encoding="utf-8")
 
-    def note(self, plan: Plan, use: Use = "training") -> None:
+    def note_groups(self, plan: Plan, use: Use = "training") -> None:
         """Write and log the groups that this plan adds.
 
         They are communicators that were made since the last call, context-parallel groups of this rank that no plan had
@@ -63,8 +63,8 @@ class GroupLog:
         self._plan_count += 1
         communicators = self._world.process_groups.made[self._recorded_communicators :]
         self._recorded_communicators += len(communicators)
-        fresh = dict.fromkeys(group_levels(group) for group in hierarchical_groups(plan))
-        levels = [pair for pair in fresh if pair not in self._recorded_levels]
+        level_pairs = dict.fromkeys(group_levels(group) for group in hierarchical_groups(plan))
+        levels = [pair for pair in level_pairs if pair not in self._recorded_levels]
         self._recorded_levels.update(levels)
         rows: list[Row] = [
             {"kind": r.kind, "axis": AXES[r.kind], "ranks": r.ranks, "seconds": round(r.seconds, 6)}
@@ -122,5 +122,5 @@ class GroupLog:
                 yield comm_type, group.slots
                 continue
             levels = group_levels(group)
-            for level, lines in (("a2a", levels.a2a), ("p2p", levels.p2p)):
-                yield level, next(slots for slots in lines if self._world.slot in slots)
+            for level, slot_sets in (("a2a", levels.a2a), ("p2p", levels.p2p)):
+                yield level, next(slots for slots in slot_sets if self._world.slot in slots)

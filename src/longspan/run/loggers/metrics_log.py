@@ -82,18 +82,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a file like metrics.jsonl that can be read, and how many lines cannot."""
+    """Return the rows of a file like metrics.jsonl that can be read, and how many lines cannot, or are too long."""
+    # None is a line of more than _MOST_BYTES; empty lines are not counted
     lines = [line for line in read_lines(path, _MOST_BYTES) if line is None or line.strip()]
     rows = [row for line in lines if line is not None and (row := read_json_row(line)) is not None]
     return rows, len(lines) - len(rows)
 
 
 def read_json_row(line: bytes) -> dict[str, Any] | None:
-    """Return the row in a line of such a file; None for a line that cannot be read."""
+    """Return the row in a line of a file like metrics.jsonl; None for a line that is no object with a step."""
     try:
         row = parse_json(line.decode("utf-8", "replace"))
         step = row.get("step") if isinstance(row, dict) else None
         is_row = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MOST_STEPS
         return json_values(row) if is_row else None
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply for the parser
         return None

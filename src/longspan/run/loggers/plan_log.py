@@ -44,6 +44,7 @@ class PlanLog:
         """Append the plan of a step, counted from 1. Raises OSError, with the file's name, if the disk refuses it."""
         if self._file is None:
             return
+        # a row names its cost only where that of the row before is another
         row, self._cost = plan_row(step, plan, after=self._cost), plan.cost
         with name_file_in_errors(Path(self._file.name)):
             self._file.write(row.encode() + b"\n")

@@ -110,14 +110,14 @@ class RunLoggers:
     ...     loggers.log({"step": 1, "loss": 7.6})
     """
 
-    def __init__(self, loggers: Mapping[str, Logger], say: Callable[[str], None]) -> None:
-        """Take open loggers by name; `say` logs a line about one that fails."""
-        self._loggers, self._say = dict(loggers), say
+    def __init__(self, loggers: Mapping[str, Logger], log_line: Callable[[str], None]) -> None:
+        """Take open loggers by name; `log_line` logs a line about one that fails."""
+        self._loggers, self._log_line = dict(loggers), log_line
 
     @classmethod
-    def open(cls, classes: Mapping[str, LoggerClass], start: RunStart, say: Callable[[str], None]) -> "RunLoggers":
+    def open(cls, classes: Mapping[str, LoggerClass], start: RunStart, log_line: Callable[[str], None]) -> "RunLoggers":
         """Create the loggers in order. Raises ConfigError if one cannot start; loggers before it are closed."""
-        loggers = cls({}, say)
+        loggers = cls({}, log_line)
         for name, make in classes.items():
             try:
                 loggers._loggers[name] = make(start)
@@ -142,7 +142,7 @@ class RunLoggers:
                 logger.log(row, row["step"])
             except Exception as error:
                 del self._loggers[name]
-                self._say(
+                self._log_line(
                     f"the logger {name} failed at step {row['step']} and gets no further row (metrics.jsonl has all): "
                     f"{type(error).__name__}: {error}"
                 )
@@ -154,7 +154,7 @@ class RunLoggers:
             try:
                 logger.close()
             except Exception as error:
-                self._say(f"the logger {name} could not be closed: {type(error).__name__}: {error}")
+                self._log_line(f"the logger {name} could not be closed: {type(error).__name__}: {error}")
 
 
 def logger_classes(names: Sequence[str]) -> dict[str, LoggerClass]:

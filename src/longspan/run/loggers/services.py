@@ -37,10 +37,10 @@ class WandbLogger:
         path = start.dir / FILE
         saved = json.loads(path.read_text(encoding="utf-8")) if start.done and path.is_file() else {}
         self._done = start.done
-        self._sent = max([saved.get("sent", 0), *(row["step"] for row in start.rows)]) if saved else 0
+        self._last_sent_step = max([saved.get("sent", 0), *(row["step"] for row in start.rows)]) if saved else 0
         evaluated = [_evaluation_key(row) for row in start.rows if "eval_loss" in row]
         sent_before = [tuple(entry) for entry in saved.get("evaluated", ())]
-        self._evaluated = {entry for entry in (*sent_before, *evaluated) if entry[0] == self._sent}
+        self._evaluated = {entry for entry in (*sent_before, *evaluated) if entry[0] == self._last_sent_step}
         self._run = wandb.init(
             project=wandb.setup().settings.project or PROJECT,
             name=start.dir.resolve().name,
@@ -55,7 +55,7 @@ class WandbLogger:
         # wandb's number of the next row must be above all earlier ones. An offline session cannot ask wandb for it, so
         # the rows of metrics.jsonl are counted: more may be counted than were sent, but not fewer.
         self._next = max(self._run.step, saved.get("next", 0) + len(start.rows)) if saved else 0
-        sent = {"sent": self._sent, "evaluated": sorted(self._evaluated), "next": self._next}
+        sent = {"sent": self._last_sent_step, "evaluated": sorted(self._evaluated), "next": self._next}
         write_atomically(path, json.dumps({"id": self._run.id, **sent}))
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
@@ -73,12 +73,13 @@ class WandbLogger:
     def _was_sent(self, row: Mapping[str, Any], step: int) -> bool:
         """Return whether an earlier session sent this row.
 
-        Of all steps before its last one, every row was sent. Of its last step an evaluation counts as sent only if it
-        is noted, as the session may have ended between two evaluations.
+        Rows of steps up to `_done` come only if metrics.jsonl lacks them, and then they were not sent. Of the steps
+        after that, up to the last one that was sent, every row was sent; of this last step an evaluation counts as sent
+        only if it is noted, as the session may have ended between two evaluations.
         """
-        if not self._done < step <= self._sent:
+        if not self._done < step <= self._last_sent_step:
             return False
-        return "eval_loss" not in row or step < self._sent or _evaluation_key(row) in self._evaluated
+        return "eval_loss" not in row or step < self._last_sent_step or _evaluation_key(row) in self._evaluated
 
 
 def _evaluation_key(row: Mapping[str, Any]) -> tuple[int, int, str]:

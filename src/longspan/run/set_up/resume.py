@@ -39,7 +39,8 @@ _OLD_NODE_SIZE = 8  # context.node_size of older versions by default, before it 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
     """Return the checkpoint that this run resumes from, None if it begins; entered by all ranks.
 
-    Raises CheckpointError if `run.resume` does not allow that, ConfigError if another run saved it.
+    Removes what unfinished saves left, and marks damaged checkpoints. Raises CheckpointError if `run.resume` does not
+    allow that, or where nothing good is left, and ConfigError if another run saved it.
     """
     root = checkpoints_root(Path(config.run.dir), config.run.checkpoints)
     run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
@@ -113,10 +114,9 @@ def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
     The line is "" where both rates are the same.
     """
     done = int(state["step"])
-    trained = state.get("config", {}).get("train", {})
-    train_before = TrainConfig(
-        **{field.name: _as_tuple(trained[field.name]) for field in fields(TrainConfig) if field.name in trained}
-    )
+    table_before = state.get("config", {}).get("train", {})
+    names = [field.name for field in fields(TrainConfig) if field.name in table_before]
+    train_before = TrainConfig(**{name: _as_tuple(table_before[name]) for name in names})
     rate_before, rate_now = (Schedule.of(train).lr_at(done) for train in (train_before, config.train))
     if math.isclose(rate_before, rate_now):
         return ""
@@ -156,7 +156,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
         )
     sections_before, sections_now = _comparable_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
-    fixed += ["encoder.train"] if config.lora.rank else []  # beside an adapter, checkpoints hold only trained parts
+    fixed += ["encoder.train"] if config.lora.rank else []  # with an adapter, checkpoints hold only trained parts
     for name in (name for name in fixed if name not in _FREE_KEYS):
         section, _, key = name.partition(".")
         value_before, value = sections_before.get(section, {}).get(key), sections_now[section][key]
@@ -180,12 +180,12 @@ def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path,
     and of hosts may change, and so may a key that is "auto" now: it was replaced by a number before.
     """
     changes = {
-        key: f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
+        (section, key): f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
         for section in sorted(now.keys() & before.keys() - {"run", "eval"})
         for key, value in sorted(now[section].items())
         if key in before[section] and key not in _OF_HOSTS and value not in (before[section][key], AUTO)
     }
-    evaluated = [changes.pop(key) for key in list(changes) if key.startswith("eval_")]
+    evaluated = [changes.pop(name) for name in list(changes) if name[1].startswith("eval_")]
     if now["eval"] != before.get("eval", []):
         evaluated.append(f"the evaluation sets are {', '.join(entry['name'] for entry in now['eval']) or 'none'} now")
     if changes:

@@ -72,7 +72,11 @@ from longspan.train.training import (
 def keep_model_files(
     directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine
 ) -> None:
-    """Write config.json and generation_config.json into a folder, for a model of this configuration and class."""
+    """Write config.json and generation_config.json into a folder, for a model of this configuration and class.
+
+    config.json names the dtype that the weights of model/ are saved in, which a line of the log says if it is another
+    than that of the parameters.
+    """
     source = Path(settings.source)
     config: Any = deepcopy(configuration)
     config.architectures = [architecture]
@@ -94,13 +98,13 @@ def _saved_dtype(settings: ModelConfig, configuration: Any) -> torch.dtype:
     return named if isinstance(named, torch.dtype) and named.is_floating_point else torch_dtype(settings.dtype)
 
 
-def check_targets(config: RunConfig, world: World) -> None:
+def check_adapter_targets(config: RunConfig, world: World) -> None:
     """Raise ModelError on every rank if [lora] names targets or parts that the model does not have. Reads no weights.
 
     A model whose towers are read only for a corpus with images is left to `set_up_model`.
     """
     if not config.lora.rank or (not config.lora.targets and config.lora.parts == LoraSection().parts):
-        return
+        return  # the defaults, all linears of the language model, fit every model
 
     def check() -> None:
         """Make an empty model with its depths and adapter, which raises for what does not fit the configuration."""
@@ -158,7 +162,7 @@ def _corpus_vocabulary_size(data: RunData, config: RunConfig) -> int:
 def _fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
     """Return the model's configuration for this vocabulary and the longest document.
 
-    Raises ConfigError if the tokenizer does not fit.
+    Raises ConfigError if the tokenizer does not fit, or the longest document has more tokens than there are positions.
     """
     vocabulary = _corpus_vocabulary_size(data, config)
     configuration = run_on_every_rank(world, lambda: model_configuration(config, vocabulary), ModelError)
@@ -199,7 +203,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
         file = Path(config.run.dir) / "config.toml"
         run_on_first_rank(world, lambda: write_atomically(file, to_toml(as_written)), RunFolderError)
         warn_about_lost_updates(config, log)
-    price = partial(_model_cost, config, world, model.config, data.corpus, log, memory)
+    price = partial(_model_cost, config, world, model.config, data.corpus, log=log, memory=memory)
     cost = run_on_every_rank(world, price, ConfigError)
     refinement = refinement_of_run(config, cost, state, world, log)
     starts.end_part("optimizer and costs")
@@ -214,19 +218,21 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
 def _open_run_documents(
     config: RunConfig, checkpoint: Path | None, world: World, log: LogLine
 ) -> tuple[RunConfig, RunConfig, RunData]:
-    """Open the documents of a run; returns the configuration that they complete, that of config.toml, and the data."""
+    """Open the documents of a run; return its configuration, the one to write as config.toml, and the data.
+
+    The configuration then has numbers in place of what depends on documents or hosts: held-out documents, slots of a
+    host, and the steps of `train.epochs`.
+    """
     config = drop_old_node_size(keep_held_out_count(config, checkpoint, world), checkpoint, world, log)
     node_size, config = config.context.node_size, set_node_size(config, world)
     use_machine(config, world, log)
     if config.model.path and checkpoint is None:  # missing weights are found before a corpus is made
         run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
-    named_configuration = run_on_every_rank(
-        world, lambda: model_configuration(config, config.data.vocab_size), ModelError
-    )
-    data = open_data(config, named_configuration, checkpoint, world, log)
+    model_config = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
+    data = open_data(config, model_config, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
-    # config.toml keeps what is resolved so far, but node_size as it was given: a run that goes on resolves that anew,
-    # and the steps of its epochs.
+    # config.toml has what is resolved so far, except node_size, and not the steps of epochs: a run that goes on may be
+    # on other hosts, and resolves both anew.
     as_written = replace(config, context=replace(config.context, node_size=node_size))
     config = set_epoch_steps(config, data.order, log)
     for line in source_lines(config, data.order):
@@ -244,15 +250,17 @@ def _choose_run_partition(
 
     This comes before memory is planned, as the communication types depend on it.
     """
-    price = partial(_model_cost, config, world, configuration, data.corpus, lambda line: None, None)
+    # without a log or a plan of memory: `set_up` prices the model once more, with both
+    price = partial(_model_cost, config, world, configuration, data.corpus, log=lambda line: None, memory=None)
     cost = run_on_every_rank(world, price, ConfigError)
     return choose_partition_on_ranks(config, data.order, world, log, cost=cost, heads=query_heads(data.model))
 
 
 def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: World, done: int) -> RunMemory:
-    """Return what the measures of the remaining steps are chosen by.
+    """Return the inputs of the plan of memory, for the steps after `done`.
 
-    A slot is expected to encode the mean of image rows over slots times UNEVEN, and at most encoder.max_rows at once.
+    A slot is expected to encode UNEVEN times the mean rows of images, as some steps have more, but not more than
+    encoder.max_rows at once.
     """
     ahead = ComingSteps(data.order.lengths_of_step, world.home, query_heads(data.model), done, config.train.steps)
     rows = math.ceil(UNEVEN * data.image_rows(config.train.tokens_per_step) / world.home.slots)
@@ -272,7 +280,7 @@ def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun
     config, image_rows = run.config, data.image_rows(run.config.train.tokens_per_step)
     first_guess = run.memory.rows if run.memory is not None else None
     config = measure_rows(config, run.model, run.optimizer, world, log, image_rows=image_rows, first_guess=first_guess)
-    data.check_fit(config, world)
+    data.check_fit(config, world)  # again: fewer rows of a slot may have been measured to fit
     lengths = {s.name: s.documents.lengths for s in data.sets}
     config, why = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)
     return replace(run, config=config, sets=with_eval_tables(data.sets, config), why_degrees=why)

@@ -69,13 +69,13 @@ def kind_of_group(group: Group) -> GroupKind:
     rows, chunks = group.laid_out, 2 * group.degree
     longest_chunk = -(-max(rows) // chunks)
     return GroupKind(
-        group.degree,
-        group.cp_comm_type,
-        group.hierarchical_context_parallel_sizes,
-        group.partition,
-        (len(rows) > 1) + (len(rows) > MANY),
-        min(2, sum(n >= chunks for n in rows)),
-        -(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0,
+        degree=group.degree,
+        cp_comm_type=group.cp_comm_type,
+        sizes=group.hierarchical_context_parallel_sizes,
+        partition=group.partition,
+        documents=(len(rows) > 1) + (len(rows) > MANY),
+        whole=min(2, sum(n >= chunks for n in rows)),
+        short=-(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0,
     )
 
 
@@ -102,7 +102,9 @@ def largest_micro_batch(plans: Sequence[Plan]) -> MicroBatch:
 
 
 def shorten_group(group: Group) -> Group:
-    """Return a group of the same kind whose documents have at most LONG rows in a chunk; padded ones stay as they are.
+    """Return a group of the same kind whose documents have at most LONG rows in a chunk.
+
+    A padded group is returned as it is: its padding says how many rows each document has.
 
     >>> shorten_group(Group(slots=(0, 1), documents=(0, 1), lengths=(65536, 300))).lengths
     (2048, 300)
@@ -118,9 +120,9 @@ def shorten_batch(batch: MicroBatch) -> MicroBatch:
 
 
 def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
-    """Return micro-batches in which every slot is in a copy of this group, with its own copy of the documents.
+    """Return micro-batches in which every slot is in a copy of this group; `make_plan` numbers the copies' documents.
 
-    Where the group's degree does not divide the slots, the last slots have a second micro-batch.
+    Where the group's degree does not divide the slots, a second micro-batch has the last slots.
     """
     degree, filled_slots = group.degree, slots // group.degree * group.degree
     blocks = [tuple(range(first, first + degree)) for first in range(0, filled_slots, degree)]
@@ -200,7 +202,8 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
     """Return the warm-up of some plans, with `in_flight` copies of the largest micro-batch.
 
-    A pipeline holds `in_flight` micro-batches at once, so the peak of memory is reached too.
+    A pipeline holds `in_flight` micro-batches at once, so the peak of memory is reached too. Micro-batches that mix
+    kinds of groups are those of the first plan.
     """
     groups = smallest_group_of_each_kind(plans)
     largest, batches = largest_micro_batch(plans), list[MicroBatch]()
@@ -208,11 +211,14 @@ def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: 
         batches += repeat_on_all_slots(shorten_group(group), plans[0].slots)
     training = make_plan(_fill_up_batches([largest] * in_flight + batches, in_flight), plans[0])
     mixed = _list_mixed_batches(plans[0])
+    evaluation_part = None
+    if evaluation is not None:
+        evaluation_part = _evaluation_part(evaluation, groups, in_flight, most=_most_rows(training))
     return WarmUp(
-        training,
-        make_plan(_fill_up_batches(mixed, in_flight), plans[0]) if mixed else None,
-        None if evaluation is None else _evaluation_part(evaluation, groups, in_flight, most=_most_rows(training)),
-        len(smallest_group_of_each_kind([*plans, *([evaluation] if evaluation else [])])),
+        kinds_of_training=training,
+        mixed=make_plan(_fill_up_batches(mixed, in_flight), plans[0]) if mixed else None,
+        evaluation=evaluation_part,
+        kinds=len(smallest_group_of_each_kind([*plans, *([evaluation] if evaluation else [])])),
     )
 
 
@@ -228,7 +234,7 @@ def _evaluation_part(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int
     """Return the warm-up's plan of evaluation: its largest micro-batch, and each kind of group that is not `warm` yet.
 
     The micro-batch is cut short if no slot has more than `most` rows, the most that training ran: an evaluation keeps
-    less of a row, so it fits.
+    less of a row, so it fits. The number of micro-batches is a multiple of `in_flight`, as a pipeline needs.
     """
     groups = smallest_group_of_each_kind([evaluation], leave_out=warm)
     largest = make_plan([largest_micro_batch([evaluation])], evaluation)

@@ -1,89 +1,42 @@
-"""A run and its folder: one run at a time in it, and when checkpoints are written.
+"""When the checkpoints of a run are written, and which one is its best.
 
-The lock is the system's, on the open file `run.lock` (POSIX, also over NFS), so that a killed process leaves none
-behind; the file names its holder. Checkpoints are written every so many steps or minutes, at the end, and before an
-error that every rank raises; how they are written, and that training goes on meanwhile, is in `checkpoint/`. An error
-of one rank, such as the loss of another rank, saves nothing: no rank can tell whether the others would join, and the
-last checkpoint stands.
+Checkpoints are written every so many steps or minutes, at the end, and before an error that every rank raises; how they
+are written, and that training goes on meanwhile, is in `checkpoint/`. An error of one rank, such as the loss of another
+rank, saves nothing: no rank can tell whether the others would join, and the last checkpoint stands.
+
+The best checkpoint is that of `train.keep_best`, by a figure of the run's evaluations. `best.json` in the run's folder
+has the last two steps that were the best when they were evaluated, with their figures: a run that ends while it writes
+the newer one's checkpoint goes on with the older.
 """
 
-import errno
-import fcntl
-import os
-import socket
+import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from longspan.checkpoint.files import complete_checkpoints, remove_old_checkpoints, step_of
 from longspan.checkpoint.saver import CheckpointSaver
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import LogLine, is_first_rank, on_all_ranks, run_on_first_rank
+from longspan.config.best_figure import BestFigure
 from longspan.data.stream import ORDER
 from longspan.errors import (
     CheckpointError,
+    ConfigError,
     LongspanError,
     NonFiniteError,
     RankLostError,
     RunFolderError,
     plural,
 )
-from longspan.files import name_file_in_errors
-from longspan.run.best import BestCheckpoint
-from longspan.run.facts import LOCK
+from longspan.files import write_atomically
 from longspan.run.refining import STATE
 from longspan.run.run_data import TrainingRun
 
-
-@contextmanager
-def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
-    """Hold the lock of a run's folder, creating the folder if needed; entered by all ranks.
-
-    Raises RunFolderError on every rank if another process holds it: which one, on which host.
-    """
-    file = run_on_every_rank(
-        world, lambda: _lock_file(directory, log) if is_first_rank(world) else None, RunFolderError
-    )
-    try:
-        yield
-    finally:
-        if file is not None:
-            with suppress(OSError):
-                file.truncate(0)
-                file.close()
-
-
-def _lock_file(directory: Path, log: LogLine) -> TextIO:
-    """Open the lock file and lock it. Raises RunFolderError if another process holds the lock."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / LOCK
-    file = path.open("a+", encoding="utf-8")
-    try:
-        with name_file_in_errors(path):
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise RunFolderError(_lock_holder_text(directory, file)) from error
-        log(f"{path} cannot be locked ({error.strerror}): a second run in this folder would not be noticed")
-    with suppress(OSError):  # a full disk: what counts is the lock
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-    return file
-
-
-def _lock_holder_text(directory: Path, file: TextIO) -> str:
-    """Return the message that another run is at work in the folder, which its lock file names; closes the file."""
-    with file:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-    return (
-        f"another run is at work in {directory}: {holder}; wait until it has ended, stop it, or set run.dir to "
-        "another folder"
-    )
+BEST_FILE = "best.json"
 
 
 class Saves:
@@ -117,7 +70,7 @@ class Saves:
             saved_steps = run_on_first_rank(
                 run.world, lambda: [*map(step_of, complete_checkpoints(run.checkpoints))], CheckpointError
             )
-            self._best.take_up(run.done, saved_steps)
+            self._best.load_bests(run.done, saved_steps)
             self.saver.best = self._best.step
 
     def minutes_are_over(self) -> bool:
@@ -158,7 +111,7 @@ class Saves:
 
         `rows` are the metrics of this step's evaluations, empty where none was due.
         """
-        if self._best is None or not rows or not self._best.is_new(rows, self.done):
+        if self._best is None or not rows or not self._best.note_if_best(rows, self.done):
             return
         self.save_if_unsaved()
         self.saver.best = self.done
@@ -204,13 +157,13 @@ class Saves:
             if not isinstance(error, LongspanError):  # an error of this rank alone, as far as anyone knows
                 self.saver.wait_here(self._run.world.timeout / 4)
                 raise
-            refused = isinstance(error, CheckpointError)
-            broken = isinstance(error, NonFiniteError) and not error.weights_are_finite
+            save_failed = isinstance(error, CheckpointError)
+            weights_are_bad = isinstance(error, NonFiniteError) and not error.weights_are_finite
             if isinstance(error, RankLostError):
                 self.saver.give_up()
             elif not error.on_all_ranks:
                 self.saver.wait_here(self._run.world.timeout / 4)
-            elif self.done > self._saved and not refused and not broken:
+            elif self.done > self._saved and not save_failed and not weights_are_bad:
                 error.add_note(self._try_to_save())
             else:
                 self._try_to_wait(error)
@@ -232,6 +185,76 @@ class Saves:
             self.wait()
         except LongspanError as failure:
             error.add_note(str(failure))
+
+
+class BestCheckpoint:
+    """The best step so far; made and used by all ranks together.
+
+    >>> best = BestCheckpoint("eval_loss", Path("runs/mine"), world, display.log)
+    >>> best.load_bests(done=100, saved=[100, 50])
+    >>> if best.note_if_best(rows, step=150):                                   # after an evaluation
+    ...     saver.best = 150
+    """
+
+    def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
+        """Begin without a best step; `figure` is train.keep_best, and `folder` the run's."""
+        self.figure, self._file, self._world, self._log = BestFigure.of(figure), folder / BEST_FILE, world, log
+        self._bests: Sequence[tuple[int, float]] = ()  # step and value, the newest last
+
+    @property
+    def step(self) -> int:
+        """The best step, which is the last one noted; 0 before an evaluation."""
+        return self._bests[-1][0] if self._bests else 0
+
+    def load_bests(self, done: int, saved: Collection[int]) -> None:
+        """Go on from the best steps of earlier sessions: those up to `done` whose checkpoints are there (`saved`)."""
+        stored = run_on_first_rank(self._world, self._read_bests, RunFolderError)
+        self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
+
+    def note_if_best(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
+        """Note a step if its evaluations have a better figure than all before; return whether they have.
+
+        All ranks compare the first rank's figure, so that they decide alike.
+        """
+        try:
+            value = self._world.control.broadcast_object(self.figure.value_in(rows))
+        except ConfigError as error:  # every rank has the same rows, and raises it
+            raise on_all_ranks(error) from None
+        if value is None or not self._is_better(value):
+            return False
+        best_before = f" (before: {self._bests[-1][1]:.6g} at step {self.step})" if self._bests else ""
+        self._log(
+            f"step {step} has the best {self.figure.column} so far, {value:.6g}{best_before}; its checkpoint is kept"
+        )
+        self._bests = [*self._bests[-1:], (step, value)]
+        run_on_first_rank(self._world, self._write_bests, RunFolderError)
+        return True
+
+    def _is_better(self, value: float) -> bool:
+        """Return whether a value is better than the best so far; the first value always is."""
+        if not self._bests:
+            return True
+        best_value = self._bests[-1][1]
+        return value > best_value if self.figure.higher else value < best_value
+
+    def _read_bests(self) -> list[tuple[int, float]]:
+        """Return the steps and values in best.json; none if it is absent or damaged, or of another train.keep_best."""
+        try:
+            stored = json.loads(self._file.read_text(encoding="utf-8"))
+            if {key: stored[key] for key in vars(self.figure)} != vars(self.figure):
+                self._log(f"{self._file} is of another figure than train.keep_best: the best is looked for anew")
+                return []
+            return [(int(entry["step"]), float(entry["value"])) for entry in stored["bests"]]
+        except FileNotFoundError:
+            return []
+        except (ValueError, KeyError, TypeError, AttributeError):
+            self._log(f"{self._file} is damaged: the best checkpoint is looked for anew")
+            return []
+
+    def _write_bests(self) -> None:
+        """Write the best steps and their values, and which figure they are of."""
+        bests = [{"step": step, "value": value} for step, value in self._bests]
+        write_atomically(self._file, json.dumps({**vars(self.figure), "bests": bests}, indent=1))
 
 
 def is_due(done: int, every: int) -> bool:

@@ -1,0 +1,71 @@
+"""The lock of a run's folder: one run at a time is at work in it.
+
+The lock is the system's, on the open file `run.lock` (POSIX, also over NFS), so that a killed process leaves none
+behind; the file names its holder.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
+from longspan.errors import RunFolderError
+from longspan.files import name_file_in_errors
+from longspan.run.facts import LOCK
+
+
+@contextmanager
+def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
+    """Hold the lock of a run's folder, creating the folder if needed; entered by all ranks.
+
+    Raises RunFolderError on every rank if another process holds it: which one, on which host.
+    """
+    file = run_on_every_rank(
+        world, lambda: _lock_file(directory, log) if is_first_rank(world) else None, RunFolderError
+    )
+    try:
+        yield
+    finally:
+        if file is not None:
+            with suppress(OSError):
+                file.truncate(0)
+                file.close()
+
+
+def _lock_file(directory: Path, log: LogLine) -> TextIO:
+    """Open the lock file and lock it. Raises RunFolderError if another process holds the lock.
+
+    Where the file system has no locks, a line of the log says so, and the run goes on without one.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LOCK
+    file = path.open("a+", encoding="utf-8")
+    try:
+        with name_file_in_errors(path):
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise RunFolderError(_lock_holder_text(directory, file)) from error
+        log(f"{path} cannot be locked ({error.strerror}): a second run in this folder would not be noticed")
+    with suppress(OSError):  # a full disk: what counts is the lock
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    return file
+
+
+def _lock_holder_text(directory: Path, file: TextIO) -> str:
+    """Return the message that another run is at work in the folder, which its lock file names; closes the file."""
+    with file:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+    return (
+        f"another run is at work in {directory}: {holder}; wait until it has ended, stop it, or set run.dir to "
+        "another folder"
+    )
