@@ -300,9 +300,8 @@ class _LayerMessages:
 
         Forward sends queries, keys and values, and outputs back; backward sends gradients of outputs, and those of
         queries, keys and values back. This takes A and B seconds for each of n slices of heads. In one slice, all of
-        A + B shows. In several, messages of a slice travel beside the kernels of others, which take C seconds in all:
-        the pass takes the longer of A + C + B and of all messages, n · (A + B), and what is longer than C shows. The
-        latencies of all slices' messages are added.
+        A + B shows. In several, messages travel beside the kernels of other slices, which take C seconds in all: the
+        pass takes the longer of A + C + B and n · (A + B), and what is longer than C shows. Latencies are added.
         """
         members, slices = self.exchanging, self.slices
         neighbours = np.minimum(self.rows.together, members)  # that share a host, with the member itself
