@@ -14,7 +14,8 @@ import pytest
 
 from longspan.bench.step.flags import parse_step
 from longspan.cli.gpu_plans.fit import UNIT
-from longspan.cli.gpu_plans.gpus import Gpus
+from longspan.cli.gpu_plans.gpu_flags import GpuFlags
+from longspan.cli.gpu_plans.gpus import Gpus, read_gpus
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.cli.main import main
 from longspan.config.file import load_config
@@ -336,3 +337,18 @@ def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: b
     seconds = run.seconds(plans, memory)
     assert seconds > priced if extra else seconds == pytest.approx(priced)
     assert run.seconds(plans[:1], memory) > run.seconds(plans[1:], memory)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpu_bytes", "machine", "assumed"),
+    [
+        ("h100", 0, "", ("its speed by data sheet", "its bytes", "the host")),
+        ("h100", 0, "h200", ("its bytes", "the host")),  # the speed is measured, the bytes are not
+        ("h200", 0, "h100", ("its speed by data sheet", "the host")),
+        ("h100", 80 << 30, "", ("its speed by data sheet", "the host")),
+        ("h200", 0, "", ("the host",)),
+    ],
+)
+def test_what_is_assumed_of_gpus_is_named(gpu: str, gpu_bytes: int, machine: str, assumed: tuple[str, ...]) -> None:
+    gpus = read_gpus(GpuFlags(gpu=gpu, gpu_bytes=gpu_bytes), 0.0, machine)
+    assert gpus.assumed == assumed and gpus.bytes == (gpu_bytes or Machine.known(gpu).memory_bytes)

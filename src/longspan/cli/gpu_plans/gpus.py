@@ -59,22 +59,25 @@ def read_gpus(flags: GpuFlags, tflops: float, run_machine: str) -> Gpus:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}; give an integer of at least {lowest}")
         if name != "gpus" and 0 < number < LEAST_OF_GPU:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}: {bytes_hint(number)}")
-    machine, name, assumed = _choose_machine(flags, tflops, run_machine)
+    named = find_machine(flags.gpu, "--gpu") if flags.gpu else None
+    machine, name, assumed = _choose_machine(flags, named, tflops, run_machine)
     size = flags.gpu_bytes or machine.memory_bytes
     if not size:
         raise ConfigError(
             f"--gpu {flags.gpu} does not say how many bytes a GPU has: longspan bench calibrate wrote it before it "
             "measured them; give --gpu-bytes, or measure again"
         )
-    if not flags.gpu_bytes and machine.assumed:
-        assumed = (*assumed, "its bytes") if assumed else ("its bytes",)
+    if not flags.gpu_bytes and named is not None and named.assumed:
+        assumed = (*assumed, "its bytes")
     host = flags.host_bytes or HOST_BYTES
     assumed += () if flags.host_bytes else ("the host",)
     return Gpus(machine=machine, count=flags.gpus, bytes=size, host_bytes=host, name=name, assumed=assumed)
 
 
-def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[Machine, str, tuple[str, ...]]:
-    """Choose the machine that prices, the name of its GPU, and what of its speed is assumed.
+def _choose_machine(
+    flags: GpuFlags, named: Machine | None, tflops: float, run_machine: str
+) -> tuple[Machine, str, tuple[str, ...]]:
+    """Choose the machine that prices, the name of its GPU, and what of its speed is assumed; `named` is that of --gpu.
 
     The speed is that of run.machine (`run_machine`) or of `tflops` (0: not given), else that of --gpu; with only
     --gpu-bytes it is Machine()'s, of an H200 as measured. The bytes of --gpu stay in any case.
@@ -85,8 +88,8 @@ def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[M
         raise ConfigError(
             f"--tflops {tflops:g}: run.machine {run_machine} has its own speed; give one of --tflops and --machine"
         )
-    if flags.gpu:
-        machine = find_machine(flags.gpu, "--gpu")
+    if named is not None:
+        machine = named
         name = machine.device if not flags.gpu_bytes else f"{machine.device} of {flags.gpu_bytes:,} bytes"
     else:
         machine, name = Machine(), f"GPU of {flags.gpu_bytes:,} bytes"
@@ -99,7 +102,7 @@ def _choose_machine(flags: GpuFlags, tflops: float, run_machine: str) -> tuple[M
         )
     if tflops:
         return _set_speed(machine, tflops), name, ()
-    if not flags.gpu:
+    if named is None:
         return machine, name, ("the speed of an H200, --tflops N is another",)
     return machine, name, (("its speed by data sheet",) if machine.assumed else ())
 
