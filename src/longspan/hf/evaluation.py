@@ -43,7 +43,7 @@ class EvaluationPart(StockTrainer):
 
     @contextmanager
     def _answer_with_logits(self, with_logits: bool) -> Iterator[None]:
-        """Have the model answer with logits of whole batches inside, or (False) with losses alone."""
+        """Have the model answer with logits of whole batches inside, or (False) with losses only."""
         self._facade.logits_of = self._document_logits if with_logits else None
         try:
             yield
@@ -53,7 +53,7 @@ class EvaluationPart(StockTrainer):
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
         """Return logits (length, V) of every row of documents, whole on every rank; one forward pass."""
         self._agree_on_rows(documents)
-        plan = self._plan(documents, training=False)
+        plan = self._cached_plan(documents, training=False)
         limit = self._limits.around_evaluation("logits", plan.predicted_seconds)
         with limit, torch.autocast(self.args.device.type, enabled=False):
             return gather_logits(facade.inner_model, plan, documents, self.world)

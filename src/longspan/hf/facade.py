@@ -51,8 +51,8 @@ def take_fused_head(model: Any) -> FusedHead:
     Another forward on the instance stays, for `prepare` to refuse. Raises ConfigError for a head in float32.
     """
     forward = vars(model).get("forward")
-    made_by = getattr(getattr(forward, "__func__", None), "__code__", None)
-    if made_by is None or made_by.co_name != "_fused_forward":
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    if code is None or code.co_name != "_fused_forward":  # the function that TRL's add_fused_lm_head binds
         return FusedHead()
     settings = inspect.getclosurevars(forward.__func__).nonlocals
     if settings["cast_lm_head_to_fp32"] and model.dtype not in (torch.float32, torch.float64):
@@ -128,14 +128,14 @@ class AheadBatch(NamedTuple):
     versions: tuple[int, ...]  # of the entries, by `versions_of`
 
     def has_same_tensors(self, batch: Mapping[str, Any]) -> bool:
-        """Whether a call is made with the very tensors of this batch and no others: its rows need no second reading."""
+        """Return whether a call has the very tensors of this batch and no others: its rows need no second reading."""
         entries = document_entries(batch)
         if any(x is not None for name, x in batch.items() if name not in entries and name not in IGNORED):
             return False  # reading refuses other entries, such as images
         return entries.keys() == self.entries.keys() and all(self.entries[name] is x for name, x in entries.items())
 
-    def answers(self, batch: Mapping[str, Any]) -> bool:
-        """Whether a call is one of this batch, into which nothing was written since the step ran.
+    def matches(self, batch: Mapping[str, Any]) -> bool:
+        """Return whether a call is one of this batch, into which nothing was written since the step ran.
 
         Other tensors count as the same batch if all that decide its documents are equal.
         """
@@ -144,8 +144,10 @@ class AheadBatch(NamedTuple):
         if self.has_same_tensors(batch):
             return True
         entries = document_entries(batch)
-        pairs = [(torch.as_tensor(x), torch.as_tensor(entries.get(name, ()))) for name, x in self.entries.items()]
-        return entries.keys() == self.entries.keys() and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
+        if entries.keys() != self.entries.keys():
+            return False
+        pairs = [(torch.as_tensor(x), torch.as_tensor(entries[name])) for name, x in self.entries.items()]
+        return all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
 
 
 def document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +190,7 @@ class Facade:
 
     def _take_ahead_batch(self, batch: Mapping[str, Any]) -> AheadBatch | None:
         """Return the next batch of the step that ran ahead, if this call with gradients is one of it; else None."""
-        if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].answers(batch)):
+        if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].matches(batch)):
             return None
         return self.ahead.pop(0)
 
@@ -209,8 +211,8 @@ class Facade:
         """Answer a batch (B, L) of all ranks, on every rank: with its loss and, if `fused_lm_head`, values of tokens.
 
         Among these, log-probabilities are a leaf of the Trainer's graph. With `logits_of` set, and no `fused_lm_head`,
-        the answer has logits instead; otherwise it is empty without labels. A batch whose step ran ahead is answered by
-        that step's values, without a pass. Raises DataError for a batch that `documents_of` cannot read.
+        the answer has logits instead; any other answer to a batch without labels is empty. A batch whose step ran ahead
+        is answered by that step's values, without a pass. Raises DataError for a batch that `documents_of` cannot read.
         """
         if batch.pop("output_router_logits", False):
             raise ConfigError(

@@ -161,12 +161,12 @@ class FilesPart(StockTrainer):
         run_on_every_rank(self.world, lambda: self._load_random_states(folder), CheckpointError)
 
     def _load_random_states(self, folder: Path) -> None:
-        """Take up the random states in a folder, which transformers (5.17 to 5.23) reads as data."""
+        """Take up the random states in a folder, which transformers (5.17 to 5.23) reads without running code."""
         try:
             super()._load_rng_state(str(folder))
         except OSError:  # of the disk, and not of the file's content: `run_on_every_rank` reports it
             raise
-        except Exception as error:  # a damaged file, and states that are none, raise anything
+        except Exception as error:  # a damaged file, or one of something else, may raise anything
             raise CheckpointError(not_data_text(folder, error)) from error
 
     def _load_best_model(self) -> None:

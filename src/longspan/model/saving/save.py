@@ -287,10 +287,10 @@ def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def write_configuration(empty: PreTrainedModel, folder: Path, files: Any) -> None:
-    """Write a model's configurations and what `files`, a tokenizer or processor, writes by `save_pretrained`.
+def write_configuration(empty: PreTrainedModel, folder: Path, tokenizer: Any) -> None:
+    """Write a model's configurations and what a tokenizer or processor writes by `save_pretrained`.
 
-    A generation configuration that `files` wrote is not replaced.
+    An export passes the copied files of a run in its place: a generation configuration among them is not replaced.
     """
     config: Any = empty.config
     config.architectures = [type(empty).__name__]
@@ -298,8 +298,8 @@ def write_configuration(empty: PreTrainedModel, folder: Path, files: Any) -> Non
         config.save_pretrained(folder)
         if empty._auto_class is not None:  # a model whose code is not transformers' own
             custom_object_save(empty, folder, config=config)
-        if files is not None:
-            files.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         generation = empty.generation_config if empty.can_generate() else None
         if generation is not None and not (folder / "generation_config.json").is_file():
             generation.save_pretrained(folder)

@@ -133,7 +133,7 @@ class _WholeWeights:
             weight = self._gather_tensor(name)
             if parts:
                 tensors = {role: self._gather_tensor(tensor_name) for role, tensor_name in parts.items()}
-                weight = _merge_adapter(name, weight, tensors, self._entries[name].scaling or 0.0)
+                weight = _merge_adapter(weight, tensors, self._entries[name].scaling or 0.0)
             yield plain_name(name), weight
 
     def check_merge(self) -> None:
@@ -186,7 +186,7 @@ class _WholeWeights:
         return whole_tensor
 
 
-def _merge_adapter(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
+def _merge_adapter(weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
     """Add an adapter's change to a weight (or a bias); `parts` are the adapter's tensors by role.
 
     The change is scaling · B A, for an embedding its transpose, for a bias scaling times the adapter's bias. DoRA also

@@ -83,6 +83,7 @@ def _exception_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, t
     if not (plan := model._get_dtype_plan(dtype)):
         return {}
     pattern, globs, _ = build_glob_alternation(list(plan))
+    # Each glob of the plan is a group of the pattern, and `globs` has the glob of a group's name.
     matches = {name: pattern.search(name) for name in model.state_dict()}
     return {name: plan[globs[str(match.lastgroup)]] for name, match in matches.items() if match}
 
@@ -177,7 +178,7 @@ class DeferredWeights:
         names = defaultdict[int, list[str]](list)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names[id(parameter)].append(name)
-        self._first_name = {name: names_of_one[0] for names_of_one in names.values() for name in names_of_one}
+        self._first_name = {name: tied_names[0] for tied_names in names.values() for name in tied_names}
 
     def of(self, part: nn.Module) -> "DeferredWeights":
         """Return the same source for a part of the model, in which parameters have the same names as in the whole."""
