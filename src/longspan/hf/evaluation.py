@@ -10,7 +10,7 @@ from torch import Tensor
 from longspan.data.document import Document
 from longspan.hf.facade import Facade
 from longspan.hf.one_process import StockTrainer
-from longspan.hf.refusals import is_cross_entropy
+from longspan.hf.refusals import has_cross_entropy_loss
 from longspan.plan import Plan
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
@@ -32,7 +32,7 @@ class EvaluationPart(StockTrainer):
         self._facade.evaluated = (0.0, 0)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **keywords)
         total, tokens = self._facade.evaluated
-        if tokens and is_cross_entropy(self):
+        if tokens and has_cross_entropy_loss(self):
             output.metrics[f"{metric_key_prefix}_token_loss"] = total / tokens
         return output
 

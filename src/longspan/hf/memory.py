@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 
 def asks_recomputation(args: Any) -> bool:
-    """Whether arguments ask for recomputation."""
+    """Return whether arguments ask for recomputation."""
     return any(getattr(args, name, None) for name in CHECKPOINTING)
 
 
 def computes_in_bfloat16(args: Any) -> bool:
-    """Whether arguments, or the configuration of `accelerate launch`, ask to compute in bfloat16."""
+    """Return whether arguments, or the configuration of `accelerate launch`, ask to compute in bfloat16."""
     return args.mixed_precision == "bf16"
 
 

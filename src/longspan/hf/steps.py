@@ -242,7 +242,7 @@ class StepsPart(StockTrainer):
         calls, self._facade.called = self._facade.called, []
         guessed, self._guessed_documents = self._guessed_documents, ()
         cut, self._was_cut_short = self._was_cut_short, False
-        unasked, self._facade.ahead = self._facade.ahead, []  # of a step that a callback ended with its epoch
+        uncalled, self._facade.ahead = self._facade.ahead, []  # of a step that a callback ended with its epoch
         for number, batch in enumerate(calls):
             if not batch.is_finite():
                 raise NonFiniteError(
@@ -251,7 +251,7 @@ class StepsPart(StockTrainer):
                     "the step. Look in compute_loss for a division by 0, a logarithm of 0 or an overflow"
                 )
         documents = with_coefficients(calls)
-        if guessed and not unasked and same_coefficients(documents, guessed, calls[0].leaf.dtype):
+        if guessed and not uncalled and same_coefficients(documents, guessed, calls[0].leaf.dtype):
             return
         if guessed:
             self._facade.inner_model.zero_grad()  # drops the gradients of the guess

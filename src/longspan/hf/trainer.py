@@ -42,7 +42,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         refuse_arguments(arguments, self.longspan, construction.values)
         if isinstance(model, nn.Module):
             refuse_kind(model)
-        refuse_generation(type(self), arguments, construction.values, construction.takes)
+        refuse_generation(type(self), arguments, construction.values, construction.parameter_names)
         self._one_process = OneProcess.add_trainer(self.longspan.home)
         self._is_open = True
         try:

@@ -35,7 +35,9 @@ class LongspanVLLM(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Give vLLM the weights: the server, or the engine of every rank, which then all enter."""
-        with nullcontext() if self.mode == "server" else self._trainer._first.call_on_others("vllm", "sync_weights"):
+        with (
+            nullcontext() if self.mode == "server" else self._trainer._first_rank.call_on_others("vllm", "sync_weights")
+        ):
             super().sync_weights()
 
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> Any:
@@ -44,11 +46,11 @@ class LongspanVLLM(VLLMGeneration):
         The first rank asks a server; without one each rank's engine makes a share of the answers. Engines get no
         `images`: models that read them are refused at construction. `profiler` is TRL's context that takes the time.
         """
-        first, generate_stock = self._trainer._first, super().generate
+        first_rank, generate_stock = self._trainer._first_rank, super().generate
         if self.mode == "server":
-            return first.run(lambda: generate_stock(prompts, images, num_generations, profiler), "answers")
+            return first_rank.run(lambda: generate_stock(prompts, images, num_generations, profiler), "answers")
         arguments = prompts, num_generations, self._llm_weights_sleeping
-        with profiler or nullcontext(), first.call_on_others("vllm", "generate_in_shares", *arguments):
+        with profiler or nullcontext(), first_rank.call_on_others("vllm", "generate_in_shares", *arguments):
             return self.generate_in_shares(*arguments)
 
     def generate_in_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
@@ -97,12 +99,12 @@ def replace_vllm(trainer: Any) -> Iterator[None]:
     modules_of_bases = [sys.modules[name] for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__)]
     modules = [module for module in modules_of_bases if vars(module).get("VLLMGeneration") is VLLMGeneration]
 
-    def make(*args: Any, **keywords: Any) -> LongspanVLLM:
+    def make_vllm(*args: Any, **keywords: Any) -> LongspanVLLM:
         """Make the vLLM of this trainer with the arguments of TRL's."""
         return LongspanVLLM(trainer, *args, **keywords)
 
     for module in modules:
-        vars(module)["VLLMGeneration"] = make
+        vars(module)["VLLMGeneration"] = make_vllm
     try:
         yield
     finally:

@@ -129,7 +129,7 @@ class _WholeWeights:
             # a module that is trained whole has its trained copy beside `original_module`
             if ".lora_" in name or ".original_module." in name:
                 continue
-            parts = self._adapter_parts(name)
+            parts = self._adapter_tensor_names(name)
             weight = self._gather_tensor(name)
             if parts:
                 tensors = {role: self._gather_tensor(tensor_name) for role, tensor_name in parts.items()}
@@ -138,19 +138,19 @@ class _WholeWeights:
 
     def check_merge(self) -> None:
         """Raise ModelError for adapters that cannot be merged: on a tied weight, or of a kind not known here."""
-        if tied := sorted(name for name in self._tied if self._adapter_parts(name)):
+        if tied := sorted(name for name in self._tied if self._adapter_tensor_names(name)):
             raise ModelError(
                 f"merge_adapter: {tied[0]} has an adapter, and is the weight of the other end of the model as well "
                 "(tie_word_embeddings), which must not change; leave merge_adapter out, which gives base and adapter"
             )
-        mergeable = {part for name in self._names for part in self._adapter_parts(name).values()}
+        mergeable = {part for name in self._names for part in self._adapter_tensor_names(name).values()}
         if others := [name for name in self._names if ".lora_" in name and name not in mergeable]:
             raise ModelError(
                 f"merge_adapter does not know what {', '.join(others[:3])} add to the model's weights; leave it out, "
                 "which gives base and adapter, or merge what longspan.save_model(model, folder, world) saved with peft"
             )
 
-    def _adapter_parts(self, name: str) -> dict[str, str]:
+    def _adapter_tensor_names(self, name: str) -> dict[str, str]:
         """Return the names of the adapter's tensors that change this weight or bias, by role ("A", "B", "bias" …).
 
         It is empty for a weight outside adapted modules. `_BASE` stands in names between an adapted module and the

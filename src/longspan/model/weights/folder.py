@@ -143,7 +143,7 @@ class FolderWeights:
         A converter may make several parameters, and is then run even if `parts` lacks the first: in float32, as the
         others' dtypes are known only once they are made.
         """
-        converter, part = deepcopy(recipe.converter), parts.get(name)
+        converter, part = deepcopy(recipe.converter), parts.get(name)  # a copy: it collects the tensors to convert
         if part is None and len(converter.target_patterns) == 1:
             return
         if part is not None and recipe.stacks_experts(self._shapes[name][0]):
@@ -162,7 +162,7 @@ class FolderWeights:
     def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
         """Return this rank's part of stacked experts, which are read and converted one at a time.
 
-        An expert is converted in the dtype of the files, and cast as it is stacked.
+        An expert is converted in the dtype of the files, and cast as it is stacked. An empty part reads no expert.
         """
         converter, (experts, *block) = deepcopy(recipe.converter), part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
