@@ -97,7 +97,10 @@ class FilesPart(StockTrainer):
         rotate_checkpoints(str(root), save_total_limit=limit, best_model_checkpoint=best_checkpoint, use_mtime=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the optimizer's moments and groups as a checkpoint of all ranks, and on the first the scheduler."""
+        """Save the optimizer's moments and groups as a checkpoint of all ranks, and on the first the scheduler.
+
+        With the groups go the rows of a step, in which the data order is counted, and the seed of dropout's masks.
+        """
         optimizer, root = self._torch_optimizer(), Path(output_dir)
         groups = [
             {key: _as_plain_values(value) for key, value in group.items() if key != "params"}
@@ -137,7 +140,7 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: self._check_resumable(Path(resume_from_checkpoint)), CheckpointError)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Read weights, moments, settings of the optimizer and the schedule; entered by all ranks."""
+        """Read weights, moments, settings of the optimizer, the schedule and dropout's seed; entered by all ranks."""
         if checkpoint is None:
             return
         prepared, optimizer, root = self._facade.inner_model, self._torch_optimizer(), Path(checkpoint)

@@ -98,7 +98,7 @@ class FirstRank:
                 return value
             if name == _ERROR:
                 raise value
-            self._calls[name](*value)
+            self._calls[name](*value)  # what `call_on_others` sent: a name and arguments
 
 
 def _make_shared_error(error: BaseException, what: str) -> LongspanError:

@@ -95,7 +95,7 @@ class PreferencesPart(StockTrainer):
 
 
 def take_reference_adapter(model: Any) -> Any:
-    """Remove TRL's copy of a model's adapter, before `prepare`; returns its configuration, or None without a copy.
+    """Remove TRL's copy of a model's adapter, before `prepare`; return its configuration, or None without a copy.
 
     An only adapter of this name is no copy, but the one that is trained.
     """

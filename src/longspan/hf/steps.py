@@ -23,7 +23,7 @@ from longspan.hf.ahead import (
     read_step,
     same_coefficients,
 )
-from longspan.hf.facade import AheadBatch, Facade, Offset, document_entries, versions_of, with_coefficients
+from longspan.hf.facade import AheadBatch, Facade, Offset, document_entries, documents_with_coefficients, versions_of
 from longspan.hf.one_process import StockTrainer
 from longspan.model.adapters import unwrap_model
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
@@ -238,7 +238,10 @@ class StepsPart(StockTrainer):
                 self._next_step = self._read_coming_step(batches, None if items is None else float(items))
 
     def _finish_step(self) -> None:
-        """Run the step by the coefficients that the Trainer's loss left, unless it ran ahead with the same ones."""
+        """Run the step by the coefficients that the Trainer's loss left, unless it ran ahead with the same ones.
+
+        Raises NonFiniteError if they are not finite. After another loss than the guessed one no step runs ahead.
+        """
         calls, self._facade.called = self._facade.called, []
         guessed, self._guessed_documents = self._guessed_documents, ()
         cut, self._was_cut_short = self._was_cut_short, False
@@ -250,7 +253,7 @@ class StepsPart(StockTrainer):
                     f"finite, in batch {number + 1} of {len(calls)} of the step; weights and optimizer are as before "
                     "the step. Look in compute_loss for a division by 0, a logarithm of 0 or an overflow"
                 )
-        documents = with_coefficients(calls)
+        documents = documents_with_coefficients(calls)
         if guessed and not uncalled and same_coefficients(documents, guessed, calls[0].leaf.dtype):
             return
         if guessed:

@@ -153,7 +153,7 @@ class WeightSource(Protocol):
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) for each part of a parameter or persistent buffer that the source has.
 
-        The source may compute on the device.
+        The source may compute on the device; values may lie on the CPU too, as their reader copies them.
         """
         ...
 

@@ -109,7 +109,7 @@ class FolderWeights:
             return set(self._find_recipes(self._open_slices(stack)))
 
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
-        """Open the files until `stack` closes; returns their tensors, which are read when indexed, by renamed names."""
+        """Open the files until `stack` closes; return their tensors, which are read when indexed, by renamed names."""
         slices = dict[str, Any]()
         for file in self._files:
             tensors = stack.enter_context(_open_file(file))
