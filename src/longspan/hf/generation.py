@@ -33,7 +33,7 @@ def refuse_generation(kind: type[Any], args: Any, constructor_values: Mapping[st
     """Raise ConfigError for a way to make answers that longspan does not run, if trainers of this class make any.
 
     Refused are a gradient of the entropy, `generate` of the prepared model, and a rollout over an engine of several
-    ranks. `constructor_values` are the arguments of the constructor by name.
+    ranks. `constructor_values` are the arguments of the constructor by name, `parameter_names` all that it takes.
     """
     if not hasattr(kind, ANSWERS[0]):
         return

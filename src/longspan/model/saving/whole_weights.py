@@ -82,14 +82,15 @@ class _WholeWeights:
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
         self._local: dict[str, Tensor] = {}
         entries = list[_Entry]()
+        position = world.coordinates.pp
         for stage in stages:
             state, scalings, tied_names = stage.state_dict(), self._adapter_scalings(stage), _tied_names(stage)
             for name, value in state.items():
                 if name not in tied_names and name not in self._local:
                     self._local[name] = value
                     scaling = scalings.get(name.partition(_BASE)[0]) if _BASE in name else None
-                    shape_dtype_stage = tuple(value.shape), value.dtype, world.coordinates.pp
-                    entries.append(_Entry(name, *shape_dtype_stage, name in tied_names.values(), scaling))
+                    is_tied = name in tied_names.values()
+                    entries.append(_Entry(name, tuple(value.shape), value.dtype, position, is_tied, scaling))
         entries = self._collect_entries(entries)
         self._tied = {entry.name for entry in entries if entry.tied}
         self._entries = dict[str, _Entry]()

@@ -155,9 +155,9 @@ class FolderWeights:
                 converter.add_tensor(name, key, pattern, _make_reader(slices[key], dtype))
         for parameter_name, tensor in converter.convert(name, model=None, config=self._config).items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
-            if made_part := parts.get(parameter_name):
+            if local_part := parts.get(parameter_name):
                 self._check_shape(parameter_name, tensor.shape)
-                yield parameter_name, tensor[made_part.block].to(made_part.dtype)
+                yield parameter_name, tensor[local_part.block].to(local_part.dtype)
 
     def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
         """Return this rank's part of stacked experts, which are read and converted one at a time.
