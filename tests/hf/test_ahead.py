@@ -27,17 +27,17 @@ def counted(until: int, error: bool = False) -> Iterator[str]:
 def test_what_is_made_ahead_comes_in_its_place() -> None:
     batches = BatchesAhead(counted(6))
     assert [next(batches), next(batches)] == ["batch 0", "batch 1"]  # accelerate has one more than the Trainer
-    assert batches.make(2) == ["batch 1", "batch 2"]
-    assert batches.make(2) == ["batch 1", "batch 2"]  # once
+    assert batches.make_batches(2) == ["batch 1", "batch 2"]
+    assert batches.make_batches(2) == ["batch 1", "batch 2"]  # once
     assert [next(batches), next(batches)] == ["batch 2", "batch 3"]
-    assert batches.make(3) == ["batch 3", "batch 4", "batch 5"]
+    assert batches.make_batches(3) == ["batch 3", "batch 4", "batch 5"]
     assert list(batches) == ["batch 4", "batch 5"]
 
 
 def test_an_error_comes_where_its_batch_is_asked_for() -> None:
     batches = BatchesAhead(counted(2, error=True))
     assert next(batches) == "batch 0"
-    assert batches.make(4) == ["batch 0", "batch 1"]
+    assert batches.make_batches(4) == ["batch 0", "batch 1"]
     assert next(batches) == "batch 1"
     with pytest.raises(OSError, match="the disk is gone"):
         next(batches)
@@ -70,15 +70,15 @@ def test_a_step_is_of_its_batches_until_they_are_written_to() -> None:
 def test_an_answer_is_of_the_same_tensors_or_equal_ones_that_were_not_written_to() -> None:
     called, values = batch(), Offset(None, 0)  # pyright: ignore[reportArgumentType]
     made = AheadBatch(document_entries(called), read_step([called], 4.0)[0][0], values, versions_of(called))
-    assert made.answers(called) and made.has_same_tensors(called)
-    assert made.answers(batch()) and not made.has_same_tensors(batch())
+    assert made.matches(called) and made.has_same_tensors(called)
+    assert made.matches(batch()) and not made.has_same_tensors(batch())
     assert not made.has_same_tensors(called | {"position_ids": torch.arange(3).expand(2, 3)})
-    assert not made.answers(batch() | {"labels": None})
-    assert not made.answers(batch() | {"position_ids": torch.arange(3).expand(2, 3)}), "other documents"
+    assert not made.matches(batch() | {"labels": None})
+    assert not made.matches(batch() | {"position_ids": torch.arange(3).expand(2, 3)}), "other documents"
     if "attention_mask" in called:
-        assert not made.answers(batch() | {"attention_mask": torch.zeros_like(called["attention_mask"])})
+        assert not made.matches(batch() | {"attention_mask": torch.zeros_like(called["attention_mask"])})
     called["labels"][1, 2] = -100
-    assert not made.answers(called)
+    assert not made.matches(called)
 
 
 def sums(rank: int) -> list[np.ndarray]:

@@ -50,7 +50,7 @@ def test_arguments_are_found_and_replaced(kind: type[Trainer], named: bool) -> N
     stock, mine = bare(), bare()
     found = given(kind, "model", args=stock) if named else given(kind, "model", stock)
     assert found.args is stock
-    assert "train_dataset" in found.takes
+    assert "train_dataset" in found.parameter_names
     positional, keywords = found.call_with(mine)
     values = (*positional, *keywords.values())
     assert not any(value is stock for value in values)

@@ -139,7 +139,7 @@ def below(rank: int, folder: str) -> tuple[int, list[Any]]:
     )
     trainer.train()
     trainer.end()
-    return len(seen), trainer._host_batches.make(1)
+    return len(seen), trainer._host_batches.make_batches(1)
 
 
 def test_a_step_of_a_class_below_gets_its_batches_where_the_trainer_puts_them(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class Short(Texts):
 def stream(run: Run) -> Any:
     """A source without a length ends in the middle of a step, and again; the last step in that of an epoch."""
     trainer = make(run, more={"train_dataset": Stream()}, gradient_accumulation_steps=4, steps=5)
-    assert run.longspan is None or trainer._guesses, "one pass a step"
+    assert run.longspan is None or trainer._runs_ahead, "one pass a step"
     return trainer
 
 
@@ -96,7 +96,7 @@ class Cutter(TrainerCallback):
 def cut_steps(run: Run) -> Any:
     """What is left of a cut epoch's last step counts in the next; that of a cut training does not in another one."""
     trainer = make(run, more={"callbacks": [Cutter()]}, gradient_accumulation_steps=3, steps=3)
-    assert run.longspan is None or trainer._guesses, "one pass a step"
+    assert run.longspan is None or trainer._runs_ahead, "one pass a step"
     logs = trainer.state.log_history
     trainer.train()
     trainer.state.log_history = logs + trainer.state.log_history

@@ -40,65 +40,65 @@ class BatchesAhead:
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches, self._newest = batches, None
-        self._made = deque[Any]()
+        self._ready = deque[Any]()  # made ahead, and not asked for yet
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         """Return the next batch, which may have been made ahead; raise the loader's error in its place."""
-        batch = self._made.popleft() if self._made else next(self._batches)
+        batch = self._ready.popleft() if self._ready else next(self._batches)
         if isinstance(batch, _Failure):
             raise batch.error
         self._newest = batch
         return batch
 
-    def make(self, count: int) -> list[Any]:
+    def make_batches(self, count: int) -> list[Any]:
         """Make what the next step of `count` batches will ask for; return the step's batches, as many as there are.
 
         Accelerate's loader holds back the newest batch, which is the step's first. So the step asks for its other
         batches and one that is held back next. An error of the loader is kept until its batch is asked for.
         """
-        while len(self._made) < count and not (self._made and isinstance(self._made[-1], _Failure)):
+        while len(self._ready) < count and not (self._ready and isinstance(self._ready[-1], _Failure)):
             try:
-                self._made.append(next(self._batches))
+                self._ready.append(next(self._batches))
             except Exception as error:
-                self._made.append(_Failure(error))
-        coming = [self._newest, *islice(self._made, count - 1)]
+                self._ready.append(_Failure(error))
+        coming = [self._newest, *islice(self._ready, count - 1)]
         return [batch for batch in coming if not isinstance(batch, _Failure)]
 
 
 class HostBatches:
-    """The batches of a Trainer's loader, which it leaves on the host; `make` has some of them made ahead."""
+    """The batches of a Trainer's loader, which it leaves on the host; `make_batches` has some of them made ahead."""
 
     def __init__(self) -> None:
         self._batches: BatchesAhead | None = None
 
-    def follow_loader(self, loader: Any) -> None:
-        """Let batches of a loader stay on the host, from where `training_step` moves them, and be made ahead.
+    def take_over_loader(self, loader: Any) -> None:
+        """Change a loader so that its batches stay on the host until `training_step` moves them, and can be made ahead.
 
-        Loaders of other kinds, whose order of calls is another one, stay as they are.
+        Loaders of other kinds than DataLoaderShard stay as they are: they fetch batches in another order.
         """
         self._batches, base = None, getattr(loader, "base_dataloader", None)
         if type(loader) is not DataLoaderShard or base is None or getattr(loader, "use_stateful_dataloader", False):
             return
         loader.device = None
-        make_batches = type(base).__iter__
+        iterate_stock = type(base).__iter__
 
         def begin_batches() -> BatchesAhead:
             """Begin an epoch, with no batch made ahead."""
-            self._batches = BatchesAhead(make_batches(base))
+            self._batches = BatchesAhead(iterate_stock(base))
             return self._batches
 
         base.__iter__ = begin_batches  # Accelerate calls it by this name, not by iter()
 
-    def make(self, count: int) -> list[Any]:
+    def make_batches(self, count: int) -> list[Any]:
         """Make the batches of the next step ahead; return them, [] where they are not known."""
-        return [] if self._batches is None else self._batches.make(count)
+        return [] if self._batches is None else self._batches.make_batches(count)
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on the device; the host waits for no copy.
+    """Return a batch with its tensors on the device; the host waits for no copy to a GPU.
 
     A batch that is there already is returned itself: callers recognize batches and tensors by identity.
     """

@@ -15,21 +15,21 @@ class GivenArguments:
     """What a trainer of the class `kind` is made with; `init` is the constructor to call, without `self`.
 
     `values` are the arguments by name. Those that `init` takes as *args or **kwargs have the names that the stock
-    constructor gives them: that of the first base which has a parameter `args`, the TrainingArguments. `takes` are the
-    names of both constructors' parameters. Raises TypeError for arguments that `init` does not take.
+    constructor gives them: that of the first base which has a parameter `args`, the TrainingArguments.
+    `parameter_names` are those of both constructors. Raises TypeError for arguments that `init` does not take.
     """
 
     def __init__(self, kind: type[Any], init: Any, args: Any, keywords: Any) -> None:
         """Bind the arguments to the names of `init`, and its *args and **kwargs to those of the stock constructor."""
         self._bound = inspect.signature(init).bind_partial(*args, **keywords)
-        self._names, self._positional, self._keywords = _parameter_names(self._bound.signature)
+        self._names, self._var_positional, self._var_keyword = _parameter_names(self._bound.signature)
         self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameter_names(_signature(base))[0])
         stock = _signature(self._stock)
-        self.takes: set[str] = {*self._names, *stock.parameters}
+        self.parameter_names: set[str] = {*self._names, *stock.parameters}
         self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
         with suppress(TypeError):  # *args of a class between `kind` and `_stock`: they stand for other parameters
-            passed_values = self._argument_value(self._positional, ())
-            passed_keywords = self._argument_value(self._keywords, {})
+            passed_values = self._argument_value(self._var_positional, ())
+            passed_keywords = self._argument_value(self._var_keyword, {})
             stock_call = stock.bind_partial(None, *passed_values, **passed_keywords)  # None: for self
             self.values |= {name: value for name, value in stock_call.arguments.items() if name != "self"}
 
@@ -37,7 +37,7 @@ class GivenArguments:
     def args(self) -> TrainingArguments:
         """The TrainingArguments, or those that the stock class makes for itself."""
         # Positional arguments have no name in `values` where they stand for other parameters (see the constructor).
-        values = (self.values.get("args"), *self._argument_value(self._positional, ()))
+        values = (self.values.get("args"), *self._argument_value(self._var_positional, ()))
         return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default_arguments()
 
     def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -46,15 +46,15 @@ class GivenArguments:
         The new ones go to the parameter `args`, else to the caller's place among *args, else to **kwargs. Raises
         ConfigError for a constructor without any of these.
         """
-        positional, bound = self._argument_value(self._positional, ()), self._bound.arguments
+        positional, bound = self._argument_value(self._var_positional, ()), self._bound.arguments
         if "args" in self._names:
             bound["args"] = arguments
         elif any(isinstance(value, TrainingArguments) for value in positional):
-            bound[self._positional] = tuple(
+            bound[self._var_positional] = tuple(
                 arguments if isinstance(value, TrainingArguments) else value for value in positional
             )
-        elif self._keywords:
-            bound[self._keywords] = self._argument_value(self._keywords, {}) | {"args": arguments}
+        elif self._var_keyword:
+            bound[self._var_keyword] = self._argument_value(self._var_keyword, {}) | {"args": arguments}
         else:
             raise ConfigError(
                 f"the constructor takes {', '.join(self._names) or 'nothing'}, and longspan must give it args: the "

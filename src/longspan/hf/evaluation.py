@@ -10,7 +10,7 @@ from torch import Tensor
 from longspan.data.document import Document
 from longspan.hf.facade import Facade
 from longspan.hf.one_process import StockTrainer
-from longspan.hf.refusals import is_cross_entropy
+from longspan.hf.refusals import has_cross_entropy_loss
 from longspan.plan import Plan
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
@@ -32,7 +32,7 @@ class EvaluationPart(StockTrainer):
         self._facade.evaluated = (0.0, 0)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **keywords)
         total, tokens = self._facade.evaluated
-        if tokens and is_cross_entropy(self):
+        if tokens and has_cross_entropy_loss(self):
             output.metrics[f"{metric_key_prefix}_token_loss"] = total / tokens
         return output
 
@@ -43,7 +43,7 @@ class EvaluationPart(StockTrainer):
 
     @contextmanager
     def _answer_with_logits(self, with_logits: bool) -> Iterator[None]:
-        """Have the model answer with logits of whole batches inside, or (False) with losses alone."""
+        """Have the model answer with logits of whole batches inside, or (False) with losses only."""
         self._facade.logits_of = self._document_logits if with_logits else None
         try:
             yield
@@ -53,7 +53,7 @@ class EvaluationPart(StockTrainer):
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
         """Return logits (length, V) of every row of documents, whole on every rank; one forward pass."""
         self._agree_on_rows(documents)
-        plan = self._plan(documents, training=False)
+        plan = self._cached_plan(documents, training=False)
         limit = self._limits.around_evaluation("logits", plan.predicted_seconds)
         with limit, torch.autocast(self.args.device.type, enabled=False):
             return gather_logits(facade.inner_model, plan, documents, self.world)

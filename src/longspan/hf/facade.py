@@ -51,8 +51,8 @@ def take_fused_head(model: Any) -> FusedHead:
     Another forward on the instance stays, for `prepare` to refuse. Raises ConfigError for a head in float32.
     """
     forward = vars(model).get("forward")
-    made_by = getattr(getattr(forward, "__func__", None), "__code__", None)
-    if made_by is None or made_by.co_name != "_fused_forward":
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    if code is None or code.co_name != "_fused_forward":  # the function that TRL's add_fused_lm_head binds
         return FusedHead()
     settings = inspect.getclosurevars(forward.__func__).nonlocals
     if settings["cast_lm_head_to_fp32"] and model.dtype not in (torch.float32, torch.float64):
@@ -77,8 +77,8 @@ class CalledBatch(NamedTuple):
         """Return whether all coefficients that have an effect are finite: those of documents with targets."""
         if self.leaf.grad is None or bool(self.leaf.grad.isfinite().all()):
             return True
-        slopes = zip(self.rows.documents, self.coefficients(), strict=True)
-        return all(np.isfinite(values).all() for document, values in slopes if document.targets)
+        pairs = zip(self.rows.documents, self.coefficients(), strict=True)
+        return all(np.isfinite(coefficients).all() for document, coefficients in pairs if document.targets)
 
     def coefficients(self) -> list[Floats]:
         """Return the derivative of the loss by the log-probability of each token, document by document.
@@ -128,14 +128,14 @@ class AheadBatch(NamedTuple):
     versions: tuple[int, ...]  # of the entries, by `versions_of`
 
     def has_same_tensors(self, batch: Mapping[str, Any]) -> bool:
-        """Whether a call is made with the very tensors of this batch and no others: its rows need no second reading."""
+        """Return whether a call has the very tensors of this batch and no others: its rows need no second reading."""
         entries = document_entries(batch)
         if any(x is not None for name, x in batch.items() if name not in entries and name not in IGNORED):
             return False  # reading refuses other entries, such as images
         return entries.keys() == self.entries.keys() and all(self.entries[name] is x for name, x in entries.items())
 
-    def answers(self, batch: Mapping[str, Any]) -> bool:
-        """Whether a call is one of this batch, into which nothing was written since the step ran.
+    def matches(self, batch: Mapping[str, Any]) -> bool:
+        """Return whether a call is one of this batch, into which nothing was written since the step ran.
 
         Other tensors count as the same batch if all that decide its documents are equal.
         """
@@ -143,9 +143,10 @@ class AheadBatch(NamedTuple):
             return False
         if self.has_same_tensors(batch):
             return True
-        entries = document_entries(batch)
-        pairs = [(torch.as_tensor(x), torch.as_tensor(entries.get(name, ()))) for name, x in self.entries.items()]
-        return entries.keys() == self.entries.keys() and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
+        if (entries := document_entries(batch)).keys() != self.entries.keys():
+            return False
+        pairs = [(torch.as_tensor(x), torch.as_tensor(entries[name])) for name, x in self.entries.items()]
+        return all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
 
 
 def document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +189,7 @@ class Facade:
 
     def _take_ahead_batch(self, batch: Mapping[str, Any]) -> AheadBatch | None:
         """Return the next batch of the step that ran ahead, if this call with gradients is one of it; else None."""
-        if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].answers(batch)):
+        if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].matches(batch)):
             return None
         return self.ahead.pop(0)
 
@@ -209,8 +210,8 @@ class Facade:
         """Answer a batch (B, L) of all ranks, on every rank: with its loss and, if `fused_lm_head`, values of tokens.
 
         Among these, log-probabilities are a leaf of the Trainer's graph. With `logits_of` set, and no `fused_lm_head`,
-        the answer has logits instead; otherwise it is empty without labels. A batch whose step ran ahead is answered by
-        that step's values, without a pass. Raises DataError for a batch that `documents_of` cannot read.
+        the answer has logits instead; any other answer to a batch without labels is empty. A batch whose step ran ahead
+        is answered by that step's values, without a pass. Raises DataError for a batch that `documents_of` cannot read.
         """
         if batch.pop("output_router_logits", False):
             raise ConfigError(
@@ -228,8 +229,8 @@ class Facade:
             return TokenOutput()
         scored = [d for d, document in enumerate(rows.documents) if document.targets]  # indices into the documents
         values = None if ahead is None else ahead.values
-        if values is None:
-            values = Offset(self._token_values(self, [rows.documents[d] for d in scored]), 0) if scored else None
+        if values is None and scored:
+            values = Offset(self._token_values(self, [rows.documents[d] for d in scored]), 0)
         dtype = torch.float64 if self.inner_model.dtype == torch.float64 else torch.float32
         device = torch.as_tensor(input_ids).device
 
@@ -244,10 +245,9 @@ class Facade:
             return out
         value_tables: Mapping[str, Any] = {name: table_of(name, dtype) for name in self.head.values if name != "top1"}
         top1 = table_of("top1", torch.bool) if "top1" in self.head.values else None
-        # None for values that the head was not asked for.
-        no_values = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))
+        no_values = dict.fromkeys(("entropy", "mean_logits", "log_sum_sq_probs", "aux_loss"))  # not asked of the head
         return TokenOutput(
-            {**out, **no_values, **value_tables, "log_probs": leaf, "label_mask": _mask(labels), "is_top1": top1}
+            {**out, **no_values, **value_tables, "log_probs": leaf, "label_mask": _label_mask(labels), "is_top1": top1}
         )
 
     def _answer_loss(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
@@ -255,7 +255,7 @@ class Facade:
 
         With gradients the leaf is noted for the step, without them the sum of losses for the evaluation.
         """
-        total, targets = -leaf.sum(), _mask(labels).sum()
+        total, targets = -leaf.sum(), _label_mask(labels).sum()
         if torch.is_grad_enabled():
             self.called.append(CalledBatch(rows, leaf))
         else:
@@ -263,7 +263,7 @@ class Facade:
         return TokenOutput(loss=total / (targets.clamp(min=1) if items is None else items))
 
     def _answer_logits(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:
-        """Return logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels."""
+        """Return logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels; V is the vocab_size."""
         width = self.inner_model.config.get_text_config().vocab_size
         table = self._empty_table(rows, width)
         log_probs = torch.zeros(rows.shape, dtype=torch.float64, device=table.device)
@@ -279,7 +279,7 @@ class Facade:
         leaf = log_probs[:, 1:].to(dtype)
         out = TokenOutput(self._answer_loss(rows, leaf, labels, items), logits=table)
         # Attributes, and no entries of the dict: a Trainer takes all entries but the loss for predictions.
-        vars(out).update(log_probs=leaf, label_mask=_mask(labels))
+        vars(out).update(log_probs=leaf, label_mask=_label_mask(labels))
         return out
 
     def _empty_table(self, rows: BatchDocuments, width: int) -> Tensor:
@@ -288,7 +288,7 @@ class Facade:
         return torch.zeros((*rows.shape, width), dtype=self.inner_model.dtype, device=parameter.device)
 
 
-def _mask(labels: Any) -> Tensor:
+def _label_mask(labels: Any) -> Tensor:
     """Return which tokens are predicted (B, L - 1), from column 1 on."""
     return torch.as_tensor(labels)[:, 1:] != NO_TARGET
 
@@ -308,7 +308,7 @@ def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
         return rows
     labels = torch.as_tensor(batch["labels"])
     for row, start, _ in rows.places:
-        if start and labels[row, start] != NO_TARGET:
+        if start and labels[row, start] != NO_TARGET:  # a label in column 0 counts nowhere, as labels are shifted
             raise DataError(
                 f"the first token of a document, in row {row} at column {start}, has the label {labels[row, start]}: a "
                 "Trainer counts it, and nothing predicts it, for before it stands padding or another document; label "
@@ -317,14 +317,14 @@ def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
     return rows
 
 
-def with_coefficients(batches: list[CalledBatch]) -> list[Document]:
+def documents_with_coefficients(batches: list[CalledBatch]) -> list[Document]:
     """Return the documents of an optimizer step, each with the derivative of the loss by its log-probabilities.
 
     Those without a target are left out.
     """
     return [
-        document.with_values(coefficient=np.asarray(slopes))
+        document.with_values(coefficient=np.asarray(coefficients))
         for batch in batches
-        for document, slopes in zip(batch.rows.documents, batch.coefficients(), strict=True)
+        for document, coefficients in zip(batch.rows.documents, batch.coefficients(), strict=True)
         if document.targets
     ]

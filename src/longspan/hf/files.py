@@ -97,7 +97,10 @@ class FilesPart(StockTrainer):
         rotate_checkpoints(str(root), save_total_limit=limit, best_model_checkpoint=best_checkpoint, use_mtime=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the optimizer's moments and groups as a checkpoint of all ranks, and on the first the scheduler."""
+        """Save the optimizer's moments and groups as a checkpoint of all ranks, and on the first the scheduler.
+
+        With the groups go the rows of a step, in which the data order is counted, and the seed of dropout's masks.
+        """
         optimizer, root = self._torch_optimizer(), Path(output_dir)
         groups = [
             {key: _as_plain_values(value) for key, value in group.items() if key != "params"}
@@ -137,7 +140,7 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: self._check_resumable(Path(resume_from_checkpoint)), CheckpointError)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Read weights, moments, settings of the optimizer and the schedule; entered by all ranks."""
+        """Read weights, moments, settings of the optimizer, the schedule and dropout's seed; entered by all ranks."""
         if checkpoint is None:
             return
         prepared, optimizer, root = self._facade.inner_model, self._torch_optimizer(), Path(checkpoint)
@@ -161,12 +164,12 @@ class FilesPart(StockTrainer):
         run_on_every_rank(self.world, lambda: self._load_random_states(folder), CheckpointError)
 
     def _load_random_states(self, folder: Path) -> None:
-        """Take up the random states in a folder, which transformers (5.17 to 5.23) reads as data."""
+        """Take up the random states in a folder, which transformers (5.17 to 5.23) reads without running code."""
         try:
             super()._load_rng_state(str(folder))
         except OSError:  # of the disk, and not of the file's content: `run_on_every_rank` reports it
             raise
-        except Exception as error:  # a damaged file, and states that are none, raise anything
+        except Exception as error:  # a damaged file, or one of something else, may raise anything
             raise CheckpointError(not_data_text(folder, error)) from error
 
     def _load_best_model(self) -> None:

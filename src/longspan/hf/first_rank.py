@@ -30,13 +30,13 @@ class FirstRank:
 
     def __init__(self, world: World, calls: Mapping[str, Callable[..., Any]]) -> None:
         self._world, self._calls = world, calls
-        self._waiting_ranks: ExitStack | None = None  # keeps the other ranks waiting
+        self._waiting: ExitStack | None = None  # while it is open, the other ranks wait
         self._lock = threading.Lock()  # a rollout may call from threads of its own
 
     @property
-    def works(self) -> bool:
+    def is_working(self) -> bool:
         """Whether this is the first rank, and in the middle of its work, while the others only wait."""
-        return self._waiting_ranks is not None
+        return self._waiting is not None
 
     def run(self, work: Callable[[], Result], what: str) -> Result:
         """Return the result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
@@ -44,7 +44,7 @@ class FirstRank:
         Where the work raises, the first rank raises its error; the others raise the same one if it is a LongspanError,
         else CommError with its text and `what`, words for the work's result.
         """
-        if self.works:
+        if self.is_working:
             return work()
         if not is_first_rank(self._world):
             return self._answer_calls_of_first()
@@ -55,7 +55,7 @@ class FirstRank:
         except BaseException as error:
             with suppress(CommError):  # another rank is gone, which is what failed here
                 self._send(pickle.dumps((_ERROR, _make_shared_error(error, what))))
-            self._waiting_ranks = None
+            self._waiting = None
             raise
         self._send(message)
         return result
@@ -66,7 +66,7 @@ class FirstRank:
 
         Outside of work of the first rank it does nothing: all ranks get here by themselves.
         """
-        if not self.works:
+        if not self.is_working:
             yield
             return
         with self._lock:
@@ -78,14 +78,14 @@ class FirstRank:
 
     def _let_others_wait(self) -> None:
         """Keep the other ranks waiting, from here until `_send`, however long that takes."""
-        self._waiting_ranks = ExitStack()
-        self._waiting_ranks.enter_context(leave_together(self._world))
+        self._waiting = ExitStack()
+        self._waiting.enter_context(leave_together(self._world))
 
     def _send(self, message: bytes) -> None:
         """End the waiting, and send all ranks what comes next."""
-        waiting_others, self._waiting_ranks = self._waiting_ranks, None
-        assert waiting_others is not None
-        waiting_others.close()
+        waiting, self._waiting = self._waiting, None
+        assert waiting is not None
+        waiting.close()
         self._world.control.broadcast_object(message, what=_MESSAGE)
 
     def _answer_calls_of_first(self) -> Any:
@@ -98,7 +98,7 @@ class FirstRank:
                 return value
             if name == _ERROR:
                 raise value
-            self._calls[name](*value)
+            self._calls[name](*value)  # what `call_on_others` sent: a name and arguments
 
 
 def _make_shared_error(error: BaseException, what: str) -> LongspanError:

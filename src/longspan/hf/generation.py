@@ -29,15 +29,15 @@ ANSWERS = ("_generate_single_turn", "_generate", "_generate_and_score_completion
 LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics")  # what functions of the first rank log
 
 
-def refuse_generation(kind: type[Any], args: Any, given: Mapping[str, Any], takes: Any) -> None:
+def refuse_generation(kind: type[Any], args: Any, constructor_values: Mapping[str, Any], parameter_names: Any) -> None:
     """Raise ConfigError for a way to make answers that longspan does not run, if trainers of this class make any.
 
     Refused are a gradient of the entropy, `generate` of the prepared model, and a rollout over an engine of several
-    ranks. `given` are the arguments of the constructor by name, `takes` the names of its parameters.
+    ranks. `constructor_values` are the arguments of the constructor by name, `parameter_names` all that it takes.
     """
     if not hasattr(kind, ANSWERS[0]):
         return
-    rollout = given.get("rollout_func") is not None
+    rollout = constructor_values.get("rollout_func") is not None
     if getattr(args, "use_adaptive_entropy", False):
         raise ConfigError(
             "args.use_adaptive_entropy is True: longspan does not compute the gradient of the entropy; leave it out"
@@ -46,7 +46,7 @@ def refuse_generation(kind: type[Any], args: Any, given: Mapping[str, Any], take
         args.use_vllm or rollout or _has_own_answers(kind)
     ):
         ways = ["use_vllm=True (vllm_mode 'server' or 'colocate')"]
-        ways += ["rollout_func="] if "rollout_func" in takes else []
+        ways += ["rollout_func="] if "rollout_func" in parameter_names else []
         raise ConfigError(
             f"{kind.__name__} would make its answers by generate of the model, which longspan shards: a forward pass "
             f"there needs a plan. Use {', '.join(ways)} or a subclass that overrides _generate_single_turn"
@@ -69,7 +69,7 @@ class GenerationPart(StockTrainer):
     """What a Trainer does to get answers and rewards."""
 
     @cached_property
-    def _first(self) -> FirstRank:
+    def _first_rank(self) -> FirstRank:
         """The first rank's work, and what it may call of all ranks."""
         return FirstRank(self.world, {"weights": self._gather_weights, "vllm": self._call_vllm})
 
@@ -89,7 +89,7 @@ class GenerationPart(StockTrainer):
         All ranks iterate; inside rollout_func, a reward or `_generate_single_turn`, which run on the first rank, the
         first does and the others follow. Adapters are merged, unless `merge_adapter` is False.
         """
-        with self._first.call_on_others("weights", merge_adapter):
+        with self._first_rank.call_on_others("weights", merge_adapter):
             weights = iter(longspan.weights_by_name(self.model, self.world, merge_adapter=merge_adapter))
             try:
                 for name_and_weight in weights:  # noqa: UP028 (a consumer that stops early must not close it)
@@ -121,7 +121,7 @@ class GenerationPart(StockTrainer):
             random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             return result, logged, self.state.num_input_tokens_seen, random_states
 
-        result, logged, tokens, (python, numpy, torch_state) = self._first.run(run, what)
+        result, logged, tokens, (python, numpy, torch_state) = self._first_rank.run(run, what)
         if not is_first_rank(self.world):
             self.__dict__.update(logged)
             self.state.num_input_tokens_seen = tokens
@@ -132,7 +132,7 @@ class GenerationPart(StockTrainer):
 
     def _token_values(self, facade: Any, documents: list[Document]) -> Any:
         """Return values of documents' tokens; entered by all. Raises ModelError where only the first rank works."""
-        if self._first.works:
+        if self._first_rank.is_working:
             raise ModelError(
                 "the model is called inside a reward, a rollout or _generate_single_turn, which longspan runs on the "
                 "first rank only, and a forward pass needs all ranks; give rewards a model of their own, or score the "

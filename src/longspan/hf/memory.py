@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 
 def asks_recomputation(args: Any) -> bool:
-    """Whether arguments ask for recomputation."""
+    """Return whether arguments ask for recomputation."""
     return any(getattr(args, name, None) for name in CHECKPOINTING)
 
 
 def computes_in_bfloat16(args: Any) -> bool:
-    """Whether arguments, or the configuration of `accelerate launch`, ask to compute in bfloat16."""
+    """Return whether arguments, or the configuration of `accelerate launch`, ask to compute in bfloat16."""
     return args.mixed_precision == "bf16"
 
 
@@ -62,9 +62,10 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
 
 
 def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
-    """Return the options of `prepare` for a trainer's model, or, not in `training`, for a reference.
+    """Return the options of `prepare` for a trainer's model, or without `training` for a reference: it takes no step.
 
-    A plan of memory was made by the same keys, such as `reshard_after_forward`, and decides for the model trained.
+    A plan of memory was made by the same keys, such as `reshard_after_forward`; for the model that is trained its
+    choices take their place.
     """
     args, config = trainer._stock_arguments, trainer.longspan.config()
     options = PrepareOptions(
@@ -118,7 +119,8 @@ def _run_config(trainer: Any) -> RunConfig:
 def _document_lengths(trainer: Any) -> list[int]:
     """Return the lengths of documents as the trainer's data has them, or the longest that its arguments allow.
 
-    It is [] where neither is known. Of data that must be read row by row, a few rows stand for all.
+    It is [] where neither is known. The first MOST_ROWS of a table stand for all; of data that must be read row by row,
+    FEW_ROWS at equal distances do.
     """
     data, args = trainer.train_dataset, trainer.args
     if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):
@@ -140,7 +142,7 @@ def _document_lengths(trainer: Any) -> list[int]:
 
 
 def _step_lengths(trainer: Any, lengths: Sequence[int], step: int) -> list[int]:
-    """Return lengths for the rows of a step, drawn at random from `lengths`, alike on all ranks."""
-    args = trainer.args
+    """Return lengths for the rows of a step, drawn from `lengths` with the step as seed, so alike on all ranks."""
+    args = trainer.args  # its batch is that of all ranks
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     return np.random.default_rng(step).choice(np.asarray(lengths), rows).tolist()

@@ -158,9 +158,8 @@ class OneProcess:
 
         devices = cached_property(set_up_devices)
         devices.__set_name__(TrainingArguments, "_setup_devices")
-        stock_size: Any = TrainingArguments.__dict__["world_size"].fget
         # Arguments of ours have the batch of all ranks, so they count one process; other arguments count all ranks.
-        size = property(lambda args: 1 if hasattr(args, OURS) else one.ranks if stock_size(args) else 0)
+        size = property(lambda args: 1 if hasattr(args, OURS) else one.ranks)
         self._patch(Trainer, "__init__", refuse_stock)
         self._patch(Trainer, "save_model", save_on_all_ranks)
         self._patch(TrainingArguments, "_setup_devices", devices)

@@ -77,11 +77,14 @@ class PreferencesPart(StockTrainer):
             )
 
     def _cache_of_first_rank(self, path: str) -> str:
-        """Return the file of a cache on this rank: it is there on all ranks, with the same content, or on none."""
-        first, cache = self.world.rank == 0, Path(path)
-        content = cache.read_bytes() if first and cache.exists() else None
+        """Return this rank's path of the cache that the first rank has at `path`.
+
+        The other ranks get a copy of that file in a folder of their own, or no file where the first has none.
+        """
+        is_first, cache = self.world.rank == 0, Path(path)
+        content = cache.read_bytes() if is_first and cache.exists() else None
         content = self.world.control.broadcast_object(content)
-        if first:
+        if is_first:
             return path
         if not hasattr(self, "_caches"):  # kept with the trainer, as a dataset maps its file as long as it lives
             self._caches = tempfile.TemporaryDirectory(prefix="longspan-reference-")
@@ -92,7 +95,7 @@ class PreferencesPart(StockTrainer):
 
 
 def take_reference_adapter(model: Any) -> Any:
-    """Remove TRL's copy of a model's adapter, before `prepare`; returns its configuration, or None without a copy.
+    """Remove TRL's copy of a model's adapter, before `prepare`; return its configuration, or None without a copy.
 
     An only adapter of this name is no copy, but the one that is trained.
     """

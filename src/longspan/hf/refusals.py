@@ -44,14 +44,19 @@ _OF_LAUNCHER: dict[str, str] = {
 }
 
 
-def refuse_arguments(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> None:
+def refuse_arguments(args: Any, longspan_arguments: LongspanArguments, constructor_values: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first setting of a trainer's constructor that longspan does not run."""
-    for reason in _argument_reasons(args, arguments, given):
+    for reason in _argument_reasons(args, longspan_arguments, constructor_values):
         raise ConfigError(reason)
 
 
-def _argument_reasons(args: Any, arguments: LongspanArguments, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why a longspan trainer does not run with these arguments, setting by setting."""
+def _argument_reasons(
+    args: Any, longspan_arguments: LongspanArguments, constructor_values: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield why a longspan trainer does not run with these arguments, setting by setting.
+
+    `args` are the TrainingArguments, `constructor_values` all arguments of the trainer's constructor, by name.
+    """
     for name, why in _SETTINGS.items():
         if value := getattr(args, name, None):
             yield f"args.{name} is {value!r}, which a longspan trainer does not run: {why}"
@@ -66,13 +71,13 @@ def _argument_reasons(args: Any, arguments: LongspanArguments, given: Mapping[st
                 f"{name} is {value!r} in the environment, from the configuration of accelerate launch, which "
                 f"a longspan trainer does not run: {why}"
             )
-    if any(optimizer_or_scheduler is not None for optimizer_or_scheduler in given.get("optimizers") or ()):
+    if any(optimizer_or_scheduler is not None for optimizer_or_scheduler in constructor_values.get("optimizers") or ()):
         yield (
             "optimizers= brings an optimizer of parameters that longspan replaces when it shards the model; give its "
             "class and arguments: optimizer_cls_and_kwargs=(torch.optim.AdamW, {…}), or args.optim"
         )
     name = getattr(args.optim, "value", args.optim)
-    if name not in OPTIMIZERS and given.get("optimizer_cls_and_kwargs") is None:
+    if name not in OPTIMIZERS and constructor_values.get("optimizer_cls_and_kwargs") is None:
         yield (
             f"args.optim is {name!r}, which a longspan trainer does not run over sharded parameters; use one of "
             f"{', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs=(a class, {{…}}), which is tried first"
@@ -82,10 +87,10 @@ def _argument_reasons(args: Any, arguments: LongspanArguments, given: Mapping[st
             "accelerator_config.split_batches is true, which a longspan trainer does not run: a micro-batch is "
             "per_device_train_batch_size × processes rows; leave it out"
         )
-    if arguments.pp > 1:
+    if longspan_arguments.pp > 1:
         yield (
-            f"pp is {arguments.pp}: a longspan trainer runs no pipelines, as a Trainer holds one model on every rank; "
-            "use tp, ep or dp_replicate, or longspan train"
+            f"pp is {longspan_arguments.pp}: a longspan trainer runs no pipelines, as a Trainer holds one model on "
+            "every rank; use tp, ep or dp_replicate, or longspan train"
         )
     if args.save_strategy != SaveStrategy.NO and getattr(args, "save_on_each_node", False):
         yield "args.save_on_each_node is true: a longspan trainer writes one folder that all ranks see; leave it out"
@@ -128,7 +133,7 @@ def refuse_model(trainer: Any) -> None:
             "time; a longspan trainer does not: set it to False in the configuration, or for TRL "
             "args.router_aux_loss_coef to 0.0; or use longspan train"
         )
-    if not is_cross_entropy(trainer) and (dropout := _dropout_text(trainer.model)):
+    if not has_cross_entropy_loss(trainer) and (dropout := _dropout_text(trainer.model)):
         way = ", or args.disable_dropout to True" if hasattr(trainer.args, "disable_dropout") else ""
         raise ModelError(
             f"{dropout} of {name}, and the loss of {type(trainer).__name__} takes two forward passes, which would drop "
@@ -136,8 +141,8 @@ def refuse_model(trainer: Any) -> None:
         )
 
 
-def is_cross_entropy(trainer: Any) -> bool:
-    """Return whether the loss of a trainer is taken for the cross entropy, which needs one pass.
+def has_cross_entropy_loss(trainer: Any) -> bool:
+    """Return whether a trainer's loss is taken for the cross entropy, for which a step needs one pass and not two.
 
     That is so without compute_loss_func=, if `compute_loss` is transformers' own, or TRL's and args.loss_type is "nll",
     by which TRL asks for the cross entropy.

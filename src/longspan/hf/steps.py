@@ -23,20 +23,13 @@ from longspan.hf.ahead import (
     read_step,
     same_coefficients,
 )
-from longspan.hf.facade import AheadBatch, Facade, Offset, document_entries, versions_of, with_coefficients
+from longspan.hf.facade import AheadBatch, Facade, Offset, document_entries, documents_with_coefficients, versions_of
 from longspan.hf.one_process import StockTrainer
 from longspan.model.adapters import unwrap_model
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Cost, Plan
-from longspan.train import (
-    PlanChoice,
-    RouterCoefficients,
-    TokenLogProbs,
-    clip_grad_norm,
-    run_step,
-    token_log_probs,
-)
+from longspan.train import PlanChoice, RouterCoefficients, TokenLogProbs, clip_grad_norm, run_step, token_log_probs
 from longspan.train import grad_norm as norm_of
 from longspan.train.gradients import check_finite, clip_gradients
 from longspan.train.plans import find_run_cost, query_heads
@@ -53,17 +46,17 @@ class StepsPart(StockTrainer):
     gradients is compared with these; where it differs, the step runs again with what it left, and no later one ahead.
     """
 
-    _guesses = True  # whether steps run ahead of the Trainer's loss
+    _runs_ahead = True  # whether steps run ahead of the Trainer's loss
 
-    _coming: Sequence[Any] = ()  # batches of the optimizer step that begins; () once its first batch is called
+    _coming_batches: Sequence[Any] = ()  # batches of the optimizer step that begins; () once its first batch is called
     _moved: Sequence[tuple[Any, Any]] = ()  # batches of this optimizer step on the host, and on the device
     _next_step: ComingStep | None = None  # prepared while the device worked on the step before
-    _step_batches = 1  # how many batches the newest step has
-    _items: float | None = None  # targets of the batches that come, where the Trainer counts them
-    _measured: tuple[float, Any] = 0.0, None  # the norm of the last step's gradients, and their `gradient_versions`
-    _guessed: Sequence[Document] = ()  # documents that ran ahead since the last optimizer step
+    _batch_count = 1  # how many batches the newest step has
+    _coming_targets: float | None = None  # targets of the batches that come, where the Trainer counts them
+    _norm_and_versions: tuple[float, Any] = 0.0, None  # of the last step's gradients; see `gradient_versions`
+    _guessed_documents: Sequence[Document] = ()  # documents that ran ahead since the last optimizer step
     _last_plan: tuple[Any, Any] = None, None  # what the newest plan is made for, and the plan
-    _cut = False  # whether a callback ended an epoch before the Trainer called the model with all batches of a step
+    _was_cut_short = False  # whether a callback ended an epoch before all batches of a step came to the model
 
     @cached_property
     def _host_batches(self) -> HostBatches:
@@ -89,7 +82,7 @@ class StepsPart(StockTrainer):
             False: PlanChoice.evaluation(config, cost=cost, heads=heads),
         }
 
-    def _plan(self, documents: list[Document], *, training: bool) -> Any:
+    def _cached_plan(self, documents: list[Document], *, training: bool) -> Any:
         """Return the plan of documents; the last one is kept, as both passes of a step have the same."""
         targets = sum(document.targets for document in documents)
         lengths = [len(document) for document in documents]
@@ -109,7 +102,7 @@ class StepsPart(StockTrainer):
         self._agree_on_rows(documents)
         prepared = facade.inner_model
         training = prepared.training
-        plan = self._plan(documents, training=training)
+        plan = self._cached_plan(documents, training=training)
         head = facade.head
         try:
             limit = self._limits.around_evaluation(facade, plan.predicted_seconds)
@@ -135,7 +128,7 @@ class StepsPart(StockTrainer):
 
         The Trainer begins with gradients of zero, so batches and documents of that step must not count either.
         """
-        self._coming, self._guessed, self._cut, self._next_step = (), (), False, None
+        self._coming_batches, self._guessed_documents, self._was_cut_short, self._next_step = (), (), False, None
         self._facade.called, self._facade.ahead = [], []
         return super()._prepare_for_training(*args)
 
@@ -143,15 +136,15 @@ class StepsPart(StockTrainer):
         """Return the Trainer's loader; its batches stay on the host unless a class below has a step that reads them."""
         loader = super().get_train_dataloader()
         if self.is_in_train and not self._has_step_below:
-            self._host_batches.follow_loader(loader)
+            self._host_batches.take_over_loader(loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return a step's batches and targets, and keep both to run ahead; on the CPU, `float` waits for no device."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu"))
-        self._coming, self._items = batches, None if items is None else float(items)
+        self._coming_batches, self._coming_targets = batches, None if items is None else float(items)
         if self._facade.ahead:  # answers are left of the step before: a callback ended its epoch amid its batches
-            self._cut, self._facade.ahead = True, []
+            self._was_cut_short, self._facade.ahead = True, []
         return batches, move_to_device(items, device) if isinstance(items, Tensor) else items
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
@@ -164,11 +157,11 @@ class StepsPart(StockTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Take the Trainer's own loss of a batch; the last batch of an accumulation runs the step."""
-        batches, self._coming = self._coming, ()
+        batches, self._coming_batches = self._coming_batches, ()
         if batches:
             self._moved = [(batch, move_to_device(batch, self.args.device)) for batch in batches]
-            self._step_batches, self._measured = len(batches), (0.0, None)
-            if self._guesses:
+            self._batch_count, self._norm_and_versions = len(batches), (0.0, None)
+            if self._runs_ahead:
                 self._run_ahead(batches)
         inputs = next((moved for batch, moved in self._moved if batch is inputs), inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -193,15 +186,17 @@ class StepsPart(StockTrainer):
     def _run_ahead(self, batches: Sequence[Any]) -> None:
         """Run a step as if its loss were the cross entropy, whose coefficients are known before the Trainer's loss.
 
-        If the Trainer's loss then has other coefficients, `_finish_step` runs the step again.
+        If the Trainer's loss then has other coefficients, `_finish_step` runs the step again. A step without targets,
+        or with a batch without labels, has no cross entropy and does not run ahead.
         """
         step, self._next_step = self._next_step, None
         if step is None or not step.has_batches(batches):
-            step = self._read_coming_step(batches, self._items)
+            step = self._read_coming_step(batches, self._coming_targets)
         if step is None:
             return
         values = self._run_step(step.documents, names=self._facade.head.values, coming=step)
-        self._guessed = [*self._guessed, *step.documents]  # a step that goes on after a stream's end runs in two parts
+        # A step that goes on after a stream's end runs in two parts.
+        self._guessed_documents = [*self._guessed_documents, *step.documents]
         self._facade.ahead = [
             AheadBatch(entries, rows, Offset(values, first), versions_of(entries))
             for entries, rows, first in zip(
@@ -235,19 +230,22 @@ class StepsPart(StockTrainer):
         if self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
         with suppress(Exception):
-            batches = self._host_batches.make(self._step_batches)
-            # At an epoch's end no new batch is held back: `make` then begins with this step's last one.
+            batches = self._host_batches.make_batches(self._batch_count)
+            # At an epoch's end no new batch is held back: `make_batches` then begins with this step's last one.
             is_new = all(batch is not old for batch in batches for old, _ in self._moved)
-            if batches and is_new and self._guesses:
+            if batches and is_new and self._runs_ahead:
                 items = self._get_num_items_in_batch(batches, torch.device("cpu"))
                 self._next_step = self._read_coming_step(batches, None if items is None else float(items))
 
     def _finish_step(self) -> None:
-        """Run the step by the coefficients that the Trainer's loss left, unless it ran ahead with the same ones."""
+        """Run the step by the coefficients that the Trainer's loss left, unless it ran ahead with the same ones.
+
+        Raises NonFiniteError if they are not finite. After another loss than the guessed one no step runs ahead.
+        """
         calls, self._facade.called = self._facade.called, []
-        guessed, self._guessed = self._guessed, ()
-        cut, self._cut = self._cut, False
-        unasked, self._facade.ahead = self._facade.ahead, []  # of a step that a callback ended with its epoch
+        guessed, self._guessed_documents = self._guessed_documents, ()
+        cut, self._was_cut_short = self._was_cut_short, False
+        uncalled, self._facade.ahead = self._facade.ahead, []  # of a step that a callback ended with its epoch
         for number, batch in enumerate(calls):
             if not batch.is_finite():
                 raise NonFiniteError(
@@ -255,20 +253,20 @@ class StepsPart(StockTrainer):
                     f"finite, in batch {number + 1} of {len(calls)} of the step; weights and optimizer are as before "
                     "the step. Look in compute_loss for a division by 0, a logarithm of 0 or an overflow"
                 )
-        documents = with_coefficients(calls)
-        if guessed and not unasked and same_coefficients(documents, guessed, calls[0].leaf.dtype):
+        documents = documents_with_coefficients(calls)
+        if guessed and not uncalled and same_coefficients(documents, guessed, calls[0].leaf.dtype):
             return
         if guessed:
             self._facade.inner_model.zero_grad()  # drops the gradients of the guess
         if guessed and not cut:  # a step that a callback cut says nothing about the loss
-            self._guesses = False
+            self._runs_ahead = False
             _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
         refuse_two_pass_dropout(self._facade.inner_model, "losses that are not the mean cross entropy")
         documents = [d for d in documents if np.any(d.token_values(np.arange(len(d)))["coefficient"])]
         if documents:
             self._run_step(documents)
             return
-        self._measured = 0.0, None  # all coefficients are 0, and so are the gradients, without a pass
+        self._norm_and_versions = 0.0, None  # all coefficients are 0, and so are the gradients, without a pass
         for parameter in self._facade.inner_model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -276,9 +274,12 @@ class StepsPart(StockTrainer):
     def _run_step(
         self, documents: list[Document], names: tuple[str, ...] = (), coming: ComingStep | None = None
     ) -> TokenLogProbs:
-        """Add the gradients of documents with coefficients; returns values of their tokens."""
+        """Run a step that adds the gradients of documents with coefficients; return log-probabilities of their tokens.
+
+        `names` are further values of tokens to return; `coming` is the step as it was read ahead, with digest and plan.
+        """
         self._agree_on_rows(documents, coming.digest if coming else "")
-        facade, plan = self._facade, coming.plan if coming else self._plan(documents, training=True)
+        facade, plan = self._facade, coming.plan if coming else self._cached_plan(documents, training=True)
         collected, self._usual_timeout = CollectedTokens(plan.lengths, names), self.world.watch.timeout
         facade.inner_model.train()
         limit = self._limits.around_step(plan.predicted_seconds)
@@ -296,7 +297,7 @@ class StepsPart(StockTrainer):
                 meanwhile=self._work_meanwhile,
             )
         assert result.grad_norm is not None
-        self._measured = result.grad_norm, gradient_versions(facade.inner_model)
+        self._norm_and_versions = result.grad_norm, gradient_versions(facade.inner_model)
         return collected.sum_over_ranks(self.world)
 
     @property
@@ -306,7 +307,7 @@ class StepsPart(StockTrainer):
 
     def _clip_grad_norm(self, model: Any) -> float:
         """Clip gradients and return their norm, which is the step's own if nothing has written to gradients since."""
-        model, (norm, versions), limit = self._facade.inner_model, self._measured, self.args.max_grad_norm
+        model, (norm, versions), limit = self._facade.inner_model, self._norm_and_versions, self.args.max_grad_norm
         if self._has_step_below or versions != gradient_versions(model):
             return clip_grad_norm(model, limit, self.world)
         check_finite(model, self.world, norm=norm)

@@ -42,7 +42,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         refuse_arguments(arguments, self.longspan, construction.values)
         if isinstance(model, nn.Module):
             refuse_kind(model)
-        refuse_generation(type(self), arguments, construction.values, construction.takes)
+        refuse_generation(type(self), arguments, construction.values, construction.parameter_names)
         self._one_process = OneProcess.add_trainer(self.longspan.home)
         self._is_open = True
         try:
@@ -106,7 +106,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         prepared = longspan.prepare(
             model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
         )
-        _answer_calls(prepared, facade)
+        _route_calls(prepared, facade)
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off
             model.forward = facade.__call__
 
@@ -174,7 +174,7 @@ def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:
     return args
 
 
-def _answer_calls(prepared: Any, facade: Facade) -> None:
+def _route_calls(prepared: Any, facade: Facade) -> None:
     """Let a call of the prepared model without a shard, as trainers make it, reach the façade."""
     kind = type(prepared)
 

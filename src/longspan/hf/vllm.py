@@ -35,19 +35,22 @@ class LongspanVLLM(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Give vLLM the weights: the server, or the engine of every rank, which then all enter."""
-        with nullcontext() if self.mode == "server" else self._trainer._first.call_on_others("vllm", "sync_weights"):
+        with (
+            nullcontext() if self.mode == "server" else self._trainer._first_rank.call_on_others("vllm", "sync_weights")
+        ):
             super().sync_weights()
 
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> Any:
         """Return answers to all prompts, as VLLMGeneration.generate gives them.
 
-        Engines in the ranks' processes get no `images`: models that read them are refused at construction.
+        The first rank asks a server; without one each rank's engine makes a share of the answers. Engines get no
+        `images`: models that read them are refused at construction. `profiler` is TRL's context that takes the time.
         """
-        first, make = self._trainer._first, super().generate
+        first_rank, generate_stock = self._trainer._first_rank, super().generate
         if self.mode == "server":
-            return first.run(lambda: make(prompts, images, num_generations, profiler), "answers")
+            return first_rank.run(lambda: generate_stock(prompts, images, num_generations, profiler), "answers")
         arguments = prompts, num_generations, self._llm_weights_sleeping
-        with profiler or nullcontext(), first.call_on_others("vllm", "generate_in_shares", *arguments):
+        with profiler or nullcontext(), first_rank.call_on_others("vllm", "generate_in_shares", *arguments):
             return self.generate_in_shares(*arguments)
 
     def generate_in_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
@@ -62,10 +65,10 @@ class LongspanVLLM(VLLMGeneration):
         share_size = -(-len(prompts) // ranks)  # equal, as engines that share a model slice their common answers by it
         padded = [*prompts, *prompts[-1:] * (share_size * ranks - len(prompts))]
         prompts_here = padded[self._world.rank * share_size :][:share_size]
-        make = super().generate
+        generate_stock = super().generate
         answers = result_or_first_error(
             self._world,
-            lambda: make(prompts_here, None, num_generations),
+            lambda: generate_stock(prompts_here, None, num_generations),
             lambda error: CommError(f"vLLM failed to make answers: {one_line(error)}"),
         )
         # vLLM gives several lists, such as ids and log-probabilities, with an entry for each answer, or None for one.
@@ -96,12 +99,12 @@ def replace_vllm(trainer: Any) -> Iterator[None]:
     modules_of_bases = [sys.modules[name] for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__)]
     modules = [module for module in modules_of_bases if vars(module).get("VLLMGeneration") is VLLMGeneration]
 
-    def make(*args: Any, **keywords: Any) -> LongspanVLLM:
+    def make_vllm(*args: Any, **keywords: Any) -> LongspanVLLM:
         """Make the vLLM of this trainer with the arguments of TRL's."""
         return LongspanVLLM(trainer, *args, **keywords)
 
     for module in modules:
-        vars(module)["VLLMGeneration"] = make
+        vars(module)["VLLMGeneration"] = make_vllm
     try:
         yield
     finally:

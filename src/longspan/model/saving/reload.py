@@ -30,16 +30,16 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
     >>> load_weights(model, "best", world)                     # bit for bit, under any layout
 
     If the model has an adapter, the adapter only is read. Raises ModelError, on every rank, for a folder that lacks
-    weights of the model, has others of their names, or cannot be read; the model's weights are then undefined.
+    weights of the model, has them in other shapes, or cannot be read; the model's weights are then undefined.
     """
     folder = Path(folder)
     if (adapter := model_adapter(model)) is not None:
         result_or_first_error(
-            world, lambda: _read_adapter(model, adapter, folder), lambda error: _load_error(folder, error)
+            world, lambda: _read_adapter(model, adapter, folder), lambda error: _make_load_error(folder, error)
         )
         return
     source = result_or_first_error(
-        world, lambda: _whole_model_source(model, folder), lambda error: _load_error(folder, error)
+        world, lambda: _whole_model_source(model, folder), lambda error: _make_load_error(folder, error)
     )
     stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
     source.fill_weights(stages, world)
@@ -82,7 +82,7 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
             local_tensor(tensor).copy_(values[LocalPart.of(tensor).block])
 
 
-def _load_error(folder: Path, error: Exception) -> ModelError:
+def _make_load_error(folder: Path, error: Exception) -> ModelError:
     """Return a ModelError as it is, and another error as a ModelError that names the folder."""
     if isinstance(error, ModelError):
         return error

@@ -62,9 +62,9 @@ def save_model(
     encoders = _find_encoders(model)
     model = model.language_model if isinstance(model, MultimodalModel) else model
     model, target = _find_prepared_model(model), Path(folder)
-    kind = None if dtype is None else torch_dtype(dtype)
+    file_dtype = None if dtype is None else torch_dtype(dtype)
     with world.watch.naming(f"writing of {target}", world.home.ranks):  # for DTensor's gathers, which name nothing
-        _save_weights(model, encoders, target, world, tokenizer, kind)
+        _save_weights(model, encoders, target, world, tokenizer, file_dtype)
 
 
 def _save_weights(
@@ -73,9 +73,9 @@ def _save_weights(
     target: Path,
     world: World,
     tokenizer: Any,
-    kind: torch.dtype | None,
+    file_dtype: torch.dtype | None,
 ) -> None:
-    """Write the weights in files of dtype `kind` (None: their own); entered by all ranks; the first rank writes.
+    """Write the weights in files of dtype `file_dtype` (None: their own), on the first rank; entered by all ranks.
 
     All ranks gather one unit of weights (a layer) after another, and learn at once if the first rank could not write.
     If the model has an adapter, only the adapter is written, with modules of encoders that are trained whole.
@@ -84,14 +84,14 @@ def _save_weights(
     if (adapter := model_adapter(model)) is not None:
         trained = _find_trained_modules(encoders)
         units = chain(_weight_units(model, world), *(_state_units(state, writes=writes) for state in trained.states))
-        cast = ({name: x.to(dtype=kind) for name, x in unit.items()} for unit in units)
+        cast = ({name: x.to(dtype=file_dtype) for name, x in unit.items()} for unit in units)
         _save_adapter(adapter, target, world, tokenizer, cast, trained.modules)
         return
     as_save_error = partial_of(_make_save_error, target)
     folder_and_model = result_or_first_error(
-        world, lambda: _make_folder_and_empty_model(model, target, kind) if writes else None, as_save_error
+        world, lambda: _make_folder_and_empty_model(model, target, file_dtype) if writes else None, as_save_error
     )
-    writer = None if folder_and_model is None else WeightWriter(*folder_and_model, cast=kind is not None)
+    writer = None if folder_and_model is None else WeightWriter(*folder_and_model, cast=file_dtype is not None)
     for unit in chain(
         _weight_units(model, world), *(_state_units(e.module.state_dict(), writes=writes) for e in encoders)
     ):
@@ -222,7 +222,8 @@ def _all_stage_units(model: PipelineModel, world: World) -> Iterator[dict[str, T
     The other ranks get as many empty units. Entered by all ranks; a rank that sends holds one whole tensor at a time.
     If the model has an adapter, only the adapter's tensors.
     """
-    # Left out are names of other ranks' stages, which write them: a trained copy is registered under such a name too.
+    # A parameter that several stages have is also registered under its first name in the whole model. That may be
+    # a name in another rank's stage, which gives it to be written, so it is left out here.
     in_stages = {name for stage in model.stages for name in stage.model.state_dict()}
     local_state = {name: x for name, x in adapter_entries(model, model.state_dict()).items() if name in in_stages}
     entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in local_state.items()]
@@ -287,10 +288,10 @@ def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def write_configuration(empty: PreTrainedModel, folder: Path, files: Any) -> None:
-    """Write a model's configurations and what `files`, a tokenizer or processor, writes by `save_pretrained`.
+def write_configuration(empty: PreTrainedModel, folder: Path, tokenizer: Any) -> None:
+    """Write a model's configurations and what a tokenizer or processor writes by `save_pretrained`.
 
-    A generation configuration that `files` wrote is not replaced.
+    An export passes the copied files of a run in its place: a generation configuration among them is not replaced.
     """
     config: Any = empty.config
     config.architectures = [type(empty).__name__]
@@ -298,8 +299,8 @@ def write_configuration(empty: PreTrainedModel, folder: Path, files: Any) -> Non
         config.save_pretrained(folder)
         if empty._auto_class is not None:  # a model whose code is not transformers' own
             custom_object_save(empty, folder, config=config)
-        if files is not None:
-            files.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         generation = empty.generation_config if empty.can_generate() else None
         if generation is not None and not (folder / "generation_config.json").is_file():
             generation.save_pretrained(folder)

@@ -82,14 +82,15 @@ class _WholeWeights:
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
         self._local: dict[str, Tensor] = {}
         entries = list[_Entry]()
+        position = world.coordinates.pp
         for stage in stages:
             state, scalings, tied_names = stage.state_dict(), self._adapter_scalings(stage), _tied_names(stage)
             for name, value in state.items():
                 if name not in tied_names and name not in self._local:
                     self._local[name] = value
                     scaling = scalings.get(name.partition(_BASE)[0]) if _BASE in name else None
-                    shape_dtype_stage = tuple(value.shape), value.dtype, world.coordinates.pp
-                    entries.append(_Entry(name, *shape_dtype_stage, name in tied_names.values(), scaling))
+                    is_tied = name in tied_names.values()
+                    entries.append(_Entry(name, tuple(value.shape), value.dtype, position, is_tied, scaling))
         entries = self._collect_entries(entries)
         self._tied = {entry.name for entry in entries if entry.tied}
         self._entries = dict[str, _Entry]()
@@ -129,28 +130,28 @@ class _WholeWeights:
             # a module that is trained whole has its trained copy beside `original_module`
             if ".lora_" in name or ".original_module." in name:
                 continue
-            parts = self._adapter_parts(name)
+            parts = self._adapter_tensor_names(name)
             weight = self._gather_tensor(name)
             if parts:
                 tensors = {role: self._gather_tensor(tensor_name) for role, tensor_name in parts.items()}
-                weight = _merge_adapter(name, weight, tensors, self._entries[name].scaling or 0.0)
+                weight = _merge_adapter(weight, tensors, self._entries[name].scaling or 0.0)
             yield plain_name(name), weight
 
     def check_merge(self) -> None:
         """Raise ModelError for adapters that cannot be merged: on a tied weight, or of a kind not known here."""
-        if tied := sorted(name for name in self._tied if self._adapter_parts(name)):
+        if tied := sorted(name for name in self._tied if self._adapter_tensor_names(name)):
             raise ModelError(
                 f"merge_adapter: {tied[0]} has an adapter, and is the weight of the other end of the model as well "
                 "(tie_word_embeddings), which must not change; leave merge_adapter out, which gives base and adapter"
             )
-        mergeable = {part for name in self._names for part in self._adapter_parts(name).values()}
+        mergeable = {part for name in self._names for part in self._adapter_tensor_names(name).values()}
         if others := [name for name in self._names if ".lora_" in name and name not in mergeable]:
             raise ModelError(
                 f"merge_adapter does not know what {', '.join(others[:3])} add to the model's weights; leave it out, "
                 "which gives base and adapter, or merge what longspan.save_model(model, folder, world) saved with peft"
             )
 
-    def _adapter_parts(self, name: str) -> dict[str, str]:
+    def _adapter_tensor_names(self, name: str) -> dict[str, str]:
         """Return the names of the adapter's tensors that change this weight or bias, by role ("A", "B", "bias" …).
 
         It is empty for a weight outside adapted modules. `_BASE` stands in names between an adapted module and the
@@ -186,7 +187,7 @@ class _WholeWeights:
         return whole_tensor
 
 
-def _merge_adapter(name: str, weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
+def _merge_adapter(weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
     """Add an adapter's change to a weight (or a bias); `parts` are the adapter's tensors by role.
 
     The change is scaling · B A, for an embedding its transpose, for a bias scaling times the adapter's bias. DoRA also

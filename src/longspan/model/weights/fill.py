@@ -49,10 +49,11 @@ def empty_model(
 
 
 def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
-    """Return the image-text-to-text class of a configuration, or None if its causal language model is to be used.
+    """Return the image-text-to-text class to load a configuration with, or None to load its causal language model.
 
-    With `images` a configuration without such a class raises ModelError. Without `images` a causal language model goes
-    first; None is also returned for a configuration that has neither.
+    With `images` the model must read images: ModelError for a configuration without such a class. Otherwise the class
+    is only for configurations without a causal language model. None for one that has neither: AutoModelForCausalLM then
+    refuses it.
     """
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if not images and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -68,14 +69,12 @@ def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
 
 
 def find_images_class(config: PreTrainedConfig) -> Any:
-    """Return the image-text-to-text class of a configuration if it is named in `architectures`; else None."""
+    """Return the image-text-to-text class of a configuration if its `architectures` name it; else None."""
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    class_of_config = mapping.get(type(config), None)
-    return (
-        class_of_config
-        if class_of_config is not None and class_of_config.__name__ in (config.architectures or ())
-        else None
-    )
+    image_class = mapping.get(type(config), None)
+    if image_class is None or image_class.__name__ not in (config.architectures or ()):
+        return None
+    return image_class
 
 
 def _exception_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -83,6 +82,7 @@ def _exception_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, t
     if not (plan := model._get_dtype_plan(dtype)):
         return {}
     pattern, globs, _ = build_glob_alternation(list(plan))
+    # Each glob of the plan is a group of the pattern, and `globs` has the glob of a group's name.
     matches = {name: pattern.search(name) for name in model.state_dict()}
     return {name: plan[globs[str(match.lastgroup)]] for name, match in matches.items() if match}
 
@@ -153,7 +153,7 @@ class WeightSource(Protocol):
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) for each part of a parameter or persistent buffer that the source has.
 
-        The source may compute on the device.
+        The source may compute on the device; values may lie on the CPU too, as their reader copies them.
         """
         ...
 
@@ -177,7 +177,7 @@ class DeferredWeights:
         names = defaultdict[int, list[str]](list)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names[id(parameter)].append(name)
-        self._first_name = {name: names_of_one[0] for names_of_one in names.values() for name in names_of_one}
+        self._first_name = {name: tied_names[0] for tied_names in names.values() for name in tied_names}
 
     def of(self, part: nn.Module) -> "DeferredWeights":
         """Return the same source for a part of the model, in which parameters have the same names as in the whole."""

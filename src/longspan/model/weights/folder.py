@@ -109,7 +109,7 @@ class FolderWeights:
             return set(self._find_recipes(self._open_slices(stack)))
 
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
-        """Open the files until `stack` closes; returns their tensors, which are read when indexed, by renamed names."""
+        """Open the files until `stack` closes; return their tensors, which are read when indexed, by renamed names."""
         slices = dict[str, Any]()
         for file in self._files:
             tensors = stack.enter_context(_open_file(file))
@@ -143,7 +143,7 @@ class FolderWeights:
         A converter may make several parameters, and is then run even if `parts` lacks the first: in float32, as the
         others' dtypes are known only once they are made.
         """
-        converter, part = deepcopy(recipe.converter), parts.get(name)
+        converter, part = deepcopy(recipe.converter), parts.get(name)  # a copy: it collects the tensors to convert
         if part is None and len(converter.target_patterns) == 1:
             return
         if part is not None and recipe.stacks_experts(self._shapes[name][0]):
@@ -155,14 +155,14 @@ class FolderWeights:
                 converter.add_tensor(name, key, pattern, _make_reader(slices[key], dtype))
         for parameter_name, tensor in converter.convert(name, model=None, config=self._config).items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
-            if made_part := parts.get(parameter_name):
+            if local_part := parts.get(parameter_name):
                 self._check_shape(parameter_name, tensor.shape)
-                yield parameter_name, tensor[made_part.block].to(made_part.dtype)
+                yield parameter_name, tensor[local_part.block].to(local_part.dtype)
 
     def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
         """Return this rank's part of stacked experts, which are read and converted one at a time.
 
-        An expert is converted in the dtype of the files, and cast as it is stacked.
+        An expert is converted in the dtype of the files, and cast as it is stacked. An empty part reads no expert.
         """
         converter, (experts, *block) = deepcopy(recipe.converter), part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)

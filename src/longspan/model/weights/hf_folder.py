@@ -60,11 +60,11 @@ def read_configuration(path: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(file, **FOLDER_OPTIONS)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
         raise ModelError(f"the model in {path} cannot be loaded: {refusal_reason(error, OWN_MODEL)}") from error
-    _forget_code(config)
+    _remove_code_settings(config)
     return config
 
 
-def _forget_code(config: PreTrainedConfig) -> None:
+def _remove_code_settings(config: PreTrainedConfig) -> None:
     """Remove settings that would have transformers run code of the folder (auto_map) or of a kernel from the hub.
 
     A kernel of the hub is named OWNER/NAME, with a slash.
@@ -75,11 +75,11 @@ def _forget_code(config: PreTrainedConfig) -> None:
             setattr(config, key, None)
     for sub_config in (getattr(config, name, None) for name in config.sub_configs):
         if isinstance(sub_config, PreTrainedConfig):
-            _forget_code(sub_config)
+            _remove_code_settings(sub_config)
 
 
 def refusal_reason(error: Exception, instead: str) -> str:
-    """Write why transformers could not read a folder, in one line, with what to do `instead` of running its code."""
+    """Return why transformers could not read a folder, in one line, with what to do `instead` of running its code."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return f"its auto_map names Python code of its own, and no code of a folder is run; {instead}"

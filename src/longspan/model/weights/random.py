@@ -73,7 +73,8 @@ def draw_copy(
         parameter.fill_(math.nan)
     for buffer in drawn.buffers():
         buffer.zero_()
-    devices = [] if device.type == "cpu" else [device]  # of other generators than the CPU's, which is always forked
+    # The CPU's generator is always forked; these are others, and the type is theirs: without any it has no effect.
+    devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(_short_seed(path, seed))
         drawn.apply(initialise)  # children before parents, as transformers does

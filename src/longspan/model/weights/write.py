@@ -114,7 +114,8 @@ class WeightWriter:
     def write_unit(self, unit: Mapping[str, Tensor]) -> None:
         """Write the tensors of a layer, or one outside the layers; names that were written before are skipped.
 
-        Tensors collect until a file would be larger than the limit.
+        A layer comes whole, as stock names may split or join its tensors, such as experts. Tensors collect until a file
+        would be larger than the limit.
         """
         tensors = {
             name: self._tensor_for_file(name, tensor) for name, tensor in unit.items() if name not in self._left_out
