@@ -43,6 +43,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "n_routed_experts": _replace_value("n_routed_experts", 4),
         "num_experts_per_tok": _replace_value("num_experts_per_tok", 2),
     },
+    "dory": {  # its dict counts attention and MLPs apart: four layers, the two in the middle run again
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+        "num_hidden_layers": 8,
+        "n_input_layers": 2,
+        "n_recurrent_layers": 4,
+        "n_output_layers": 2,
+    },
     "kimi_k25": {"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]},
     "lfm2_moe": {"layer_types": _replace_value("layer_types", ["conv", "full_attention"])},
     "llama4_vision_model": {
@@ -52,7 +59,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
     "paligemma": {"projection_dim": lambda small: small["text_config"]["hidden_size"]},
     "qwen4_exp_text": _QWEN4_INDEXER,
-    "reformer": {"axial_pos_embds": False},
+    "reformer": {"axial_pos_embds": False, "lsh_attn_chunk_length": 1, "local_attn_chunk_length": 1},
     "xmod": {"default_language": lambda small: small["languages"][0]},
     "zamba2": {  # two layers of the same shared block
         "num_hidden_layers": 4,
