@@ -149,7 +149,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
         if tokens_after and not ends.intersection(tokens_after)
     )
     return TurnTokens(
-        prompts=_needed_beginnings(_prompt_beginnings(prompt, tokens), answer_heads),
+        prompts=_list_needed_beginnings(_prompt_beginnings(prompt, tokens), answer_heads),
         ends=ends,
         closing=closing,
         headers=frozenset(headers),
@@ -189,8 +189,8 @@ def _prompt_beginnings(prompt: str, tokens: re.Pattern[str] | None) -> tuple[str
     return tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
 
 
-def _needed_beginnings(beginnings: tuple[str, ...], heads: Sequence[str]) -> tuple[str, ...]:
-    """Return the beginnings of a prompt from the longest down to the longest one that every head of an answer contains.
+def _list_needed_beginnings(beginnings: tuple[str, ...], heads: Sequence[str]) -> tuple[str, ...]:
+    """List the beginnings of a prompt from the longest down to the longest one that every head of an answer contains.
 
     `beginnings` are in this order. A head is the text between a question and its answer, in which a template may write
     less than in a prompt. A head that contains no beginning does not count.
