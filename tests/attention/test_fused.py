@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longspan.attention import fused_rows as fused
-from longspan.attention.rows import head_views, member_views
+from longspan.attention.rows import head_slice_by_member, member_views
 
 Called = list[tuple[str, tuple[int, ...], tuple[Any, ...]]]
 
@@ -93,7 +93,7 @@ def test_heads_of_members_as_views(members: int, slices: int, heads: int, size: 
     x = matrix[2:, ::2] if apart else matrix[2:, heads:]
     for part in range(slices):
         expected = x.unflatten(1, (members, slices, -1))[:, :, part].flatten(2)
-        assert torch.equal(head_views(x, members, slices, part), expected)
+        assert torch.equal(head_slice_by_member(x, members, slices, part), expected)
 
 
 def test_columns_by_member_are_views_of_the_matrix() -> None:

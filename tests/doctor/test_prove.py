@@ -12,10 +12,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from longspan.comm import World
 from longspan.doctor import proof as proving
 from longspan.doctor.cases import LENGTHS, Case, list_cases
+from longspan.doctor.expected import Expected, Stock
 from longspan.doctor.images import item_documents, make_image_documents, no_video_reason
 from longspan.doctor.outcomes import Outcome
-from longspan.doctor.proof import Ranks, Stock, prove, run_proof
-from longspan.doctor.ranks import CaseRun, Expected, Task
+from longspan.doctor.proof import Ranks, prove, run_proof
+from longspan.doctor.ranks import CaseRun, Task
 from longspan.doctor.stock import draw_documents
 from longspan.doctor.which_model import find_configuration
 from longspan.layout import Layout

@@ -15,7 +15,7 @@ from longspan.errors import LayoutError, ModelError
 from longspan.model.seams.mixer_calls import check_kernels
 from longspan.ssm.chains import Chains
 from longspan.ssm.conv import find_halo
-from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_scan_kernels, choose_scan_kernel, describe_kernels
+from longspan.ssm.kernels import TORCH, LocalRuns, Recurrence, check_mixer_kernels, choose_scan_kernel, describe_kernels
 from longspan.ssm.kernels import convolutions as by_causal_conv1d
 from longspan.ssm.kernels import delta as by_channel
 from longspan.ssm.kernels.convolutions import PACKAGE_CONVOLUTION, TORCH_CONVOLUTION, Convolution, choose_convolution
@@ -40,7 +40,7 @@ def test_packages_are_taken_where_they_are_named_and_nowhere_else(monkeypatch: p
     assert (
         choose_scan_kernel(SCAN, ("torch",)) is TORCH and choose_scan_kernel(SCAN, ("causal_conv1d",)).name == "torch"
     )
-    check_scan_kernels(both, torch.bfloat16, CPU)
+    check_mixer_kernels(both, torch.bfloat16, CPU)
     assert describe_kernels(torch.bfloat16, CPU, both) == (
         "mamba_ssm (tried on one H200) and causal_conv1d (its CUDA code untried), as asked for, and torch's operations"
     )
@@ -62,7 +62,7 @@ def test_packages_are_taken_where_they_are_named_and_nowhere_else(monkeypatch: p
 )
 def test_what_cannot_be_is_refused(asked: tuple[str, ...], dtype: torch.dtype, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        check_scan_kernels(asked, dtype, CPU)
+        check_mixer_kernels(asked, dtype, CPU)
 
 
 def test_a_model_without_such_layers_is_refused() -> None:

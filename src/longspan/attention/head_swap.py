@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.attention.call import AttendCall, Saved
 from longspan.attention.members import Members
-from longspan.attention.rows import copy_rows, head_views, join_columns, member_views
+from longspan.attention.rows import copy_rows, head_slice_by_member, join_columns, member_views
 from longspan.comm import Handle, split_columns
 
 
@@ -160,7 +160,7 @@ class HeadSwap:
         Key/value heads may be cut into fewer slices, of which each serves several slices of query heads.
         """
         return [
-            head_views(x, self._degree, cuts, slice_index * cuts // self.slices)
+            head_slice_by_member(x, self._degree, cuts, slice_index * cuts // self.slices)
             for x, cuts in zip(tensors, map(self._slice_count, tensors), strict=True)
         ]
 

@@ -158,11 +158,11 @@ def member_views(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Te
     return views
 
 
-def head_views(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
-    """Return a slice of every member's heads in x (T, N, size), as (T, members, columns).
+def head_slice_by_member(x: Tensor, members: int, slices: int, slice_index: int) -> Tensor:
+    """Return one slice of every member's heads in x (T, N, size), as (T, members, columns); only read it.
 
-    It is a view where a row's heads follow each other: members lie `slices · width` columns apart, this slice of the
-    first one `slice_index · width` from the row's start.
+    Where a row's heads follow each other it is a view: members lie `slices · width` columns apart, this slice of the
+    first one `slice_index · width` from the row's start. Elsewhere it may be a copy.
     """
     rows, heads, size = x.shape
     count = heads // (members * slices)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from longspan.doctor.cases import Case
-from longspan.errors import plural
+from longspan.errors import LongspanError, plural
 from longspan.plain_text import text_table
 
 Status = Literal["exact", "refused", "wrong", "crashed", "not built"]
@@ -114,3 +114,8 @@ def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str,
 def _status_mark(outcome: Outcome) -> str:
     """Return the mark of a case in a table; a dot is for a refusal that says nothing against the model."""
     return "✓" if outcome.status == "exact" else "·" if outcome.good else "✗"
+
+
+def error_text(error: BaseException) -> str:
+    """Write the message of an error, with its type unless it is this package's."""
+    return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"

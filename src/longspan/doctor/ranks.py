@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from longspan.comm import World
 from longspan.doctor.cases import TEXTS, Case, PackedDocuments, plan_case
+from longspan.doctor.expected import Expected
 from longspan.doctor.images import item_documents
 from longspan.doctor.outcomes import Outcome, WorldFacts
 from longspan.doctor.stock import (
@@ -46,20 +47,6 @@ from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
 from longspan.train import run_step
 from longspan.train.step_check import check_step
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed.
-
-    `whole`: float64 without casts to float32 (`precision_mode`). `every_expert`: in stock model and case alike each row
-    gets every expert.
-    """
-
-    answer: Answer
-    tolerance: float
-    whole: bool
-    every_expert: bool = False
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,9 @@ class _GatheredHooks:
     """The hooks of one layer: FSDP2's own, `pre_forward` and `post_forward`, and what stands for them."""
 
     def __init__(self, state: Any, pre_forward: Any, post_forward: Any) -> None:
-        """Take a layer's FSDP2 state and hooks; `_gathering`: FSDP2's hook ran before the forward pass under way."""
+        """Take a layer's FSDP2 state and hooks; `_runs_fsdp_hooks`: the forward pass under way runs FSDP2's hooks."""
         self.pre_forward, self.post_forward = pre_forward, post_forward
-        self._state, self._gathering = state, False
+        self._state, self._runs_fsdp_hooks = state, False
         self._groups = [*reduction_groups([state._modules[0]])]
         policy = state._mp_policy
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
@@ -84,8 +84,8 @@ class _GatheredHooks:
         Where outputs are cast, both of FSDP2's hooks always run, as the one after the pass casts them. Returning None
         leaves the inputs as they are.
         """
-        self._gathering = self._casts_outputs or not all(group.is_unsharded for group in self._groups)
-        if self._gathering:
+        self._runs_fsdp_hooks = self._casts_outputs or not all(group.is_unsharded for group in self._groups)
+        if self._runs_fsdp_hooks:
             return self.pre_forward(module, args, kwargs)
         if self._input_dtype is None or all(_has_dtype(x, self._input_dtype) for x in (*args, *kwargs.values())):
             return None
@@ -93,7 +93,7 @@ class _GatheredHooks:
 
     def end_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         """Run FSDP2's hook behind a forward pass if `begin_forward` ran the one before it; None leaves the output."""
-        return self.post_forward(module, args, out) if self._gathering else None
+        return self.post_forward(module, args, out) if self._runs_fsdp_hooks else None
 
 
 def _has_dtype(x: object, dtype: torch.dtype) -> bool:

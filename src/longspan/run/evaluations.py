@@ -28,9 +28,8 @@ from longspan.evaluation.metrics import EvaluationOptions, TargetRows
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.sets import EvaluationSet
 from longspan.files import as_json, write_atomically
-from longspan.plan import Plan
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records import Records
+from longspan.run.records import Records, save_plan
 from longspan.run.run_data import TrainingRun
 from longspan.run.saves import is_due
 from longspan.train.plans import PlanChoice
@@ -275,18 +274,6 @@ class Evaluations:
             file = self.run.dir / "evaluations" / f"{prefix}step-{evaluations[0].step:06d}.jsonl"
             rows = evaluations[0].document_rows(entry.documents.origins)
             run_on_first_rank(world, partial(_write_lines, file, rows), RunFolderError)
-
-
-def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
-    """Keep a plan as plans/NAME.json, for the report; all ranks call it together."""
-    file = run.dir / "plans" / f"{name}.json"
-
-    def write() -> None:
-        """Write the file, on the first rank."""
-        file.parent.mkdir(exist_ok=True)
-        write_atomically(file, plan.to_json())
-
-    run_on_first_rank(run.world, write, RunFolderError)
 
 
 def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -31,14 +31,14 @@ from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Plan, PlanAhead
 from longspan.plan.plan_rows import group_counts
 from longspan.run.checks.config_check import check_config
-from longspan.run.evaluations import Evaluations, Final, save_plan
+from longspan.run.evaluations import Evaluations, Final
 from longspan.run.facts import LOCK
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loggers.run_loggers import logger_classes
 from longspan.run.memory_short import AllocatorWatch, explain_out_of_memory, record_history
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records import Records, note_facts, open_records
+from longspan.run.records import Records, note_facts, open_records, save_plan
 from longspan.run.refining import correction_columns, note_step, refine_prices
 from longspan.run.result import LAST_STEPS, TrainResult
 from longspan.run.run_data import StepReader, TrainingRun

@@ -1,5 +1,5 @@
 """The records of a session, written by its first rank: run.json, metrics.jsonl, plans.jsonl, groups.jsonl, and rows for
-its loggers.
+its loggers; and single plans, in plans/.
 
 Rows of metrics are described in `loggers/metrics_log.py`, and those of groups in `loggers/group_log.py`.
 """
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import ConfigError, RunFolderError
 from longspan.files import as_json, read_json, write_atomically
+from longspan.plan import Plan
 from longspan.run.facts import RunFacts, facts_text
 from longspan.run.loggers.group_log import GroupLog
 from longspan.run.loggers.metrics_log import MetricsLog, find_evaluations, read_metrics
@@ -67,6 +68,18 @@ def note_facts(directory: Path, facts: Mapping[str, Any]) -> None:
     """Add facts to run.json that are known only after the run began."""
     file = directory / "run.json"
     write_atomically(file, as_json(read_json(file) | dict(facts), indent=1))
+
+
+def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
+    """Save a plan as plans/NAME.json, for the report; all ranks call it together."""
+    file = run.dir / "plans" / f"{name}.json"
+
+    def write() -> None:
+        """Write the file, on the first rank."""
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, plan.to_json())
+
+    run_on_first_rank(run.world, write, RunFolderError)
 
 
 def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine) -> RunLoggers:

@@ -25,7 +25,8 @@ BY_HAND = (
     "segment_layers",
 )
 GATHERS = "parallel.reshard_after_forward"
-DYNAMIC = ("context.min_dynamic_context_parallel_size", "context.max_dynamic_context_parallel_size")
+LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
+HIGHEST_DEGREE = "context.max_dynamic_context_parallel_size"
 SHOWN = ("train", "lora", "parallel", "context", "mtp", "encoder")  # sections whose keys an answer repeats
 OF_MODELS = ("model.dtype", "model.compute_dtype")
 
@@ -152,21 +153,25 @@ def _column_json(column: Column) -> dict[str, Any] | None:
 def run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
     """Return the keys of a run that an answer shows, with their values, as `longspan train` takes them.
 
-    Of `given_keys`, those of the question, they are the keys of the sections SHOWN and of OF_MODELS: model and data are
-    named elsewhere in the command. Keys of [lora], [mtp] and [parallel] that differ from their defaults are added, and
-    always those of planner, degree, communication type, rows and memory; a dynamic plan's highest degree is all slots
-    where it has no limit. GATHERS is among them only if it is given, for otherwise train.memory decides when parameters
-    are gathered.
+    These are:
+
+    - of `given_keys`, those of the question, the keys in a section of SHOWN and those in OF_MODELS: model and data are
+      named elsewhere in the command;
+    - the keys of [lora], [mtp] and [parallel] that differ from their defaults, GATHERS only if it is given: otherwise
+      train.memory decides when parameters are gathered;
+    - always those of planner, degree, communication type, rows and memory; a dynamic plan's highest degree is all slots
+      where it has no limit;
+    - `model.rope_scaling` where it is set, as the plan may have set it.
     """
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
     names |= {name for name in _non_default_keys(config) if name != GATHERS or name in given_keys}
     names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
-    names |= {"context.context_parallel_size"} if one_degree else {*DYNAMIC}
+    names |= {"context.context_parallel_size"} if one_degree else {LOWEST_DEGREE, HIGHEST_DEGREE}
     names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
     values = {name: _read_key(config, name) for name in sorted(names)}
-    if not one_degree and not values[DYNAMIC[1]]:
-        values[DYNAMIC[1]] = run.home.slots
+    if not one_degree and not values[HIGHEST_DEGREE]:
+        values[HIGHEST_DEGREE] = run.home.slots
     return values
 
 

@@ -164,7 +164,10 @@ def _simulation_cells(simulation: Simulation) -> tuple[str, ...]:
 
 
 def _closing_share(simulation: Simulation) -> str:
-    """Return the share of a free plan's time that gathers and sums weights, if they are priced; "none" in lockstep."""
+    """Return the share of a free plan's time in which it gathers weights and sums gradients; "none" in lockstep.
+
+    It is "not priced" where the cost has no seconds for them.
+    """
     if simulation.plan.mode == "lockstep":
         return "none"
     share = simulation.closing_seconds / simulation.seconds

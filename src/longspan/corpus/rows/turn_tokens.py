@@ -149,7 +149,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
         if tokens_after and not ends.intersection(tokens_after)
     )
     return TurnTokens(
-        prompts=_prompts_in_heads(_prompt_beginnings(prompt, tokens), answer_heads),
+        prompts=_list_needed_beginnings(_prompt_beginnings(prompt, tokens), answer_heads),
         ends=ends,
         closing=closing,
         headers=frozenset(headers),
@@ -189,11 +189,12 @@ def _prompt_beginnings(prompt: str, tokens: re.Pattern[str] | None) -> tuple[str
     return tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
 
 
-def _prompts_in_heads(beginnings: tuple[str, ...], heads: Sequence[str]) -> tuple[str, ...]:
-    """Keep the beginnings of a prompt, the longest first, until each head of an answer contains one of them.
+def _list_needed_beginnings(beginnings: tuple[str, ...], heads: Sequence[str]) -> tuple[str, ...]:
+    """List the beginnings of a prompt from the longest down to the longest one that every head of an answer contains.
 
-    A head is the text between a question and its answer, in which a template may write less than in a prompt.
+    `beginnings` are in this order. A head is the text between a question and its answer, in which a template may write
+    less than in a prompt. A head that contains no beginning does not count.
     """
-    # The index of the longest beginning in each head; 0 for a head with none, as no beginning helps there.
+    # The index of the longest beginning in each head; 0 for a head with none.
     indices = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in heads]
     return beginnings[: max(indices) + 1]

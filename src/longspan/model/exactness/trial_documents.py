@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.model.layers import base_model
 from longspan.model.seams.call_rules import has_prefix
-from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT, MASK, SIZES, image_arguments, image_parameters
+from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT, MASK, SIZES, image_arguments, image_signature
 from longspan.model.vision.image_encoder import encode_images
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
 from longspan.model.vision.video_tokens import Video, VideoTokens
@@ -35,7 +35,7 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
     `side` is the image's height and width: in merged patches (of `merge` patches a side, in models with grids), in
     halves of a tile's side (models that cut images), or in tiles; for packed tiles see `_draw_packed_tiles`.
     """
-    parameters, vision = image_parameters(base), base.config.vision_config
+    parameters, vision = image_signature(base), base.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
     patch = _first_side(getattr(vision, "patch_size", None))
     image_side = _first_side(getattr(vision, "image_size", None))
@@ -53,14 +53,14 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
 
 def draw_probe_image(base: Any, merge: int, rows: int) -> ImageInput:
     """Draw a square image of this number of rows, if rows follow from its size; otherwise one of one or two tiles."""
-    of_any_size = GRIDS in image_parameters(base) or _merges_without_grid(base)
+    of_any_size = GRIDS in image_signature(base) or _merges_without_grid(base)
     side = math.isqrt(rows) if of_any_size else 2
     return sample_image(base, merge, (side, side), np.random.default_rng(0))
 
 
 def _merges_without_grid(base: Any) -> bool:
     """Return whether images of any size have rows of merged patches, without a grid (Mistral 3)."""
-    return SIZES in image_parameters(base) and bool(getattr(base.config, "spatial_merge_size", None))
+    return SIZES in image_signature(base) and bool(getattr(base.config, "spatial_merge_size", None))
 
 
 def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
@@ -70,7 +70,7 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
     patches a side make a row, get 1 for an even width of the image and 2 for an odd one, so that trials have both.
     """
     fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
-    if _MERGES in image_parameters(base):
+    if _MERGES in image_signature(base):
         merge = side[1] % 2 + 1
         fields[_MERGES] = torch.tensor([merge])
     patch, patch_shape = _first_side(base.config.vision_config.patch_size), (frames * width,)
@@ -105,7 +105,7 @@ def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rando
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
     count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
     tiles = count_tiles(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
-    if IN_DOCUMENT not in image_parameters(base):
+    if IN_DOCUMENT not in image_signature(base):
         return ImageInput(_draw_pixels((tiles, *tile), draw), size=size)
     images = 1 if side[0] < 3 else 3
     pixels = _draw_pixels((tiles if images == 1 else 1, *tile), draw)
@@ -119,7 +119,7 @@ def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rand
     whole tiles, or of pixels. With a mask of pixels and an odd second side the last tile has a patch of padding at its
     right, so that trials have tiles with and without padding.
     """
-    parameters, vision, tiles = image_parameters(base), base.config.vision_config, min(side)
+    parameters, vision, tiles = image_signature(base), base.config.vision_config, min(side)
     pixels, fields = _draw_pixels((tiles, *tile), draw), dict[str, Tensor]()
     if MASK in parameters and _FINE not in parameters:
         fields[MASK] = torch.ones(tiles, *tile[1:], dtype=torch.int64)

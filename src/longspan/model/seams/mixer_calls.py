@@ -26,7 +26,7 @@ from longspan.model.seams.layer_arguments import check_shard, find_layer_shard
 from longspan.model.seams.mixers import find_mixers, replace_functions
 from longspan.model.seams.separate_rows import SeparateRows, convolve_separately, scan_separately
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
-from longspan.ssm.kernels import check_scan_kernels
+from longspan.ssm.kernels import check_mixer_kernels
 from longspan.ssm.kernels.call import state_dtype
 
 _EPSILON = 1e-6  # of the norm of queries and keys, as in flash-linear-attention
@@ -219,7 +219,7 @@ def check_kernels(model: PreTrainedModel, kernels: tuple[str, ...], dtype: torch
             "leave them out"
         )
     try:
-        check_scan_kernels(kernels, dtype, device)
+        check_mixer_kernels(kernels, dtype, device)
     except LayoutError as error:
         raise ModelError(str(error)) from None
 

@@ -21,8 +21,11 @@ MASK = "pixel_attention_mask"  # of images of several sizes, or of patches, that
 IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document has; a single one is cut into tiles
 
 
-def image_parameters(model: Any) -> Mapping[str, Parameter]:
-    """Return the parameters of `get_image_features` of a model or class, by name. Raises ModelError without it."""
+def image_signature(model: Any) -> Mapping[str, Parameter]:
+    """Return the signature of `get_image_features` of a model or class, as its parameters by name.
+
+    Raises ModelError for one without this function.
+    """
     features = getattr(model, "get_image_features", None)
     if features is None:
         kind = model if isinstance(model, type) else type(model)
@@ -33,7 +36,7 @@ def image_parameters(model: Any) -> Mapping[str, Parameter]:
 
 def check_fields(model: Any, names: Collection[str]) -> None:
     """Raise DataError unless a model, or class, takes these arguments for its images and asks for no others."""
-    parameters, kind = image_parameters(model), model if isinstance(model, type) else type(model)
+    parameters, kind = image_signature(model), model if isinstance(model, type) else type(model)
     if unknown := [name for name in names if name not in parameters]:
         raise DataError(
             f"images have {', '.join(unknown)}, and get_image_features of {kind.__name__} takes "
@@ -77,7 +80,7 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
         if len(parts) != len(inputs):
             raise DataError(f"{len(parts)} of {plural(len(inputs), 'image')} have {name}; give it of each")
         arguments[name] = _join_images(name, [_cast_inputs(value, like) for value in parts], pads=pads)
-    if MASK in image_parameters(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
+    if MASK in image_signature(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
         arguments |= {name: arguments[name][None] for name in (PIXELS, MASK) if name in arguments}
     return arguments
 

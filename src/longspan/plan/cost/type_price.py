@@ -138,16 +138,20 @@ def price_type(
 
 
 def _call_rows(group: Group, call: AttentionCall, together: int, busiest: float, foreign: float | None) -> Rows:
-    """Return a group as `price_attention` takes it: pairs that a call's masks leave, and its typical document.
+    """Return a group as `price_attention` takes it; `together`, `busiest` and `foreign` are as in `Rows`.
 
-    A kernel's typical document has Σ n² / Σ n rows, the mean over rows of how long their document is, or those of a
-    chunk if that is shorter. `foreign` is as in `Rows`.
+    `squares` are twice the pairs that the call's masks leave. A kernel's typical document has Σ n² / Σ n rows, the mean
+    over rows of how long their document is, or those of a chunk if that is shorter.
     """
     laid_out = group.laid_out
     tokens = sum(laid_out)
     typical = sum(length * length for length in laid_out) / max(1, tokens)
+    counts = np.array([tokens, call.squares(laid_out), group.degree, together], dtype=np.float64)
     return Rows(
-        *np.array([tokens, call.squares(laid_out), group.degree, together], dtype=np.float64),
+        tokens=counts[0],
+        squares=counts[1],
+        degree=counts[2],
+        together=counts[3],
         busiest=busiest,
         typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
         window=call.window or math.inf,

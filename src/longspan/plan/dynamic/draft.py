@@ -69,6 +69,7 @@ class LeastLoaded:
         for b, (width, late) in enumerate(zip(bins.width, self.late, strict=True)):
             if width in problem.degrees:
                 by_width[width].append((late, b))
+        # a width, and its bins: `idle` as (late, bin), `full` as (−room, bin)
         self.heaps: list[tuple[int, list[tuple[float, int]], list[tuple[int, int]]]] = []
         for width, idle in enumerate(by_width):
             if idle:

@@ -63,6 +63,8 @@ class MemoryPlan:
     ) -> "MemoryPlan":
         """Count the memory of a run of one plan or several: `measures` is a word for all layers, or one for each.
 
+        Words are "none", "exchanged", "selective", "full", "selective+host" and "full+host": what a layer keeps, as at
+        `Measure`, and whether that waits on the host.
         `config` is a transformers configuration, object or dict, a config.json or its folder. `machine` decides which
         communication type "auto" is (None: an H200). Raises PlanError for a model or measures that it cannot read.
         """

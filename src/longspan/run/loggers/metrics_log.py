@@ -82,7 +82,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a file like metrics.jsonl that can be read, and how many lines cannot, or are too long."""
+    """Return the rows of a file like metrics.jsonl, and how many of its lines are no rows.
+
+    A row is an object with a step (`read_json_row`); a line that is too long is none.
+    """
     # None is a line of more than _MOST_BYTES; empty lines are not counted
     lines = [line for line in read_lines(path, _MOST_BYTES) if line is None or line.strip()]
     rows = [row for line in lines if line is not None and (row := read_json_row(line)) is not None]

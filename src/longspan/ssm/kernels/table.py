@@ -37,8 +37,12 @@ def choose_scan_kernel(recurrence: Recurrence, kernel_names: Sequence[str] = ())
     return next(kernel for kernel in _KERNELS if not kernel.lacks(recurrence))
 
 
-def check_scan_kernels(kernel_names: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
-    """Raise LayoutError for names that are no kernels, and for kernels that cannot be used in this dtype here."""
+def check_mixer_kernels(kernel_names: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise LayoutError for the names of a mixer's kernels unless all of them can be used here, in this dtype.
+
+    These are kernels of recurrences and of convolutions. Names that are no kernels are refused too, and names that
+    exclude each other: "torch" and a package.
+    """
     check_kernel_names(kernel_names)
     if MAMBA.name in kernel_names:
         # Sizes here are ones that the kernels take; those of a model are checked when it runs.

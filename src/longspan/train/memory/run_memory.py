@@ -191,7 +191,8 @@ def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
 def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
     """Return the bytes that this rank may fill of its device and of its host, which its host's ranks share.
 
-    The host's bytes are 0 where its free memory is not known.
+    Without `train.memory_bytes` the device must be a GPU, whose free memory is read. The host's bytes are 0 where its
+    free memory is not known.
     """
     host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
     if config.train.memory_bytes:
