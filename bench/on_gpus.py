@@ -39,6 +39,7 @@ CHOICES = {"auto": "auto --train.memory_bytes 51539607552"} | {
     }.items()
 }
 ATTENTION = "{python} bench/attention/attention_types.py --types p2p,all_gather,a2a --no_peers --out {out}"
+NODES = "sh bench/two_nodes.sh"
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
@@ -166,18 +167,24 @@ RUNS = (
     GpuRun("attention", 60, f"{ATTENTION} --lengths 16384,65536,131072"),
     GpuRun("attention-packed", 100, f"{ATTENTION} --lengths 16384,65536,131072 --documents 8 --cuda_graph"),
     GpuRun("attention-window", 60, f"{ATTENTION} --lengths 16384,65536,131072 --window 4096"),
-    GpuRun("two-nodes", 120, "sh bench/two_nodes.sh longspan bench calibrate --out {out}"),
+    GpuRun("two-nodes", 120, f"{NODES} longspan bench calibrate --out {{out}}"),
+    GpuRun(
+        "two-nodes-attention",
+        150,
+        f"{NODES} {ATTENTION.replace('{python}', 'python')} --lengths 16384,65536,131072,262144,524288 --warmup 1 "
+        "--repeats 3",
+    ),
     GpuRun(
         "two-nodes-step",
         170,
-        "sh bench/two_nodes.sh longspan bench step --run.machine {folder}/two-nodes.json --planners fixed,dynamic "
+        f"{NODES} longspan bench step --run.machine {{folder}}/two-nodes.json --planners fixed,dynamic "
         "--distribution lognorm --seed 7 --tokens 524288 --longest_document 16384 --context.mode free --layers 8 "
         "--warmup 1 --repeats 1 --out {out}",
     ),
     GpuRun(
         "two-nodes-step-16k",
         150,
-        "sh bench/two_nodes.sh longspan bench step --run.machine {folder}/two-nodes.json --planners fixed,dynamic "
+        f"{NODES} longspan bench step --run.machine {{folder}}/two-nodes.json --planners fixed,dynamic "
         "--distribution lognorm --seed 7 --tokens 524288 --longest_document 32768 --context.max_tokens_per_slot 16384 "
         "--context.mode free --layers 8 --warmup 1 --repeats 1 --out {out}",
     ),
