@@ -172,9 +172,13 @@ RUNS = (
     GpuRun("two-nodes", 120, f"{NODES} longspan bench calibrate --out {{out}}"),
     GpuRun(
         "two-nodes-attention",
-        150,
-        f"{NODES} {ATTENTION.replace('{python}', 'python')} --lengths 16384,65536,131072,262144,524288 --warmup 1 "
-        "--repeats 3",
+        75,
+        f"{NODES} {ATTENTION.replace('{python}', 'python')} --lengths 16384,65536,131072 --warmup 3 --repeats 10",
+    ),
+    GpuRun(
+        "two-nodes-attention-long",
+        100,
+        f"{NODES} {ATTENTION.replace('{python}', 'python')} --lengths 262144,524288 --warmup 1 --repeats 2",
     ),
     GpuRun(
         "two-nodes-step",

@@ -29,6 +29,7 @@ import torch
 import longspan
 from longspan import World
 from longspan.cli.machine import machine_facts, set_gpu_environment
+from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.data.document import synthetic_documents
@@ -56,7 +57,7 @@ def run_steps(
 ) -> dict[str, Any]:
     """Take two steps of one document, of which layers keep what was `chosen`; the second step's seconds and peak.
 
-    The bytes that were planned stand beside the peak.
+    The bytes that were planned stand beside the peak. Weights that stay gathered are not among the bytes of rows.
     """
     gpu, heads = world.device.type == "cuda", query_heads(configuration)
     planned = plan_memory_on_ranks(run_memory(config, configuration, rows, world), chosen, world)
@@ -89,11 +90,22 @@ def run_steps(
         )
         torch.cuda.memory._record_memory_history(enabled=None)
     local_rows = rows // world.home.slots
-    row["bytes_a_row"] = [round((after - before) / local_rows) for before, after in itertools.pairwise(alive)]
+    stay = gpu and chosen is not None and chosen.gathered_once  # on CPUs what FSDP2 gathers is not counted
+    row["weight_bytes"] = gathered_bytes(config, model, world) if stay else 0
+    row["bytes_a_row"] = [
+        round((after - before - row["weight_bytes"]) / local_rows) for before, after in itertools.pairwise(alive)
+    ]
     row["peak"] = torch.cuda.max_memory_allocated() if gpu else counted.peak
     row["planned"] = planned.to_json() if planned is not None else None
     of_ranks = world.control.gather_objects(row)
     return max(of_ranks, key=lambda r: r["peak"]) | {"seconds": max(r["seconds"] for r in of_ranks)}
+
+
+def gathered_bytes(config: RunConfig, model: torch.nn.Module, world: World) -> int:
+    """Return the bytes of a layer's weights, which stay on the device from forward to backward if gathered once."""
+    layer = next(iter(decoder_layers(model).values()))
+    dtype = compute_dtype(config.model, world.device.type)
+    return sum(weight.numel() for weight in layer.parameters()) * dtype.itemsize
 
 
 def note_alive(model: torch.nn.Module, bytes_now: Callable[[], int]) -> list[int]:

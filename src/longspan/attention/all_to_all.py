@@ -135,9 +135,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     else:
         for slice_index in range(swap.slices):
             work.compute_slice(slice_index)
-    dq, dk, dv = totals = _empty_gradients(dout, saved[0], split, kv_dtype)
-    for slice_index, gradient_slice, handle in work.leaving:
-        swap.write_rows(handle, totals[gradient_slice], slice_index)
+    dq, dk, dv = work.receive_gradients()
     if split.kv_copies > 1:
         dk, dv = (x.unflatten(1, (split.kv_heads, split.kv_copies)).sum(2) for x in (dk, dv))
     return Gradients(dq, dk, dv, work.sink_gradients())
@@ -146,7 +144,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
 class _Backward:
     """Backward of one call, a slice of heads at a time: receives a slice, computes it and sends its gradients back.
 
-    `leaving` are the gradients on their way, as (index of the slice, which of dq, dk and dv, handle).
+    `_leaving` are the gradients on their way, as (index of the slice, which of dq, dk and dv, handle).
     """
 
     def __init__(
@@ -164,7 +162,8 @@ class _Backward:
         A further slice is sent when one has arrived. With a kernel that takes deltas (dout · out of each row) these
         travel in place of the output, which is larger.
         """
-        self.leaving: list[tuple[int, slice, Handle]] = []
+        self._leaving: list[tuple[int, slice, Handle]] = []
+        self._received: tuple[Tensor, ...] = ()  # dq, dk and dv of the local rows, once the first slices have arrived
         self._dout, self._saved, self._swap, self._call, self._kv_dtype = dout, saved, swap, call, kv_dtype
         self._is_local = saved[0].q.shape[1] == swap.split.heads  # forward saved the own rows with all heads
         self._sent: list[tuple[Tensor, ...]] = [(dout,)] * swap.slices
@@ -196,6 +195,8 @@ class _Backward:
             k, v = queries.saved.k, queries.saved.v
             gradients += [x.to(self._kv_dtype) for x in sum_addends(self._kv_addends, k, v)]
             self._kv_addends.clear()
+        if self._in_flight < swap.slices:  # memory is short: those of the slice before have travelled meanwhile
+            self.receive_gradients()
         for gradient_slice in swap.message_gradients(slice_index):
             self._send_gradients(slice_index, gradient_slice, gradients[gradient_slice])
 
@@ -226,6 +227,18 @@ class _Backward:
         self._send_queries(run[len(early) :], queries[len(early) :])
         yield
         self._send_gradients(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own_pairs)])
+
+    def receive_gradients(self) -> tuple[Tensor, ...]:
+        """Receive the gradients that are on their way; returns dq, dk and dv (T, heads, size), complete at the end.
+
+        dk and dv have every copy of a head.
+        """
+        if not self._received and self._leaving:
+            self._received = _empty_gradients(self._dout, self._saved[0], self._swap.split, self._kv_dtype)
+        for slice_index, gradient_slice, handle in self._leaving:
+            self._swap.write_rows(handle, self._received[gradient_slice], slice_index)
+        self._leaving.clear()
+        return self._received
 
     def sink_gradients(self) -> Tensor | None:
         """Return the sinks' gradient (N,) over the rows of this neighbourhood, of the heads that are computed here."""
@@ -260,20 +273,23 @@ class _Backward:
             self._send_gradients(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])
 
     def _send_gradients(self, slice_index: int, gradient_slice: slice, gradients: Sequence[Tensor]) -> None:
-        self.leaving.append((slice_index, gradient_slice, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients")))
+        self._leaving.append((slice_index, gradient_slice, self._swap.send_rows(gradients, f"{_BACKWARD}, gradients")))
 
 
 def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:
     """Choose in how many slices heads are exchanged: one for each SLICE_BYTES of queries, SLICES at most.
 
-    Bytes are counted for the member with the most rows, so that all members choose the same. A narrow window takes one
+    Where backward computes groups of heads one after another, as their float32 gradients are large, each may be a
+    slice: what travels then takes less memory. Bytes are counted for the member with the most rows, so that all members
+    choose the same. A narrow window takes one
     slice: its rows are fetched in one exchange, so that slices would have no other blocks to take turns on.
     """
     if members.has_narrow_window:
         return 1
     query_bytes = max(members.part.counts) * q.shape[1] * q.shape[2] * q.element_size()
     useful_slices = query_bytes // max(1, SLICE_BYTES)  # SLICE_BYTES 0: always as many as can be
-    return split.slice_count(min(useful_slices, SLICES)) if useful_slices > 1 else 1
+    groups = count_head_groups(4 * query_bytes // q.element_size(), split.member_kv_heads)  # 4 bytes: float32
+    return split.slice_count(min(useful_slices, max(SLICES, groups))) if useful_slices > 1 else 1
 
 
 def _empty_gradients(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

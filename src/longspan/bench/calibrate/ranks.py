@@ -34,6 +34,7 @@ MOST_SECONDS = 200.0  # after which no round begins
 PRODUCT_WIDTHS = {"cuda": (2048, 4096), "cpu": (256, 512)}
 PRODUCT_ROWS: dict[str, tuple[int, ...]] = {"cuda": (1024, 4096, 16384), "cpu": (64, 256)}
 PASS_NUMBERS = {"cuda": (1 << 22, 1 << 24, 1 << 26, 1 << 28), "cpu": (1 << 14, 1 << 17, 1 << 19, 1 << 21)}
+LONG_OVER_LONGEST = 4
 BOTH_OVER_FORWARD = 3.5  # products of attention in forward (2) and backward (5), over those in forward
 
 
@@ -159,7 +160,8 @@ class _Bench:
 
         Attention is over as many rows as the longest document has, cut into documents of each length; then over as many
         as the second longest has, cut into documents of each length but the longest. Two numbers of rows tell a call's
-        own seconds from those of its rows.
+        own seconds from those of its rows. On GPUs one document of LONG_OVER_LONGEST times the longest length follows:
+        it takes most of a second, after which their clocks are lower than in short calls.
         """
         device, lengths = self.world.device.type, self.settings.lengths
         for width in PRODUCT_WIDTHS[device]:
@@ -167,6 +169,8 @@ class _Bench:
         pieces = [*((n, lengths[-1]) for n in lengths), *((n, lengths[-2]) for n in lengths[:-1])]
         for i, (length, rows) in enumerate(pieces):
             yield self._attention_trial(length, rows // length, fitted=_is_fitted(i))
+        if device == "cuda":
+            yield self._attention_trial(LONG_OVER_LONGEST * lengths[-1], 1, fitted=True)
         for i, count in enumerate(PASS_NUMBERS[device]):
             yield self._memory_trial(count, fitted=_is_fitted(i))
 

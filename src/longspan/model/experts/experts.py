@@ -111,6 +111,9 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     up, up_bias = _layer_weights(module, first_name)
     down, down_bias = _layer_weights(module, "down_proj")
     float8_up, float8_down = find_float8_weight(module, first_name), find_float8_weight(module, "down_proj")
+    if not len(x):  # a slot of padding alone
+        weights = [weight for weight in (up, up_bias, down, down_bias) if weight is not None]
+        return _NoRows.apply(x, *weights)  # pyright: ignore[reportReturnType]
     grouped = expert_kernel(x, up, down, float8=float8_up is not None) == "grouped_mm"
     if not grouped:  # both layers need the counts: read them from the device once
         loads = Loads(loads.device, loads.host_counts())
@@ -118,6 +121,29 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     inner = linear(x, up, up_bias, float8_up)  # (S, 2 I), or (S, I) without a gate
     inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
     return linear(inner, down, down_bias, float8_down)
+
+
+class _NoRows(torch.autograd.Function):
+    """What experts make of no rows: none, and zeros as the gradient of each weight.
+
+    Products with no rows, one for each expert, would keep the host busy while the other slots wait for its messages.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        """Return no rows (0, D), as x has; of the weights only shapes and dtypes are kept."""
+        ctx.weights = [(weight.shape, weight.dtype) for weight in weights]
+        return torch.empty_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return no rows, and zeros for each weight that takes a gradient."""
+        needed = zip(ctx.weights, ctx.needs_input_grad[1:], strict=True)
+        zeros = (
+            gradients[0].new_zeros(shape, dtype=dtype) if is_needed else None for (shape, dtype), is_needed in needed
+        )
+        return gradients[0], *zeros
 
 
 def _multiply_by_experts(
@@ -148,7 +174,7 @@ def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal[
     torch's grouped product takes bfloat16 on GPUs, sizes of whole 16 bytes, and float8 on GPUs of one generation;
     anything else is a loop over experts.
     """
-    can_group = _grouped_mm is not None and x.is_cuda and x.shape[0] > 0
+    can_group = _grouped_mm is not None and x.is_cuda
     can_group = can_group and not (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8)
     in_bfloat16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
     aligned = all(size % _ALIGNED_ELEMENTS == 0 for weight in weights for size in weight.shape[1:])
