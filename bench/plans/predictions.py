@@ -3,10 +3,13 @@
     make predictions                                  # the table, bench/records/predictions.md, status 1 above 5 %
     python bench/plans/predictions.py --out /dev/null
 
-One machine, `Machine.known("H200")`, predicts all rows, by the path that a run takes (`measured.py`). Its figures were
-fitted to every second step of the current code and to single layers on four GPUs; the others are held out. A row counts
-that is more than 5 % off, of a machine whose figures are `assumed` 10 %. Rows that were measured before the code they
-run was changed stand apart with the reason and the command that makes them again, and do not count.
+One machine, `Machine.known("H200")`, predicts all rows of H200s, by the path that a run takes (`measured.py`). Its
+figures were fitted to every second step of the current code and to single layers on four GPUs; the others are held out.
+A whole step counts that is more than 5 % off. 10 % are allowed to single layers, of which none was calibrated on its
+machine, to H100s, whose figures are `assumed`, and over emulated nodes, where the same layer took 10 % more or less
+half an hour later; one that was measured several times is off if it is so from all. Rows that were measured before the
+code they run was changed stand apart with the reason and the command that makes them again, and do not count. Layers
+that take less than 5 ms alone are marked, and do not decide the status: no run has a step of one.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from measured import FITTED, LATER_STEPS, NODE_STEPS, RECORDS, Measured, measure
 from longspan.plan import Machine
 
 BOUNDS = (0.05, 0.1, 0.2)
+LAYER_SECONDS = 5e-3
 COLUMNS = ("record", "model", "slots", "rows", "type", "settings", "measured s", "predicted s", "ratio", "")
 
 
@@ -29,15 +33,27 @@ class Prediction(NamedTuple):
     row: Measured
     seconds: float
     use: str
+    bound: float = BOUNDS[0]
 
     @property
     def ratio(self) -> float:
         """Predicted over measured."""
         return self.seconds / self.row.seconds
 
+    @property
+    def is_off(self) -> bool:
+        """Whether it counts, and is off by more than its bound."""
+        return bool(self.use) and not self.within(self.bound)
+
+    @property
+    def fails(self) -> bool:
+        """Whether it is off, and not a lone layer of less than LAYER_SECONDS."""
+        return self.is_off and not (self.row.is_layer and self.row.seconds < LAYER_SECONDS)
+
     def within(self, bound: float) -> bool:
-        """Whether it is off by no more than this share."""
-        return abs(self.ratio - 1) <= bound
+        """Whether it is off by no more than this share, from one measurement or between several."""
+        ratios = [self.seconds / seconds for seconds in (self.row.seconds, *self.row.other_seconds)]
+        return min(ratios) <= 1 + bound and max(ratios) >= 1 - bound
 
 
 def predict_all(machine: Machine) -> list[Prediction]:
@@ -50,18 +66,24 @@ def predict_all(machine: Machine) -> list[Prediction]:
             steps += 1
         elif use and row.record in FITTED:
             use = "fitted"
-        predictions.append(Prediction(row, row.predict(machine), use))
+        predictions.append(_predict_row(row, machine, use))
     return predictions
+
+
+def _predict_row(row: Measured, machine: Machine, use: str) -> Prediction:
+    machine = machine if row.device == machine.device else Machine.known(row.device)
+    wide = row.is_layer or machine.assumed or row.record in NODE_STEPS
+    return Prediction(row, row.predict(machine), use, BOUNDS[1] if wide else BOUNDS[0])
 
 
 def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str]:
     """The record."""
     current = [p for p in predictions if p.use]
-    bound = 0.1 if machine.assumed else BOUNDS[0]
     yield "# Predicted and measured seconds"
     yield ""
     yield (
-        f'One machine, `Machine.known("{machine.device}")`, for all rows; command: `make predictions`. Fitted to every '
+        f'One machine, `Machine.known("{machine.device}")`, for all rows of such GPUs, for those of H100s '
+        '`Machine.known("H100")`, whose figures are of a data sheet; command: `make predictions`. Fitted to every '
         "second step of the current code without evaluations, to single layers on four GPUs, and the rate of float8 to "
         "its step; all other rows are held out. A layer is one layer's attention, forward and backward. Measured "
         "figures are those of the records."
@@ -71,9 +93,10 @@ def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str
         "What limits the table: the terms of the cost were chosen with all rows in view, and only their figures are "
         "held out; the rate of towers was fitted to the record with images before; of adapters the record has sums of "
         "rows, and their squares follow from its FLOPs; steps over two emulated nodes are predicted by the machine "
-        "that was calibrated there (two-nodes-2xH200.md); no step over real hosts, with HSDP or in a training pipeline "
-        "has a record; attention-full-size-4xH200 has errors and no times. Not priced: messages of tensor parallelism, "
-        "and what the host takes for layers of few rows."
+        "that was calibrated there (two-nodes-2xH200.md, two-nodes-2xH100.md), and single layers as well, which were "
+        "measured again and differ by 10 % in the mean (two-nodes-attention-2xH100.md); no step over real hosts, with "
+        "HSDP or in a training pipeline has a record; attention-full-size-4xH200 has errors and no times. Not priced: "
+        "messages of tensor parallelism, and what the host takes for layers of few rows."
     )
     yield ""
     yield "| rows | number | within 5 % | 10 % | 20 % | mean error |"
@@ -82,8 +105,8 @@ def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str
         "whole training steps": [p for p in current if p.row.is_training_step],
         "of these held out": [p for p in current if p.row.is_training_step and p.use == "held out"],
         "evaluations": [p for p in current if not p.row.is_training_step and not p.row.is_layer],
-        "layers inside a host": [p for p in current if p.row.is_layer and p.row.record != "two-hosts"],
-        "layers over two hosts": [p for p in current if p.row.record == "two-hosts"],
+        "layers inside a host": [p for p in current if p.row.is_layer and "hosts of" not in p.row.settings],
+        "layers over two hosts": [p for p in current if p.row.is_layer and "hosts of" in p.row.settings],
         "all": current,
     }
     for name, of_set in sets.items():
@@ -93,30 +116,34 @@ def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str
         counts = " | ".join(str(sum(p.within(bound) for p in of_set)) for bound in BOUNDS)
         error = sum(abs(p.ratio - 1) for p in of_set) / len(of_set)
         yield f"| {name} | {len(of_set)} | {counts} | {100 * error:.1f} % |"
-    yield from ("", f"Off by more than {100 * bound:.0f} % (marked):", "")
-    yield from _table(current, bound)
+    marked = (
+        "Marked are steps that are more than 5 % off; layers, H100s and emulated nodes more than 10 %. Of these "
+        "layers that take less than 5 ms alone do not fail the command:"
+    )
+    yield from ("", marked, "")
+    yield from _table(current)
     yield from ("", "Older code, which does not count:", "")
     older = [p for p in predictions if not p.use]
-    yield from _table(older, bound)
+    yield from _table(older)
     yield from ("", "Commands that make older rows again, where their record names one:", "")
     for name in dict.fromkeys(p.row.record for p in older):
         if command := record_command(name):
             yield f"- {name}: `{command}`"
 
 
-def _table(predictions: Sequence[Prediction], bound: float) -> Iterator[str]:
+def _table(predictions: Sequence[Prediction]) -> Iterator[str]:
     yield f"| {' | '.join(COLUMNS)} |"
     yield f"|{' --- |' * len(COLUMNS)}"
     for prediction in predictions:
         row = prediction.row
-        note = row.older or f"{prediction.use}{'' if prediction.within(bound) else ', **off**'}"
+        note = row.older or f"{prediction.use}{', **off**' if prediction.is_off else ''}"
         seconds = f"{row.seconds:.4g} | {prediction.seconds:.4g} | {prediction.ratio:.2f}"
         words = f"{row.record} | {row.model} | {row.slots} | {row.rows} | {row.kind} | {row.settings}"
         yield f"| {words} | {seconds} | {note} |"
 
 
 def main() -> int:
-    """Print and write the table; 1 if a row of the current code is off by more than its bound."""
+    """Print and write the table; 1 if a row of the current code fails: a step, or a layer that is not short."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--out", type=Path, default=RECORDS / "predictions.md")
     machine = Machine.known("H200")
@@ -124,8 +151,7 @@ def main() -> int:
     text = "\n".join(text_of(predictions, machine)) + "\n"
     print(text, end="")
     flags.parse_args().out.write_text(text)
-    bound = 0.1 if machine.assumed else BOUNDS[0]
-    return int(any(p.use and not p.within(bound) for p in predictions))
+    return int(any(p.fails for p in predictions))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import longspan.attention.ring as ring
 from longspan import Layout, World, attend, bind
-from longspan.attention import all_gather
+from longspan.attention import all_gather, all_to_all
 from longspan.attention import rows as rows_module
 from longspan.attention.call import AttendCall, Dropout, Saved
 from longspan.attention.kernels import reference
@@ -132,6 +132,7 @@ def peak_of_a_backward_pass(world, sinks):
 def peaks_of_groups(rank, slots):
     """By communication type, in units of the queries in float32: the peak of backward, of all heads and in groups."""
     unit, peaks = ROWS * HEADS * SIZE * 4, {}
+    all_to_all.SLICE_BYTES = 0  # in this process only, as below: exchanges go in slices of heads
     with World(Layout(ranks=slots), backend=backend()) as world:
         shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
         for kind in ("p2p", "all_gather", "a2a"):
@@ -148,10 +149,13 @@ def peaks_of_groups(rank, slots):
 
 
 def test_backward_holds_float32_sums_of_one_group_of_heads():
-    """Of eight heads one at a time, where the sum of the queries' gradient of all took a unit, and keys' two."""
+    """Of eight heads one at a time, where the sum of the queries' gradient of all took a unit, and keys' two.
+
+    Under a2a the gradients of a slice have arrived before those of the next leave: three units for each part of heads.
+    """
     needs(2)
     for peaks in run_ranks(peaks_of_groups, 2, 2):
-        for kind, least in (("p2p", 1.0), ("all_gather", 1.0), ("a2a", 0.25)):
+        for kind, least in (("p2p", 1.0), ("all_gather", 1.0), ("a2a", 1.75)):
             assert peaks[kind, 1] <= peaks[kind, 1 << 30] - least, peaks
 
 

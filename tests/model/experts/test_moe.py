@@ -11,6 +11,7 @@ from longspan.comm import World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
+from longspan.model.experts.experts import Loads, run_experts
 from longspan.model.experts.moe import IMPLEMENTATION
 from longspan.model.experts.router import RouterCoefficients, RouterLosses
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
@@ -164,3 +165,17 @@ def test_a_layer_without_a_shard_is_refused() -> None:
     model.set_experts_implementation(IMPLEMENTATION)
     with pytest.raises(ModelError, match=r"Qwen3MoeExperts got no shard.*call model\(..., shard=shard\)"):
         model(input_ids=torch.zeros(1, 2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("family", ("qwen3-moe", "gpt-oss"))  # the latter has biases
+def test_experts_without_rows_read_no_counts_and_give_zeros(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot of padding alone does not go through its experts one by one, nor wait for its device."""
+    experts = next(m for m in moe_model(family, torch.float32).modules() if hasattr(m, "gate_up_proj"))
+    x = torch.zeros(0, moe_model(family, torch.float32).config.hidden_size, requires_grad=True)
+    monkeypatch.setattr(Loads, "host_counts", None)
+    out = run_experts(experts, x, Loads(torch.zeros(int(experts.num_experts), dtype=torch.int64)))
+    out.sum().backward()
+    assert out.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
+    gradients = {name: weight.grad for name, weight in experts.named_parameters()}
+    assert len(gradients) == (4 if family == "gpt-oss" else 2)
+    assert all(gradient is not None and not gradient.any() for gradient in gradients.values()), gradients
