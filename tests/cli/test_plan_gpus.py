@@ -23,6 +23,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Bytes, Machine, MemoryPlan, MemorySettings, plan_fixed
 from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.run.checks.check_model import check_preset
 from longspan.run.checks.config_check import check_config
 from longspan.train.plans import find_run_cost
 from longspan.train.plans.order import order_lengths
@@ -242,6 +243,10 @@ REFUSED = [
     (["--gpu", "h100", "--same", "1x5", "--lora.rnk", "4"], "no flag --lora.rnk: did you mean '--lora.rank'"),
     (["--gpu", "h100", "--gpus", "0", "--longest"], "--gpus is 0; give an integer of at least 1"),
     (["--gpu", "h100", "--gpus", "4", "--longest", "--parallel.tp", "3"], "tp 3"),
+    (
+        ["--gpu", "h100", "--gpus", "4", "--longest", "--parallel.ep", "2"],
+        "the home has ep 2, but qwen3 has no experts to deal out; use ep 1",
+    ),
     (["--gpu", "h100", "--longest", "--tflops", "-3"], "a speed must be above 0"),
     (["--gpu", "h100", "--longest", "--train.recompute_layers", "2"], "train.recompute_layers is 2"),
     (["--gpu-bytes", "80", "--longest"], "--gpu-bytes is 80: it is a number of bytes.* 80 GiB are 85899345920"),
@@ -263,6 +268,16 @@ def test_refusals(words: list[str], message: str, model: str, capsys: pytest.Cap
     assert main(["plan", *words, *named]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
+
+
+def test_a_preset_without_experts_is_refused_in_the_words_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpu", "h100", "--gpus", "4", "--longest", "--parallel.ep", "2", "--model.preset", "qwen3-tiny"]
+    assert main(["plan", *words]) == 2
+    said = capsys.readouterr().err
+    config = load_config(None, {"model.preset": "qwen3-tiny", "parallel.ep": 2})
+    with pytest.raises(ConfigError, match="deals out experts, there are none") as refusal:
+        check_preset(config)
+    assert str(refusal.value) in said
 
 
 def test_bench_step_names_the_new_flag_too() -> None:

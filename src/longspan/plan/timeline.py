@@ -30,6 +30,7 @@ class GroupTable:
     tokens: Ints  # (G,) laid-out rows
     squares: Ints  # (G,) sum of squared laid-out rows of a document
     unpadded: Ints  # (G,) sum of squared rows of a document, without padding
+    skipped: Floats  # (G,) a member's share of laid-out rows, less the most rows without padding of any member
     group: Ints  # (E,) of each membership
     slot: Ints  # (E,)
     way: Ints  # (G,) index into `ways`
@@ -39,9 +40,10 @@ class GroupTable:
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
         """Make the table of the groups of these micro-batches.
 
-        `tokens` and `squares` are of documents with their padding, `unpadded` are squares without it. `group` and
-        `slot` have one entry for each slot of each group, other columns one for each group. `way` numbers the types,
-        a2a sizes and partitions, which `ways` lists once each.
+        `tokens` and `squares` are of documents with their padding, `unpadded` are squares without it, and
+        `skipped` is the padding that experts skip on every member. `group` and `slot` have one entry for each slot of
+        each group, other columns one for each group. `way` numbers the types, a2a sizes and partitions, which `ways`
+        lists once each.
         """
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
         degree = _int_array([len(group.slots) for _, group in groups])
@@ -58,6 +60,7 @@ class GroupTable:
             tokens=_segment_sums(rows, counts),
             squares=_segment_sums(rows * rows, counts),
             unpadded=_segment_sums(lengths * lengths, counts),
+            skipped=np.array([_skipped_rows(group) for _, group in groups], dtype=np.float64),
             group=np.repeat(np.arange(len(groups)), degree),
             slot=np.fromiter(chain.from_iterable(group.slots for _, group in groups), np.int64, int(degree.sum())),
             way=way,
@@ -85,7 +88,7 @@ class GroupTable:
             seconds[of_this_way] = priced.group_seconds(
                 tokens, squares, degree, inside, documents, together=together[of_this_way]
             )
-        return seconds
+        return seconds - cost.expert_seconds * self.skipped
 
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds of each group (G,) as if it had the communication type of the cost.
@@ -96,6 +99,7 @@ class GroupTable:
         inside = together == self.degree
         squares = self.attention_squares(cost)
         seconds = cost.group_seconds(self.tokens, squares, self.degree, inside, self.documents, together=together)
+        seconds = seconds - cost.expert_seconds * self.skipped
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
     def attention_squares(self, cost: Cost) -> Ints:
@@ -133,6 +137,26 @@ def _group_way(group: Group) -> Way:
     sizes = group.hierarchical_context_parallel_sizes
     kind = max(types, key=types.count) if group.degree > 1 else "p2p"
     return kind, sizes[0] if sizes else 1, group.partition
+
+
+def _skipped_rows(group: Group) -> float:
+    """Return the rows of padding that no member's experts compute: its share of all rows, less the busiest's real ones.
+
+    Real rows are the first of each document, so that a zigzag or contiguous partition gives members unlike numbers of
+    them. Shares are fractions of rows here, not rounded as in `Group.shares`; 0 without padding.
+    """
+    if group.pad_to is None:
+        return 0.0
+    degree, lengths = group.degree, _int_array(group.lengths)
+    if group.partition == "zigzag":  # a member has an early and a late chunk of each document
+        borders = np.arange(2 * degree + 1)[:, None] * group.pad_to / (2 * degree)
+        chunks = np.diff(np.minimum(borders, lengths).sum(axis=1))
+        rows = (chunks + chunks[::-1])[:degree]
+    else:
+        borders = np.arange(degree + 1)[:, None] * (group.pad_to * len(lengths) / degree)
+        starts = np.arange(len(lengths)) * group.pad_to
+        rows = np.diff(np.clip(borders - starts, 0, lengths).sum(axis=1))
+    return max(0.0, group.pad_to * len(lengths) / degree - float(rows.max()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,8 +27,15 @@ from longspan.plan import (
 )
 from longspan.plan.memory.choose import leanest_plans
 from longspan.plan.memory.seconds import step_seconds
-from longspan.plan.shape.model_shape import ModelShape, read_query_heads
-from longspan.run.checks.check_model import check_lora, check_model_keys, check_mtp_section, check_precision
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.model_shape import ModelShape, no_experts_text, read_experts, read_query_heads
+from longspan.run.checks.check_model import (
+    check_lora,
+    check_model_keys,
+    check_mtp_section,
+    check_precision,
+    check_preset,
+)
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
 from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings
@@ -67,7 +74,10 @@ class RunOnGpus:
         # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
         # data.eval_documents is 0), but not those of named evaluation sets.
         check_plans(replace(config, eval=()), home, training=True)
-        return cls(config, gpus, home, planner_model(config))
+        check_preset(config)
+        model = planner_model(config)
+        _check_experts(model, home)
+        return cls(config, gpus, home, model)
 
     def change_count(self, count: int) -> "RunOnGpus":
         """Return the same run on another number of these GPUs."""
@@ -174,6 +184,14 @@ class RunOnGpus:
         Raises PlanError where they exceed the run's limit of rows.
         """
         return self.choice.plan(lengths, self.home, targets=targets)
+
+
+def _check_experts(model: Any, home: Layout) -> None:
+    """Raise PlanError, in the words of a run that has loaded the model, if slots share experts of which it has none."""
+    if home.ep > 1 and not read_experts(model).of_layer:
+        read = ConfigReader.read_whole(model)
+        classes = read.value("architectures") or [read.family or read.where]
+        raise PlanError(no_experts_text(home.ep, str(classes[0])))
 
 
 def planner_model(config: RunConfig) -> Any:

@@ -18,6 +18,7 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.experts.moe import expert_modules
 from longspan.model.weights.fill import copy_to_device
+from longspan.plan.shape.model_shape import no_experts_text
 
 
 def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: bool) -> None:
@@ -28,7 +29,7 @@ def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: boo
     """
     modules = expert_modules(model)
     if home.ep > 1 and not modules:
-        raise ModelError(f"the home has ep {home.ep}, but {type(model).__name__} has no experts to deal out; use ep 1")
+        raise ModelError(no_experts_text(home.ep, type(model).__name__))
     if home.ep > 1 and not shard_parameters:
         raise ModelError(
             f"the home has ep {home.ep}, which needs sharded parameters; use shard_parameters=True or ep 1"

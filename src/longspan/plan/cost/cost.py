@@ -26,7 +26,8 @@ Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
 _CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size")
 _NOT_CONSTANTS = ("source", "forward", "states", "network", *_CHOICES)
-_ROW_FIELDS = ("linear_seconds", "attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds", "copy_seconds")
+_ATTENTION_FIELDS = ("attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds", "copy_seconds")
+_ROW_FIELDS = ("linear_seconds", "expert_seconds", *_ATTENTION_FIELDS)
 FORWARD_ALONE = "forward passes alone"
 
 
@@ -37,18 +38,17 @@ class Cost:
     >>> round(float(Cost().group_seconds(65536, 65536**2, 8, inside=True)), 3)
     2.32
 
-    All are of forward and backward together. `linear_seconds` are per row, in all layers without attention;
-    `attention_seconds` per row squared of one document, in causal attention. `ring_bytes` are what each row's keys,
-    values and gradients put on the wire for a full turn, at `inside_bytes_per_second` if all slots of a group share a
-    node and at `across_bytes_per_second` otherwise; `ring_step_seconds` is the latency of each of the degree − 1 steps,
-    and `micro_batch_seconds` that of the launches of each micro-batch. `sharding_seconds` are those of FSDP2's messages
-    in a micro-batch that hide behind its work: in lockstep it takes no less. `closing_seconds` are added to a step in
-    free mode: where parameters are sharded over slots, they are gathered before it and gradients are summed after it
-    (`with_closing`). `launch_seconds` is the least that a micro-batch takes in the whole model however few its rows,
-    because the host needs so long to launch it; `simulate` runs no micro-batch faster through pipeline stages.
-    `update_seconds` are added to every step once, whatever its rows: the optimizer, and a step's ends. `source` names
-    the model and machine of the constants, for tables and reports; "" means no machine: seconds only show how the parts
-    of plans compare.
+    All are of forward and backward together. `linear_seconds` are per row, in all layers without attention, of which
+    experts, which skip padding, take `expert_seconds`; `attention_seconds` per row squared of one document, in causal
+    attention. `ring_bytes` are what each row's keys, values and gradients put on the wire for a full turn, at
+    `inside_bytes_per_second` if all slots of a group share a node, else at `across_bytes_per_second`;
+    `ring_step_seconds` is the latency of each of the degree − 1 steps, and `micro_batch_seconds` that of the launches
+    of each micro-batch. `sharding_seconds` are those of FSDP2's messages in a micro-batch that hide behind its work: in
+    lockstep it takes no less. `closing_seconds` are added to a step in free mode: sharded parameters are gathered
+    before it and gradients summed after it (`with_closing`). `launch_seconds` is the least that a micro-batch takes in
+    the whole model, however few its rows, for the host to launch it; `simulate` runs no micro-batch faster through
+    pipeline stages. `update_seconds` are added to every step: the optimizer, and a step's ends. `source` names the
+    constants' model and machine, for reports; "" means no machine: seconds only show how the parts of plans compare.
 
     `passes` "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were
     measured. `cp_comm_type` is the type under which groups are priced; "auto" is the fastest for each group, of those
@@ -71,6 +71,7 @@ class Cost:
     sharding_seconds: float = 0.0
     merge_seconds: float = 0.0
     copy_seconds: float = 0.0
+    expert_seconds: float = 0.0
     closing_seconds: float = 0.0
     launch_seconds: float = 0.0
     update_seconds: float = 0.0
@@ -185,8 +186,7 @@ class Cost:
         one node (None: all nodes but the last are full). Seconds are of linear layers, attention, states and messages.
         """
         tokens, squares, degree = _float_array(tokens), _float_array(squares), _float_array(degree)
-        if together is None:
-            together = fewest_together(degree, inside, self.node_size)
+        together = fewest_together(degree, inside, self.node_size) if together is None else together
         rows = Rows(tokens, squares, degree, _float_array(together))
         if self.cp_comm_type == "auto":
             return self._least_seconds(rows, inside, documents)

@@ -88,10 +88,11 @@ def with_recomputation(
     keys = shape.key_width / max(1, shape.query_width + shape.key_width)  # of what is exchanged
     scans = cost.states.scan_seconds if cost.states else 0.0
     recomputed_share = share * shape.recomputed_weights / shape.weights
-    weight_seconds = (cost.linear_seconds - scans) * (1 + (recomputed_share - frozen) * 2 / 6)
+    weight_factor = 1 + (recomputed_share - frozen) * 2 / 6
     return replace(
         cost,
-        linear_seconds=weight_seconds + scans * (1 + share / 3),
+        linear_seconds=(cost.linear_seconds - scans) * weight_factor + scans * (1 + share / 3),
+        expert_seconds=cost.expert_seconds * weight_factor,
         attention_seconds=cost.attention_seconds * (1 + full * 2 / 7),
         ring_step_seconds=cost.ring_step_seconds * (1 + full / 2),
         ring_bytes=cost.ring_bytes * (1 + full * (cost.network.block_share if cost.network else 1 / 3)),

@@ -107,7 +107,9 @@ class Machine(MachineFigures):
         # In float8 are forward's 2 FLOPs of each weight, backward's 2 for gradients of rows, and 2 of recomputation.
         saved = row.saved * (4 + 2 * share * shape.recomputed_weights / max(1, shape.weights))
         cost = dataclasses.replace(
-            cost, linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - unused_head - saved
+            cost,
+            linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - unused_head - saved,
+            expert_seconds=max(0.0, cost.expert_seconds - saved * _expert_share(shape)),
         )
         shared_weights = SharedWeights(self, shape, settings)
         cost = shared_weights.add_messages(cost, recomputed_share=share)
@@ -134,18 +136,18 @@ class Machine(MachineFigures):
         Such passes are short, so that what the host takes to launch them counts as well.
         """
         row_seconds = cost.linear_seconds + row.layer_passes + row.logit_passes - 3 * row.unused_head
-        row_seconds -= 3 * 2 * row.saved
-        forward = dataclasses.replace(cost, linear_seconds=row_seconds).forward_only()
+        saved = 3 * 2 * row.saved
+        expert_seconds = max(0.0, cost.expert_seconds - saved * _expert_share(shape))
+        forward = dataclasses.replace(cost, linear_seconds=row_seconds - saved, expert_seconds=expert_seconds)
         return dataclasses.replace(
-            SharedWeights(self, shape, settings).add_messages(forward),
+            SharedWeights(self, shape, settings).add_messages(forward.forward_only()),
             launch_seconds=shape.decoder_layers * self.layer_launch_seconds,
             update_seconds=self.update_seconds,
         )
 
     def _float8_seconds(self, shape: ModelShape) -> float:
         """Return the seconds that float8 saves a row for each FLOP of all weights of the layers; the head has none."""
-        of_layers = shape.weights - shape.hidden * shape.logits
-        return of_layers * (1 / self.product_flops_per_second - 1 / self.float8_flops_per_second)
+        return _layer_weights(shape) * (1 / self.product_flops_per_second - 1 / self.float8_flops_per_second)
 
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
         """Return the cost of a model of this shape, without what settings change.
@@ -164,7 +166,8 @@ class Machine(MachineFigures):
             bytes_per_value=bytes_per_number,
         )
         expert_extra = 1 / self.expert_flops_per_second - 1 / self.product_flops_per_second
-        constants["linear_seconds"] += 6 * shape.expert_weights * expert_extra
+        for name in ("linear_seconds", "expert_seconds"):
+            constants[name] += 6 * shape.expert_weights * expert_extra
         network = None
         if shape.layers:  # that attend: a model of state-space layers only needs no network
             turns = 2 * bytes_per_number + max(4, bytes_per_number)
@@ -271,6 +274,16 @@ class Machine(MachineFigures):
                 block_share=number / turns,
             ),
         )
+
+
+def _layer_weights(shape: ModelShape) -> int:
+    """Return the weights that multiply a row in the layers, without the output head."""
+    return shape.weights - shape.hidden * shape.logits
+
+
+def _expert_share(shape: ModelShape) -> float:
+    """Return the share of experts in the weights of the layers."""
+    return shape.expert_weights / max(1, _layer_weights(shape))
 
 
 def is_known(name: str) -> bool:

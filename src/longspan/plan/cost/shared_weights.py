@@ -93,8 +93,9 @@ class SharedWeights:
     def _add_routing(self, cost: Cost, recomputed_share: float) -> Cost:
         """Return a cost with the exchanges in which rows go to the slots that have their experts, and come back.
 
-        Each of the ep slots has equally many experts, and gets equally many rows from each of the others. Nothing is
-        computed meanwhile. A layer exchanges twice forward, twice again if it is recomputed, and twice backward.
+        Each of the ep slots has equally many experts, and gets equally many rows from each of the others, none of them
+        padding. Nothing is computed meanwhile. A layer exchanges twice forward, twice again if it is recomputed, and
+        twice backward.
         """
         machine, settings, ep = self.machine, self.settings, self.settings.ep
         if ep == 1 or not self.shape.expert_layers:
@@ -109,5 +110,6 @@ class SharedWeights:
         return dataclasses.replace(
             cost,
             linear_seconds=cost.linear_seconds + max(near, far),
+            expert_seconds=cost.expert_seconds + max(near, far),
             micro_batch_seconds=cost.micro_batch_seconds + latency,
         )

@@ -220,3 +220,8 @@ def read_experts(config: Any) -> ExpertCounts:
     name, count = read.experts()
     visited = read.count("num_experts_per_tok", "num_experts_per_token") if count else 0
     return ExpertCounts(count, name, visited)
+
+
+def no_experts_text(ep: int, model: str) -> str:
+    """Say that `ep` slots cannot share the experts of a model that has none; `model` is the name of its class."""
+    return f"the home has ep {ep}, but {model} has no experts to deal out; use ep 1"
