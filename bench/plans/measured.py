@@ -36,8 +36,14 @@ OLDER = {
     "step-4xH200-moe": "experts ran grouped_mm: 18.1 ms a layer of 16K rows, now 8.2 (experts-H200)",
     "eval-4xH200": "waited for the host, which makes 44 % fewer calls since FSDP2's modules are listed once",
     "hybrid-step-4xH200": "made before the kernels of delta nets and of experts",
-    ("step-4xH200-tail", "padded"): "an earlier run, with the model's own norms",
-    ("step-4xH200-files", "padded"): "an earlier run, with the model's own norms",
+    (
+        "step-4xH200-tail",
+        "padded",
+    ): "made before rows without a token to predict were left out of the logits (d229cfbe)",
+    (
+        "step-4xH200-files",
+        "padded",
+    ): "made before rows without a token to predict were left out of the logits (d229cfbe)",
     ("step-H200-norms", "own norms"): "the model's own norms, which runs no longer use",
     ("vision-step-4xH200", "replicated"): "the bench's own stand-in for images on every rank, in which no run encodes",
     ("attention-4xH200", "16,384"): "waited for the host, which has become lean (two-commits-4xH200)",

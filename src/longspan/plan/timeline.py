@@ -40,8 +40,8 @@ class GroupTable:
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
         """Make the table of the groups of these micro-batches.
 
-        `tokens` and `squares` are of documents with their padding, `unpadded` are squares without it, and
-        `skipped` is the padding that experts skip on every member. `group` and `slot` have one entry for each slot of
+        `tokens` and `squares` are of documents with their padding, `unpadded` are squares without it, and `skipped` is
+        the padding for which every member saves experts and logits. `group` and `slot` have one entry for each slot of
         each group, other columns one for each group. `way` numbers the types, a2a sizes and partitions, which `ways`
         lists once each.
         """
@@ -88,7 +88,7 @@ class GroupTable:
             seconds[of_this_way] = priced.group_seconds(
                 tokens, squares, degree, inside, documents, together=together[of_this_way]
             )
-        return seconds - cost.expert_seconds * self.skipped
+        return seconds - cost.real_row_seconds * self.skipped
 
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds of each group (G,) as if it had the communication type of the cost.
@@ -99,7 +99,7 @@ class GroupTable:
         inside = together == self.degree
         squares = self.attention_squares(cost)
         seconds = cost.group_seconds(self.tokens, squares, self.degree, inside, self.documents, together=together)
-        seconds = seconds - cost.expert_seconds * self.skipped
+        seconds = seconds - cost.real_row_seconds * self.skipped
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
     def attention_squares(self, cost: Cost) -> Ints:
@@ -140,7 +140,7 @@ def _group_way(group: Group) -> Way:
 
 
 def _skipped_rows(group: Group) -> float:
-    """Return the rows of padding that no member's experts compute: its share of all rows, less the busiest's real ones.
+    """Return for how many rows no member computes experts and logits: its share of all, less the busiest's real ones.
 
     Real rows are the first of each document, so that a zigzag or contiguous partition gives members unlike numbers of
     them. Shares are fractions of rows here, not rounded as in `Group.shares`; 0 without padding.

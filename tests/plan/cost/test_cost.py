@@ -42,7 +42,7 @@ def test_every_constant_counts() -> None:
     groups = (np.full(3, 9e4), np.array([1e6, 1e6, 1e12]), np.full(3, 4), np.array([True, False, True]))
     values = Cost().constants()
     of_no_group = ("micro_batch_seconds", "sharding_seconds", "closing_seconds", "launch_seconds", "update_seconds")
-    for name in (*of_no_group, "expert_seconds"):  # these are of padding that experts skip
+    for name in (*of_no_group, "real_row_seconds"):  # these are of padding that experts skip
         del values[name]
     values |= {"merge_seconds": 1e-6, "copy_seconds": 1e-6}
     base = Cost.from_json(values)

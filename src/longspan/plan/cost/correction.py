@@ -81,7 +81,7 @@ class Correction:
         return dataclasses.replace(
             cost,
             linear_seconds=cost.linear_seconds * self.linear,
-            expert_seconds=cost.expert_seconds * self.linear,
+            real_row_seconds=cost.real_row_seconds * self.linear,
             micro_batch_seconds=cost.micro_batch_seconds * self.linear,
             sharding_seconds=cost.sharding_seconds * self.linear,
             closing_seconds=cost.closing_seconds * self.linear,

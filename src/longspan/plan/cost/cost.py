@@ -27,7 +27,7 @@ DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
 _CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size")
 _NOT_CONSTANTS = ("source", "forward", "states", "network", *_CHOICES)
 _ATTENTION_FIELDS = ("attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds", "copy_seconds")
-_ROW_FIELDS = ("linear_seconds", "expert_seconds", *_ATTENTION_FIELDS)
+_ROW_FIELDS = ("linear_seconds", "real_row_seconds", *_ATTENTION_FIELDS)
 FORWARD_ALONE = "forward passes alone"
 
 
@@ -39,8 +39,8 @@ class Cost:
     2.32
 
     All are of forward and backward together. `linear_seconds` are per row, in all layers without attention, of which
-    experts, which skip padding, take `expert_seconds`; `attention_seconds` per row squared of one document, in causal
-    attention. `ring_bytes` are what each row's keys, values and gradients put on the wire for a full turn, at
+    rows of padding save `real_row_seconds` (experts, logits); `attention_seconds` per row squared of one document, in
+    causal attention. `ring_bytes` are what each row's keys, values and gradients put on the wire for a full turn, at
     `inside_bytes_per_second` if all slots of a group share a node, else at `across_bytes_per_second`;
     `ring_step_seconds` is the latency of each of the degree − 1 steps, and `micro_batch_seconds` that of the launches
     of each micro-batch. `sharding_seconds` are those of FSDP2's messages in a micro-batch that hide behind its work: in
@@ -49,7 +49,6 @@ class Cost:
     the whole model, however few its rows, for the host to launch it; `simulate` runs no micro-batch faster through
     pipeline stages. `update_seconds` are added to every step: the optimizer, and a step's ends. `source` names the
     constants' model and machine, for reports; "" means no machine: seconds only show how the parts of plans compare.
-
     `passes` "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were
     measured. `cp_comm_type` is the type under which groups are priced; "auto" is the fastest for each group, of those
     that `heads` query heads of a rank allow (0: unknown, and types that exchange heads are left out). Under a2a+p2p
@@ -71,7 +70,7 @@ class Cost:
     sharding_seconds: float = 0.0
     merge_seconds: float = 0.0
     copy_seconds: float = 0.0
-    expert_seconds: float = 0.0
+    real_row_seconds: float = 0.0
     closing_seconds: float = 0.0
     launch_seconds: float = 0.0
     update_seconds: float = 0.0

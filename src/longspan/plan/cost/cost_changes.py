@@ -92,7 +92,7 @@ def with_recomputation(
     return replace(
         cost,
         linear_seconds=(cost.linear_seconds - scans) * weight_factor + scans * (1 + share / 3),
-        expert_seconds=cost.expert_seconds * weight_factor,
+        real_row_seconds=cost.real_row_seconds * weight_factor,
         attention_seconds=cost.attention_seconds * (1 + full * 2 / 7),
         ring_step_seconds=cost.ring_step_seconds * (1 + full / 2),
         ring_bytes=cost.ring_bytes * (1 + full * (cost.network.block_share if cost.network else 1 / 3)),

@@ -109,7 +109,8 @@ class Machine(MachineFigures):
         cost = dataclasses.replace(
             cost,
             linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - unused_head - saved,
-            expert_seconds=max(0.0, cost.expert_seconds - saved * _expert_share(shape)),
+            real_row_seconds=max(0.0, cost.real_row_seconds - saved * _expert_share(shape))
+            + self._head_seconds(shape, settings),
         )
         shared_weights = SharedWeights(self, shape, settings)
         cost = shared_weights.add_messages(cost, recomputed_share=share)
@@ -137,13 +138,19 @@ class Machine(MachineFigures):
         """
         row_seconds = cost.linear_seconds + row.layer_passes + row.logit_passes - 3 * row.unused_head
         saved = 3 * 2 * row.saved
-        expert_seconds = max(0.0, cost.expert_seconds - saved * _expert_share(shape))
-        forward = dataclasses.replace(cost, linear_seconds=row_seconds - saved, expert_seconds=expert_seconds)
+        real_row_seconds = max(0.0, cost.real_row_seconds - saved * _expert_share(shape))
+        real_row_seconds += self._head_seconds(shape, dataclasses.replace(settings, frozen=False))
+        forward = dataclasses.replace(cost, linear_seconds=row_seconds - saved, real_row_seconds=real_row_seconds)
         return dataclasses.replace(
             SharedWeights(self, shape, settings).add_messages(forward.forward_only()),
             launch_seconds=shape.decoder_layers * self.layer_launch_seconds,
             update_seconds=self.update_seconds,
         )
+
+    def _head_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
+        """Return the seconds of a row's logits and loss, which only rows that predict a token have."""
+        products = (4 if settings.frozen else 6) * shape.hidden * shape.logits / self.product_flops_per_second
+        return settings.target_share * (products + shape.logits * self.logit_pass_seconds)
 
     def _float8_seconds(self, shape: ModelShape) -> float:
         """Return the seconds that float8 saves a row for each FLOP of all weights of the layers; the head has none."""
@@ -166,7 +173,7 @@ class Machine(MachineFigures):
             bytes_per_value=bytes_per_number,
         )
         expert_extra = 1 / self.expert_flops_per_second - 1 / self.product_flops_per_second
-        for name in ("linear_seconds", "expert_seconds"):
+        for name in ("linear_seconds", "real_row_seconds"):
             constants[name] += 6 * shape.expert_weights * expert_extra
         network = None
         if shape.layers:  # that attend: a model of state-space layers only needs no network

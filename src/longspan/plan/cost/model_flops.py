@@ -36,7 +36,7 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 # cost with measured forward passes does not use these.
 FORWARD_SHARES = {
     "linear_seconds": 1 / 3,
-    "expert_seconds": 1 / 3,
+    "real_row_seconds": 1 / 3,
     "attention_seconds": FORWARD_OF_ATTENTION,
     "ring_bytes": 1 / 3,
     "exchange_bytes": 1 / 2,
@@ -159,7 +159,7 @@ def price_model(shape: ModelShape, tflops: float, **rates: Unpack[ModelRates]) -
     limited_seconds = limited_flops * shape.query_width / (attention_tflops * 1e12)
     return {
         "linear_seconds": 6 * shape.weights / (tflops * 1e12) + limited_seconds + scan_seconds,
-        "expert_seconds": 6 * shape.expert_weights / (tflops * 1e12),
+        "real_row_seconds": 6 * shape.expert_weights / (tflops * 1e12),
         "attention_seconds": full * 7 * shape.query_width / (attention_tflops * 1e12),
         "ring_bytes": float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
         "exchange_bytes": float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),

@@ -110,6 +110,6 @@ class SharedWeights:
         return dataclasses.replace(
             cost,
             linear_seconds=cost.linear_seconds + max(near, far),
-            expert_seconds=cost.expert_seconds + max(near, far),
+            real_row_seconds=cost.real_row_seconds + max(near, far),
             micro_batch_seconds=cost.micro_batch_seconds + latency,
         )

@@ -82,7 +82,7 @@ def wrong_costs(cost: Cost, share: float = SHARE) -> Iterator[tuple[str, float, 
     for factor in (1 - share, 1 + share):
         for constant, name in OF_COST.items():
             if value := getattr(cost, name):
-                more = {"expert_seconds": cost.expert_seconds * factor} if name == "linear_seconds" else {}
+                more = {"real_row_seconds": cost.real_row_seconds * factor} if name == "linear_seconds" else {}
                 yield constant, factor, replace(cost, **{name: value * factor}, **more)
         if cost.network and cost.network.half_speed_rows:
             network = replace(cost.network, half_speed_rows=cost.network.half_speed_rows * factor)
