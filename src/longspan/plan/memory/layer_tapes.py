@@ -7,7 +7,6 @@ tests/plan/memory/ counts the same on real models. MLPs and experts are in `feed
 
 from dataclasses import dataclass
 
-from longspan.plan.cost.attention_price import EXCHANGE_SLICES
 from longspan.plan.memory.bytes import count_head_groups
 from longspan.plan.memory.feed_tapes import add_experts, add_mlp, dense_width
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
@@ -130,17 +129,45 @@ def _add_attention_call(
     gradient_sums = 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows)
     wide_queries = builder.rows(query, WIDE)  # gradients of queries, or a ring's outputs while they are merged
     # Exchanges move heads in slices, which are then the groups of backward.
-    groups = count_head_groups(wide_queries, EXCHANGE_SLICES if load.exchanged_rows else max(1, int(kv_heads)))
+    most_groups = load.exchange_slices if load.exchanged_rows else max(1, int(kv_heads))
+    groups = count_head_groups(wide_queries, most_groups)
+    if load.exchanged_rows and groups > 1:
+        groups = load.exchange_slices
     work = Work(blocks + wide_queries * bool(load.ring_rows), (blocks + gradient_sums + wide_queries) / groups)
     lse, size = {"lse": builder.rows(heads, WIDE)}, builder.rows(query)
     # Bytes of keys, or of values, after the exchange, with the copies of heads that it makes.
     keys = (load.rows - load.exchanged_rows + load.exchanged_key_rows) * key * number
+    if load.exchanged_rows:
+        work = Work(work.forward, _exchange_work(builder, query, key, groups, work.backward))
     if not load.exchanged_rows or builder.lean:
-        moved_bytes = 2 * (size + keys) * bool(load.exchanged_rows)  # q, k, v, and the output or its gradient
-        work = Work(work.forward + moved_bytes, work.backward + moved_bytes)
+        moved_bytes = 2 * (size + keys) * bool(load.exchanged_rows)  # q, k, v, and the output
+        work = Work(work.forward + moved_bytes, work.backward)
         return tape.add("out", (q, k, v), size, saves=(q, k, v, "out"), also=lse, work=work)
     q, k, v = (
         tape.add(f"{name}_moved", (x,), size if name == "q" else keys) for name, x in zip("qkv", (q, k, v), strict=True)
     )
     out_moved = tape.add("out_moved", (q, k, v), size, saves=(q, k, v, "out_moved"), also=lse, work=work)
     return tape.add("out", (out_moved,), size)
+
+
+def _exchange_work(builder: LayerBuilder, query: float, key: float, groups: int, kernel_bytes: float) -> float:
+    """Return the bytes of backward of attention that exchanges heads, besides the gradients of local q, k and v.
+
+    `query` and `key` are widths of this rank's rows; `kernel_bytes` are the float32 gradients of queries, and what a
+    ring holds, of one of the `groups`. What arrives is the output's gradient, and in a `lean` layer q, k and v too.
+
+    Groups that are computed one after another are slices. Beside one slice's arrivals, float32 sums and gradients lie
+    the messages of its neighbours, each as it is sent and as it is received: the arrivals of the next slice, and the
+    gradients of the slice before. Otherwise all heads are in flight at once: first the arrivals and sums are there, and
+    at the end the messages of all gradients. There, messages of a `lean` layer that still arrive are not counted.
+    """
+    load, number = builder.load, builder.number
+    queries, key_rows = load.exchanged_rows * query, load.exchanged_key_rows * key
+    # Gradients that copies of a head give are still to be summed, and travel in float32.
+    key_number = number if load.exchanged_key_rows <= load.exchanged_rows else WIDE
+    gradients = queries * number + 2 * key_rows * key_number
+    arrivals = queries * number + (queries + 2 * key_rows) * number * builder.lean
+    if groups == 1:
+        return max(arrivals + kernel_bytes, 2 * gradients)
+    key_sums = 2 * key_rows * WIDE
+    return (3 * arrivals + 3 * gradients + key_sums) / groups + kernel_bytes

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from longspan.plan.cost.attention_price import kv_copies
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.type_price import AttentionCall
+from longspan.plan.memory.head_split import count_exchange_slices, head_split
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
-from longspan.plan.shape.layers import key_value_heads
+from longspan.plan.shape.layers import attention_widths, key_value_heads
 
 
 @dataclass(frozen=True, order=True)
@@ -20,7 +21,8 @@ class SlotLoad:
     `exchanged_rows` of them are in groups that exchange heads, with key/value heads for `exchanged_key_rows` (more,
     where members need copies of a head). A ring's blocks have at most `ring_rows`; `gathered_rows` are all rows of a
     group whose keys and values are gathered. `runs` counts the runs of documents on the slot. A `later` micro-batch is
-    not the first of its step: gradients of earlier ones are there.
+    not the first of its step: gradients of earlier ones are there. The heads of the longest group that exchanges them
+    travel in so many `exchange_slices`.
     """
 
     rows: int
@@ -30,6 +32,7 @@ class SlotLoad:
     gathered_rows: int = 0
     runs: int = 1
     later: bool = False
+    exchange_slices: int = 1
 
     def covers(self, other: "SlotLoad") -> bool:
         """Return whether no number of `other` is larger than this load's, so that `other` needs no more memory."""
@@ -37,7 +40,10 @@ class SlotLoad:
 
 
 def _load_numbers(load: SlotLoad) -> tuple[float, ...]:
-    """Return the fields of a load as numbers, of which more never take less memory."""
+    """Return the fields of a load as numbers, of which more never take less memory.
+
+    More slices take less, so that they count negative.
+    """
     return (
         load.rows,
         load.exchanged_rows,
@@ -46,6 +52,7 @@ def _load_numbers(load: SlotLoad) -> tuple[float, ...]:
         load.gathered_rows,
         load.runs,
         float(load.later),
+        -load.exchange_slices,
     )
 
 
@@ -62,7 +69,7 @@ def slot_loads(
             for slot in range(plan.slots):
                 loads.add(_slot_load(plan, batch, slot, later=index > 0, model=(read, settings, machine, tp)))
     largest: list[SlotLoad] = []
-    for load in sorted(loads, reverse=True):  # a load that covers another comes before it
+    for load in sorted(loads, key=_load_numbers, reverse=True):  # a load that covers another comes before it
         if not any(larger.covers(load) for larger in largest):
             largest.append(load)
     return tuple(largest) or (SlotLoad(1),)
@@ -82,7 +89,8 @@ def _slot_load(
     or of a model without attention heads, do not move. A slot without rows counts one, the padding row that a model
     gets there; the slot's rows are rounded up as the plan pads them. Zigzag gives a slot two runs of each document.
     """
-    rows = exchanged_rows = ring_rows = gathered_rows = runs = 0
+    rows = exchanged_rows = ring_rows = gathered_rows = runs = longest = 0
+    exchange_slices = 1
     exchanged_key_rows = 0.0
     read, settings, machine, tp = model
     heads, kv_heads = read.count("num_attention_heads") // tp, max(1, key_value_heads(read) // tp)
@@ -96,12 +104,24 @@ def _slot_load(
         if members > 1:
             exchanged_rows += group_rows
             exchanged_key_rows += group_rows * float(kv_copies(heads, kv_heads, members))
+            if group_rows > longest:
+                longest, exchange_slices = group_rows, _count_slices(group_rows, members, read, settings, tp)
         if kind == "all_gather":
             gathered_rows = max(gathered_rows, group_rows * group.degree)
         elif group.degree > members:  # a block of the ring has the rows of all members that exchange
             ring_rows = max(ring_rows, group_rows * members)
     rows = -(-max(rows, 1) // plan.row_multiple) * plan.row_multiple
-    return SlotLoad(rows, exchanged_rows, exchanged_key_rows, ring_rows, gathered_rows, max(1, runs), later)
+    runs = max(1, runs)
+    return SlotLoad(rows, exchanged_rows, exchanged_key_rows, ring_rows, gathered_rows, runs, later, exchange_slices)
+
+
+def _count_slices(rows: int, members: int, read: ConfigReader, settings: MemorySettings, tp: int) -> int:
+    """Return in how many slices members of so many rows exchange heads; 1 where they cannot share the heads out."""
+    heads, kv_heads = read.count("num_attention_heads") // tp, max(1, key_value_heads(read) // tp)
+    if heads % members or heads % kv_heads:
+        return 1
+    query_numbers = rows * attention_widths(read).query // tp
+    return count_exchange_slices(head_split(heads, kv_heads, members), int(query_numbers), settings.compute_bytes)
 
 
 def group_exchange(
