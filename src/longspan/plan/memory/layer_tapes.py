@@ -151,23 +151,39 @@ def _add_attention_call(
 
 
 def _exchange_work(builder: LayerBuilder, query: float, key: float, groups: int, kernel_bytes: float) -> float:
-    """Return the bytes of backward of attention that exchanges heads, besides the gradients of local q, k and v.
+    """Return the bytes of backward of attention that exchanges heads, besides the gradients of the moved q, k and v.
 
     `query` and `key` are widths of this rank's rows; `kernel_bytes` are the float32 gradients of queries, and what a
-    ring holds, of one of the `groups`. What arrives is the output's gradient, and in a `lean` layer q, k and v too.
+    ring holds, of one of the `groups`. What arrives of a slice is the output's gradient, in a `lean` layer q, k and v
+    too. A message is held as it is sent and as it is received. The tape counts the gradients of moved q, k and v
+    (`counted`), which are those of the local ones here: they are made when the first slice has come back.
 
-    Groups that are computed one after another are slices. Beside one slice's arrivals, float32 sums and gradients lie
-    the messages of its neighbours, each as it is sent and as it is received: the arrivals of the next slice, and the
-    gradients of the slice before. Otherwise all heads are in flight at once: first the arrivals and sums are there, and
-    at the end the messages of all gradients. There, messages of a `lean` layer that still arrive are not counted.
+    Groups that are computed one after another are slices: beside one slice's arrivals, sums and gradients lie the
+    arrivals of the next slice and the gradients of the slice before. Of two slices none has both. Otherwise all slices
+    are in flight at once: most is held when the gradients of the first slice leave, or those of the last.
     """
     load, number = builder.load, builder.number
-    queries, key_rows = load.exchanged_rows * query, load.exchanged_key_rows * key
-    # Gradients that copies of a head give are still to be summed, and travel in float32.
-    key_number = number if load.exchanged_key_rows <= load.exchanged_rows else WIDE
-    gradients = queries * number + 2 * key_rows * key_number
-    arrivals = queries * number + (queries + 2 * key_rows) * number * builder.lean
+    slices, kv_slices = load.exchange_slices, load.exchange_kv_slices
+    queries, keys = load.exchanged_rows * query * number, 2 * load.exchanged_key_rows * key * number
+    has_copies = load.exchanged_key_rows > load.exchanged_rows
+    wide_keys = keys * WIDE / number
+    key_gradients = wide_keys if has_copies else keys  # those of copies are still to be summed
+    counted, gradients = queries + keys, queries + key_gradients
+    slice_gradients = queries / slices + key_gradients / kv_slices
+    # Kernels of GPUs take the products of the output with its gradient in place of the output.
+    query_arrivals = queries * (1 + builder.lean * (1 if builder.settings.gpu else 2))
+    arrivals, slice_arrivals = query_arrivals + keys * builder.lean, query_arrivals / slices
+    slice_arrivals += keys * builder.lean / kv_slices
+    copies = keys * (has_copies and builder.lean)
+    if load.ring_rows and groups == 1:
+        return copies + max(arrivals + kernel_bytes, 3 * gradients - counted)
+    # Slices that share keys and values each have a sum of the gradients of these.
+    of_slice = slice_arrivals + slice_gradients + wide_keys * slices / kv_slices**2
     if groups == 1:
-        return max(arrivals + kernel_bytes, 2 * gradients)
-    key_sums = 2 * key_rows * WIDE
-    return (3 * arrivals + 3 * gradients + key_sums) / groups + kernel_bytes
+        of_slice += kernel_bytes / slices
+        first = of_slice + 2 * (arrivals - slice_arrivals) + 2 * slice_gradients - counted
+        last = of_slice + 2 * gradients - counted
+        return copies + max(first, last, 3 * gradients - counted, arrivals + kernel_bytes)
+    of_slice += kernel_bytes + 2 * slice_gradients
+    last, others = of_slice + gradients - counted, of_slice + 2 * slice_arrivals - counted
+    return copies + max(last, others + gradients * (slices > 2), (arrivals + kernel_bytes) * builder.lean)

@@ -21,8 +21,8 @@ class SlotLoad:
     `exchanged_rows` of them are in groups that exchange heads, with key/value heads for `exchanged_key_rows` (more,
     where members need copies of a head). A ring's blocks have at most `ring_rows`; `gathered_rows` are all rows of a
     group whose keys and values are gathered. `runs` counts the runs of documents on the slot. A `later` micro-batch is
-    not the first of its step: gradients of earlier ones are there. The heads of the longest group that exchanges them
-    travel in so many `exchange_slices`.
+    not the first of its step: gradients of earlier ones are there. Of the longest group that exchanges heads, queries
+    travel in so many `exchange_slices`, and keys and values in `exchange_kv_slices`.
     """
 
     rows: int
@@ -33,6 +33,7 @@ class SlotLoad:
     runs: int = 1
     later: bool = False
     exchange_slices: int = 1
+    exchange_kv_slices: int = 1
 
     def covers(self, other: "SlotLoad") -> bool:
         """Return whether no number of `other` is larger than this load's, so that `other` needs no more memory."""
@@ -53,6 +54,7 @@ def _load_numbers(load: SlotLoad) -> tuple[float, ...]:
         load.runs,
         float(load.later),
         -load.exchange_slices,
+        -load.exchange_kv_slices,
     )
 
 
@@ -90,7 +92,7 @@ def _slot_load(
     gets there; the slot's rows are rounded up as the plan pads them. Zigzag gives a slot two runs of each document.
     """
     rows = exchanged_rows = ring_rows = gathered_rows = runs = longest = 0
-    exchange_slices = 1
+    slices = 1, 1
     exchanged_key_rows = 0.0
     read, settings, machine, tp = model
     heads, kv_heads = read.count("num_attention_heads") // tp, max(1, key_value_heads(read) // tp)
@@ -105,23 +107,27 @@ def _slot_load(
             exchanged_rows += group_rows
             exchanged_key_rows += group_rows * float(kv_copies(heads, kv_heads, members))
             if group_rows > longest:
-                longest, exchange_slices = group_rows, _count_slices(group_rows, members, read, settings, tp)
+                longest, slices = group_rows, _count_slices(group_rows, members, read, settings, tp)
         if kind == "all_gather":
             gathered_rows = max(gathered_rows, group_rows * group.degree)
         elif group.degree > members:  # a block of the ring has the rows of all members that exchange
             ring_rows = max(ring_rows, group_rows * members)
     rows = -(-max(rows, 1) // plan.row_multiple) * plan.row_multiple
     runs = max(1, runs)
-    return SlotLoad(rows, exchanged_rows, exchanged_key_rows, ring_rows, gathered_rows, runs, later, exchange_slices)
+    return SlotLoad(rows, exchanged_rows, exchanged_key_rows, ring_rows, gathered_rows, runs, later, *slices)
 
 
-def _count_slices(rows: int, members: int, read: ConfigReader, settings: MemorySettings, tp: int) -> int:
-    """Return in how many slices members of so many rows exchange heads; 1 where they cannot share the heads out."""
+def _count_slices(rows: int, members: int, read: ConfigReader, settings: MemorySettings, tp: int) -> tuple[int, int]:
+    """Return in how many slices members of so many rows exchange query heads, and key/value heads.
+
+    Both are 1 where the members cannot share the heads out.
+    """
     heads, kv_heads = read.count("num_attention_heads") // tp, max(1, key_value_heads(read) // tp)
     if heads % members or heads % kv_heads:
-        return 1
-    query_numbers = rows * attention_widths(read).query // tp
-    return count_exchange_slices(head_split(heads, kv_heads, members), int(query_numbers), settings.compute_bytes)
+        return 1, 1
+    split, query_numbers = head_split(heads, kv_heads, members), rows * attention_widths(read).query // tp
+    slices = count_exchange_slices(split, int(query_numbers), settings.compute_bytes)
+    return slices, slices // split.slices_per_kv_head(slices)
 
 
 def group_exchange(
