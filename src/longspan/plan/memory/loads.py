@@ -36,15 +36,18 @@ class SlotLoad:
     exchange_kv_slices: int = 1
 
     def covers(self, other: "SlotLoad") -> bool:
-        """Return whether no number of `other` is larger than this load's, so that `other` needs no more memory."""
-        return all(a >= b for a, b in zip(_load_numbers(self), _load_numbers(other), strict=True))
+        """Return whether no number of `other` is larger than this load's, so that `other` needs no more memory.
+
+        A load in other slices may need more.
+        """
+        slices = self.exchange_slices, self.exchange_kv_slices
+        return slices == (other.exchange_slices, other.exchange_kv_slices) and all(
+            a >= b for a, b in zip(_load_numbers(self), _load_numbers(other), strict=True)
+        )
 
 
 def _load_numbers(load: SlotLoad) -> tuple[float, ...]:
-    """Return the fields of a load as numbers, of which more never take less memory.
-
-    More slices take less, so that they count negative.
-    """
+    """Return the fields of a load as numbers, of which more never take less memory."""
     return (
         load.rows,
         load.exchanged_rows,
@@ -53,8 +56,6 @@ def _load_numbers(load: SlotLoad) -> tuple[float, ...]:
         load.gathered_rows,
         load.runs,
         float(load.later),
-        -load.exchange_slices,
-        -load.exchange_kv_slices,
     )
 
 
@@ -71,7 +72,7 @@ def slot_loads(
             for slot in range(plan.slots):
                 loads.add(_slot_load(plan, batch, slot, later=index > 0, model=(read, settings, machine, tp)))
     largest: list[SlotLoad] = []
-    for load in sorted(loads, key=_load_numbers, reverse=True):  # a load that covers another comes before it
+    for load in sorted(loads, reverse=True):  # a load that covers another comes before it
         if not any(larger.covers(load) for larger in largest):
             largest.append(load)
     return tuple(largest) or (SlotLoad(1),)
