@@ -190,20 +190,21 @@ def _exchanges(rank: int) -> dict[str, tuple[int, float, float]]:
         monkeypatch.setattr(loads, "count_exchange_slices", partial(count_exchange_slices, slice_bytes=0))
         settings = MemorySettings(parameter_bytes=2, shard_parameters=False, mlp_tile_rows=128)
         plan, config = plan_fixed([4 * ROWS], world.home, cp=2, cp_comm_type="a2a"), config_of("qwen3")
-        for kv_heads, word, order in (
+        cases: tuple[tuple[int, Any, str], ...] = (
             (8, "full", "at once"),
             (8, "full", "one by one"),
             (8, "selective", "at once"),
             (8, "selective", "one by one"),
             (4, "full", "one by one"),
             (2, "full", "at once"),
-        ):
+        )
+        for kv_heads, word, order in cases:
             config.num_key_value_heads = kv_heads
             monkeypatch.setattr(memory_bytes, "QUERY_GRADIENT_BYTES", 1 if order == "one by one" else 1 << 30)
             counted = count_step(config, plan, world, activation_checkpointing=word, mlp_tile_rows=128)
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
             (place,), (load,) = needs.places, needs.loads
-            layer: Any = place.layer_bytes(1, load, word)
+            layer = place.layer_bytes(1, load, word)
             others = counted.alive[1] - place.row_bytes * load.rows + _head_bytes(needs)  # its input counts as kept
             planned = others + layer.kept + layer.peaks.backward
             if word == "selective":  # on a CPU outputs travel too, not just their products with the gradient
