@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttendCall, Gradients, Saved, add_block, sum_addends
-from longspan.attention.head_swap import HeadSplit, HeadSwap, head_split
+from longspan.attention.head_swap import HeadSwap
 from longspan.attention.members import Members
 from longspan.attention.ring import (
     Queries,
@@ -44,6 +44,7 @@ from longspan.attention.rows import (
 from longspan.comm import Addend, Handle
 from longspan.plan.cost.attention_price import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
 from longspan.plan.memory.bytes import count_head_groups
+from longspan.plan.memory.head_split import HeadSplit, count_exchange_slices, head_split
 
 _Pair = tuple[Tensor, Tensor]
 _BACKWARD = "attention all-to-all backward"
@@ -277,19 +278,15 @@ class _Backward:
 
 
 def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:
-    """Choose in how many slices heads are exchanged: one for each SLICE_BYTES of queries, SLICES at most.
+    """Choose in how many slices heads are exchanged, by the member with the most rows, so that all choose the same.
 
-    Where backward computes groups of heads one after another, as their float32 gradients are large, each may be a
-    slice: what travels then takes less memory. Bytes are counted for the member with the most rows, so that all members
-    choose the same. A narrow window takes one
-    slice: its rows are fetched in one exchange, so that slices would have no other blocks to take turns on.
+    A narrow window takes one slice: its rows are fetched in one exchange, so that slices would have no other blocks to
+    take turns on.
     """
     if members.has_narrow_window:
         return 1
-    query_bytes = max(members.part.counts) * q.shape[1] * q.shape[2] * q.element_size()
-    useful_slices = query_bytes // max(1, SLICE_BYTES)  # SLICE_BYTES 0: always as many as can be
-    groups = count_head_groups(4 * query_bytes // q.element_size(), split.member_kv_heads)  # 4 bytes: float32
-    return split.slice_count(min(useful_slices, max(SLICES, groups))) if useful_slices > 1 else 1
+    query_numbers = max(members.part.counts) * q.shape[1] * q.shape[2]
+    return count_exchange_slices(split, query_numbers, q.element_size(), most=SLICES, slice_bytes=SLICE_BYTES)
 
 
 def _empty_gradients(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,13 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from longspan.attention import all_to_all
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.plan import MemoryNeeds, MemorySettings, plan_fixed
+from longspan.plan.memory import bytes as memory_bytes
+from longspan.plan.memory import loads
+from longspan.plan.memory.head_split import count_exchange_slices
 from longspan.testing import backend, run_ranks
 from tests.plan.memory.counted import Counted, count_saved, count_step, use_kernel_norms
 from tests.plan.memory.families import DENSE, EXPERTS, HYBRIDS, config_of
@@ -174,3 +179,44 @@ def test_exchanged_heads_are_kept() -> None:
             statistics = 2 * ROWS * 8 * 4 if "selective" in name else 0  # a log-sum-exp may be kept with what it is of
             assert abs(planned - counted) <= CLOSE * counted + statistics, name
         assert of_rank["p2p 4"][0] < of_rank["a2a 2"][0] < of_rank["a2a 4"][0]
+
+
+def _exchanges(rank: int) -> dict[str, tuple[int, float, float]]:
+    """By key/value heads, measure and order of slices: slices, and the peak of backward as planned and as counted."""
+    peaks: dict[str, tuple[int, float, float]] = {}
+    with pytest.MonkeyPatch.context() as monkeypatch, World(Layout(2), backend=backend()) as world:
+        use_kernel_norms(monkeypatch)
+        monkeypatch.setattr(all_to_all, "SLICE_BYTES", 0)  # tensors are taken for large
+        monkeypatch.setattr(loads, "count_exchange_slices", partial(count_exchange_slices, slice_bytes=0))
+        settings = MemorySettings(parameter_bytes=2, shard_parameters=False, mlp_tile_rows=128)
+        plan, config = plan_fixed([4 * ROWS], world.home, cp=2, cp_comm_type="a2a"), config_of("qwen3")
+        cases: tuple[tuple[int, Any, str], ...] = (
+            (8, "full", "at once"),
+            (8, "full", "one by one"),
+            (8, "selective", "at once"),
+            (8, "selective", "one by one"),
+            (4, "full", "one by one"),
+            (2, "full", "at once"),
+        )
+        for kv_heads, word, order in cases:
+            config.num_key_value_heads = kv_heads
+            monkeypatch.setattr(memory_bytes, "QUERY_GRADIENT_BYTES", 1 if order == "one by one" else 1 << 30)
+            counted = count_step(config, plan, world, activation_checkpointing=word, mlp_tile_rows=128)
+            needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
+            (place,), (load,) = needs.places, needs.loads
+            layer = place.layer_bytes(1, load, word)
+            others = counted.alive[1] - place.row_bytes * load.rows + _head_bytes(needs)  # its input counts as kept
+            planned = others + layer.kept + layer.peaks.backward
+            if word == "selective":  # on a CPU outputs travel too, not just their products with the gradient
+                planned += 3 * load.rows * place.row_bytes / load.exchange_slices
+            peaks[f"{kv_heads} {word} {order}"] = load.exchange_slices, planned, counted.backward[1]
+    return peaks
+
+
+def test_slices_of_heads_are_counted_as_they_travel() -> None:
+    """Each as it is sent and as it is received: all of them at once, or one by one where sums are large."""
+    for of_rank in run_ranks(_exchanges, 2):
+        for name, (slices, planned, counted) in of_rank.items():
+            assert slices == (4 if name.startswith("8") and name.endswith("one by one") else 2), name
+            assert abs(planned - counted) <= CLOSE * counted, (name, planned, counted)
+        assert of_rank["8 full one by one"][2] < of_rank["8 full at once"][2]

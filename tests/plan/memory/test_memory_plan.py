@@ -22,10 +22,12 @@ from longspan.plan import (
     plan_fixed,
 )
 from longspan.plan.memory.layer_builder import LayerBuilder
-from longspan.plan.memory.loads import SlotLoad
+from longspan.plan.memory.layer_tapes import LayerTapes
+from longspan.plan.memory.loads import SlotLoad, slot_loads
 from longspan.plan.memory.moments import step_moments
 from longspan.plan.memory.tape import Peaks
 from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import layer_kinds
 from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 GIB = 2**30
@@ -226,3 +228,33 @@ def test_machines_know_their_memory() -> None:
     assert Machine.from_json(older) == replace(Machine(), memory_bytes=0)
     with pytest.raises(PlanError, match="memory_bytes of a machine"):
         Machine(memory_bytes=-1)
+
+
+def test_segments_under_a2a_are_planned_as_measured() -> None:
+    """The peak of torch's allocator on two H100s in a step of 720,896 rows of Qwen3-8B with windows of 4,096 rows."""
+    rows, home = 360448, Layout(2)
+    changes = {"gathered_once": True, "offload_states": True, "mlp_tile_rows": 16384, "segment_layers": 4}
+    device = planned(("full+host",) * 36, rows=rows, home=home, **changes).device
+    assert device.total - device.communicators == pytest.approx(73.98 * GIB, rel=0.01)
+    assert device.kept == pytest.approx(4 * 8192 * rows)  # inputs of a segment, and that of the segment before
+
+
+def test_more_slices_of_heads_take_less() -> None:
+    """A long slot computes one slice after another; a load does not cover one in other slices."""
+    tapes, peaks = LayerTapes(ConfigReader.of(QWEN3_8B), MemorySettings()), list[float]()
+    (kind,) = set(layer_kinds(tapes.read))
+    for slices in ((1, 1), (2, 2), (4, 4), (8, 8)):
+        load = SlotLoad(1 << 19, 1 << 19, float(1 << 19), exchange_slices=slices[0], exchange_kv_slices=slices[1])
+        tape = tapes.make_tape(kind, load, lean=True)
+        (work,) = (operation.work.backward for operation in tape.operations if operation.outputs[0] == "out")
+        peaks.append(work)
+        assert load.covers(replace(load, rows=1)) and not load.covers(replace(load, exchange_slices=16))
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0] / 2, peaks
+
+
+def test_loads_have_the_slices_that_attention_chooses() -> None:
+    """Of the longest group that exchanges heads."""
+    for rows, degree, slices in ((4096, 2, 1), (65536, 2, 2), (360448, 2, 4), (360448, 8, 2)):
+        plan = plan_fixed([rows * degree], Layout(degree), cp=degree, cp_comm_type="a2a")
+        (load,) = slot_loads([plan], ConfigReader.of(QWEN3_8B), MemorySettings(), Machine())
+        assert (load.exchange_slices, load.exchange_kv_slices) == (slices, 1 if degree == 8 else slices), rows

@@ -7,7 +7,6 @@ tests/plan/memory/ counts the same on real models. MLPs and experts are in `feed
 
 from dataclasses import dataclass
 
-from longspan.plan.cost.attention_price import EXCHANGE_SLICES
 from longspan.plan.memory.bytes import count_head_groups
 from longspan.plan.memory.feed_tapes import add_experts, add_mlp, dense_width
 from longspan.plan.memory.layer_builder import WIDE, LayerBuilder
@@ -130,17 +129,61 @@ def _add_attention_call(
     gradient_sums = 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows)
     wide_queries = builder.rows(query, WIDE)  # gradients of queries, or a ring's outputs while they are merged
     # Exchanges move heads in slices, which are then the groups of backward.
-    groups = count_head_groups(wide_queries, EXCHANGE_SLICES if load.exchanged_rows else max(1, int(kv_heads)))
+    most_groups = load.exchange_slices if load.exchanged_rows else max(1, int(kv_heads))
+    groups = count_head_groups(wide_queries, most_groups)
+    if load.exchanged_rows and groups > 1:
+        groups = load.exchange_slices
     work = Work(blocks + wide_queries * bool(load.ring_rows), (blocks + gradient_sums + wide_queries) / groups)
     lse, size = {"lse": builder.rows(heads, WIDE)}, builder.rows(query)
     # Bytes of keys, or of values, after the exchange, with the copies of heads that it makes.
     keys = (load.rows - load.exchanged_rows + load.exchanged_key_rows) * key * number
+    if load.exchanged_rows:
+        work = Work(work.forward, _exchange_work(builder, query, key, groups, work.backward))
     if not load.exchanged_rows or builder.lean:
-        moved_bytes = 2 * (size + keys) * bool(load.exchanged_rows)  # q, k, v, and the output or its gradient
-        work = Work(work.forward + moved_bytes, work.backward + moved_bytes)
+        moved_bytes = 2 * (size + keys) * bool(load.exchanged_rows)  # q, k, v, and the output
+        work = Work(work.forward + moved_bytes, work.backward)
         return tape.add("out", (q, k, v), size, saves=(q, k, v, "out"), also=lse, work=work)
     q, k, v = (
         tape.add(f"{name}_moved", (x,), size if name == "q" else keys) for name, x in zip("qkv", (q, k, v), strict=True)
     )
     out_moved = tape.add("out_moved", (q, k, v), size, saves=(q, k, v, "out_moved"), also=lse, work=work)
     return tape.add("out", (out_moved,), size)
+
+
+def _exchange_work(builder: LayerBuilder, query: float, key: float, groups: int, kernel_bytes: float) -> float:
+    """Return the bytes of backward of attention that exchanges heads, besides the gradients of the moved q, k and v.
+
+    `query` and `key` are widths of this rank's rows; `kernel_bytes` are the float32 gradients of queries, and what a
+    ring holds, of one of the `groups`. What arrives of a slice is the output's gradient, in a `lean` layer q, k and v
+    too. A message is held as it is sent and as it is received. The tape counts the gradients of moved q, k and v
+    (`counted`), which are those of the local ones here: they are made when the first slice has come back.
+
+    Groups that are computed one after another are slices: beside one slice's arrivals, sums and gradients lie the
+    arrivals of the next slice and the gradients of the slice before. Of two slices none has both. Otherwise all slices
+    are in flight at once: most is held when the gradients of the first slice leave, or those of the last.
+    """
+    load, number = builder.load, builder.number
+    slices, kv_slices = load.exchange_slices, load.exchange_kv_slices
+    queries, keys = load.exchanged_rows * query * number, 2 * load.exchanged_key_rows * key * number
+    has_copies = load.exchanged_key_rows > load.exchanged_rows
+    wide_keys = keys * WIDE / number
+    key_gradients = wide_keys if has_copies else keys  # those of copies are still to be summed
+    counted, gradients = queries + keys, queries + key_gradients
+    slice_gradients = queries / slices + key_gradients / kv_slices
+    # Kernels of GPUs take the products of the output with its gradient in place of the output.
+    query_arrivals = queries * (1 + builder.lean * (1 if builder.settings.gpu else 2))
+    arrivals, slice_arrivals = query_arrivals + keys * builder.lean, query_arrivals / slices
+    slice_arrivals += keys * builder.lean / kv_slices
+    copies = keys * (has_copies and builder.lean)
+    if load.ring_rows and groups == 1:
+        return copies + max(arrivals + kernel_bytes, 3 * gradients - counted)
+    # Slices that share keys and values each have a sum of the gradients of these.
+    of_slice = slice_arrivals + slice_gradients + wide_keys * slices / kv_slices**2
+    if groups == 1:
+        of_slice += kernel_bytes / slices
+        first = of_slice + 2 * (arrivals - slice_arrivals) + 2 * slice_gradients - counted
+        last = of_slice + 2 * gradients - counted
+        return copies + max(first, last, 3 * gradients - counted, arrivals + kernel_bytes)
+    of_slice += kernel_bytes + 2 * slice_gradients
+    last, others = of_slice + gradients - counted, of_slice + 2 * slice_arrivals - counted
+    return copies + max(last, others + gradients * (slices > 2), (arrivals + kernel_bytes) * builder.lean)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from longspan.plan.cost.attention_price import kv_copies
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.type_price import AttentionCall
+from longspan.plan.memory.head_split import count_exchange_slices, head_split
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
-from longspan.plan.shape.layers import key_value_heads
+from longspan.plan.shape.layers import attention_widths, key_value_heads
 
 
 @dataclass(frozen=True, order=True)
@@ -20,7 +21,8 @@ class SlotLoad:
     `exchanged_rows` of them are in groups that exchange heads, with key/value heads for `exchanged_key_rows` (more,
     where members need copies of a head). A ring's blocks have at most `ring_rows`; `gathered_rows` are all rows of a
     group whose keys and values are gathered. `runs` counts the runs of documents on the slot. A `later` micro-batch is
-    not the first of its step: gradients of earlier ones are there.
+    not the first of its step: gradients of earlier ones are there. Of the longest group that exchanges heads, queries
+    travel in so many `exchange_slices`, and keys and values in `exchange_kv_slices`.
     """
 
     rows: int
@@ -30,10 +32,18 @@ class SlotLoad:
     gathered_rows: int = 0
     runs: int = 1
     later: bool = False
+    exchange_slices: int = 1
+    exchange_kv_slices: int = 1
 
     def covers(self, other: "SlotLoad") -> bool:
-        """Return whether no number of `other` is larger than this load's, so that `other` needs no more memory."""
-        return all(a >= b for a, b in zip(_load_numbers(self), _load_numbers(other), strict=True))
+        """Return whether no number of `other` is larger than this load's, so that `other` needs no more memory.
+
+        A load in other slices may need more.
+        """
+        slices = self.exchange_slices, self.exchange_kv_slices
+        return slices == (other.exchange_slices, other.exchange_kv_slices) and all(
+            a >= b for a, b in zip(_load_numbers(self), _load_numbers(other), strict=True)
+        )
 
 
 def _load_numbers(load: SlotLoad) -> tuple[float, ...]:
@@ -82,7 +92,8 @@ def _slot_load(
     or of a model without attention heads, do not move. A slot without rows counts one, the padding row that a model
     gets there; the slot's rows are rounded up as the plan pads them. Zigzag gives a slot two runs of each document.
     """
-    rows = exchanged_rows = ring_rows = gathered_rows = runs = 0
+    rows = exchanged_rows = ring_rows = gathered_rows = runs = longest = 0
+    slices = 1, 1
     exchanged_key_rows = 0.0
     read, settings, machine, tp = model
     heads, kv_heads = read.count("num_attention_heads") // tp, max(1, key_value_heads(read) // tp)
@@ -96,12 +107,28 @@ def _slot_load(
         if members > 1:
             exchanged_rows += group_rows
             exchanged_key_rows += group_rows * float(kv_copies(heads, kv_heads, members))
+            if group_rows > longest:
+                longest, slices = group_rows, _count_slices(group_rows, members, read, settings, tp)
         if kind == "all_gather":
             gathered_rows = max(gathered_rows, group_rows * group.degree)
         elif group.degree > members:  # a block of the ring has the rows of all members that exchange
             ring_rows = max(ring_rows, group_rows * members)
     rows = -(-max(rows, 1) // plan.row_multiple) * plan.row_multiple
-    return SlotLoad(rows, exchanged_rows, exchanged_key_rows, ring_rows, gathered_rows, max(1, runs), later)
+    runs = max(1, runs)
+    return SlotLoad(rows, exchanged_rows, exchanged_key_rows, ring_rows, gathered_rows, runs, later, *slices)
+
+
+def _count_slices(rows: int, members: int, read: ConfigReader, settings: MemorySettings, tp: int) -> tuple[int, int]:
+    """Return in how many slices members of so many rows exchange query heads, and key/value heads.
+
+    Both are 1 where the members cannot share the heads out.
+    """
+    heads, kv_heads = read.count("num_attention_heads") // tp, max(1, key_value_heads(read) // tp)
+    if heads % members or heads % kv_heads:
+        return 1, 1
+    split, query_numbers = head_split(heads, kv_heads, members), rows * attention_widths(read).query // tp
+    slices = count_exchange_slices(split, int(query_numbers), settings.compute_bytes)
+    return slices, slices // split.slices_per_kv_head(slices)
 
 
 def group_exchange(

@@ -100,6 +100,15 @@ class MicroBatchMoments:
         waited_bytes = sum(layer.kept + layer.host for layer in self._waiting_bytes[i - layers_before : i])
         return kept_bytes - waited_bytes
 
+    def _fetched_bytes(self, i: int) -> float:
+        """Return what is on the device again, while layer i runs backward, of what waits on the host for a later layer.
+
+        It is that of the layer before, or with segments that of the first layer of the segment before: a segment that
+        fetches its own input, to run again, begins to fetch that one as well.
+        """
+        first = i - self._places[i]
+        return self._waiting_bytes[first - 1 - self._places[first - 1]].host if first else 0.0
+
     @cached_property
     def _whole_weights(self) -> list[float]:
         """Bytes of each layer's gathered weights, and of their float8 copies where these stay."""
@@ -237,7 +246,7 @@ class MicroBatchMoments:
 
         At the first moment a layer runs backward, and the gradients of the layer that ran before are still being sent
         (`sent_bytes`). At the second the layer's gradients are there whole, to be summed over slots, and what the layer
-        kept is freed. At either moment what the next layer to run keeps on the host is being fetched. In a `later`
+        kept is freed. At either moment what is needed next of the host is there (`_fetched_bytes`). In a `later`
         micro-batch the shards of all gradients are there from its start. Where weights stay whole there is no second
         moment: gradients are summed at the end of the step (`_end_moments`).
         """
@@ -249,7 +258,7 @@ class MicroBatchMoments:
             layer, numbers = self._layer_bytes[i], peak.numbers.layers[stage.layers[i]]
             activations -= self._waiting_bytes[i].kept
             of_segment = self._segment_bytes(i)
-            fetched_bytes = self._waiting_bytes[i - 1].host if i else 0.0
+            fetched_bytes = self._fetched_bytes(i)
             other_weights = self._other_weights_backward(i)
             bytes_of_layer = layer.kept + layer.host  # what waited on the host is on the device again
             yield self._make_moment(
