@@ -60,7 +60,7 @@ class GroupTable:
             tokens=_segment_sums(rows, counts),
             squares=_segment_sums(rows * rows, counts),
             unpadded=_segment_sums(lengths * lengths, counts),
-            skipped=np.array([_skipped_rows(group) for _, group in groups], dtype=np.float64),
+            skipped=np.array([_count_skipped_rows(group) for _, group in groups], dtype=np.float64),
             group=np.repeat(np.arange(len(groups)), degree),
             slot=np.fromiter(chain.from_iterable(group.slots for _, group in groups), np.int64, int(degree.sum())),
             way=way,
@@ -139,7 +139,7 @@ def _group_way(group: Group) -> Way:
     return kind, sizes[0] if sizes else 1, group.partition
 
 
-def _skipped_rows(group: Group) -> float:
+def _count_skipped_rows(group: Group) -> float:
     """Return for how many rows no member computes experts and logits: its share of all, less the busiest's real ones.
 
     Real rows are the first of each document, so that a zigzag or contiguous partition gives members unlike numbers of

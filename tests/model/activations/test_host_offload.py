@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longspan.model.activations.host_arena import HostArena
-from longspan.model.activations.host_offload import ON_DEVICE, HostOffload, ParkedLayer, park_saved_tensors
+from longspan.model.activations.host_offload import ON_DEVICE, HostOffload, ParkedLayer, fetch_alone, park_saved_tensors
 from tests.model.activations.test_host_arena import CPU, DEVICES, open_arena
 
 
@@ -217,6 +217,11 @@ def test_one_whole_layer_is_fetched_ahead_and_no_more(tensors: int) -> None:
             here = [len(layer._on_device) for layer in layers]
             assert here == [tensors * (i == number - 1) + (tensors - 1 - index) * (i == number) for i in range(5)]
     assert fetches[4][0]().tolist() == [4] * 3, "once more"
+    for layer in layers:
+        layer.free_device_tensors()
+    assert fetch_alone(fetches[3][0])().tolist() == [3] * 3 and not layers[2]._on_device, "as a segment does"
+    fetch_own = torch.ones(3).detach
+    assert fetch_alone(fetch_own) is fetch_own, "what is kept in place has nothing ahead"
     assert sum(bool(layer._on_device) for layer in layers) <= ON_DEVICE
     other = offload.open_layer(first=True)(torch.zeros(1))
     other()

@@ -231,12 +231,15 @@ def test_machines_know_their_memory() -> None:
 
 
 def test_segments_under_a2a_are_planned_as_measured() -> None:
-    """The peak of torch's allocator on two H100s in a step of 720,896 rows of Qwen3-8B with windows of 4,096 rows."""
+    """The peak of torch's allocator on two H100s in a step of 720,896 rows of Qwen3-8B with windows of 4,096 rows.
+
+    The input of the segment before, 2.75 GiB, was on the device then, and is fetched later since.
+    """
     rows, home = 360448, Layout(2)
     changes = {"gathered_once": True, "offload_states": True, "mlp_tile_rows": 16384, "segment_layers": 4}
     device = planned(("full+host",) * 36, rows=rows, home=home, **changes).device
-    assert device.total - device.communicators == pytest.approx(73.98 * GIB, rel=0.01)
-    assert device.kept == pytest.approx(4 * 8192 * rows)  # inputs of a segment, and that of the segment before
+    assert device.total - device.communicators == pytest.approx((73.98 - 2.75) * GIB, rel=0.01)
+    assert device.kept == pytest.approx(3 * 8192 * rows)  # inputs of a segment's layers behind the first
 
 
 def test_more_slices_of_heads_take_less() -> None:

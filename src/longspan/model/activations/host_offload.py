@@ -102,15 +102,15 @@ class ParkedLayer:
             self._on_device[index], self._versions[index] = x, x._version
         return partial(self.fetch_tensor, index)
 
-    def fetch_tensor(self, index: int) -> Tensor:
+    def fetch_tensor(self, index: int, *, ahead: bool = True) -> Tensor:
         """Return a tensor as it was when parked.
 
-        The copies of the layer before, which backward needs next, are begun too.
+        The copies of the layer before, which backward needs next, are begun too, unless not `ahead`.
         """
         self._offload.keep_on_device(self)  # earlier fetched layers leave the device
         if index not in self._on_device:
             self.bring_tensors_back()
-        layer_before = None if self._layer_before is None else self._layer_before()
+        layer_before = self._layer_before() if ahead and self._layer_before is not None else None
         if layer_before is not None and not layer_before._on_device:
             self._offload.keep_on_device(layer_before)
             layer_before.bring_tensors_back()
@@ -165,6 +165,11 @@ class ParkedLayer:
             for x in self._on_device.values():
                 if self._offload.arena.copies is not None:
                     x.record_stream(self._offload.arena.copies)
+
+
+def fetch_alone(fetch: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a function that fetches as `fetch` does, which may be of a ParkedLayer, and no layer ahead."""
+    return partial(fetch, ahead=False) if isinstance(fetch, partial) else fetch
 
 
 def park_saved_tensors(park: ParkedLayer) -> torch.autograd.graph.saved_tensors_hooks:

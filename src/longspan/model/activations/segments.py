@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils.checkpoint import checkpoint
 
 from longspan.attention.saved_outputs import Recording, Result
-from longspan.model.activations.host_offload import HostOffload
+from longspan.model.activations.host_offload import HostOffload, fetch_alone
 from longspan.model.activations.tiles import autocast_of, draws_at_random, random_states, use_random_states
 
 Run = Callable[..., Any]
@@ -132,8 +132,10 @@ class _Link:
             if (saved.data_ptr(), saved.shape, saved.dtype) != identity:
                 return _keep_in_place(saved)
             fetch = keep(saved)
-            if self.before is None:
-                self._fetch_first = fetch
+            if (
+                self.before is None
+            ):  # the segment before is needed, and fetched ahead, once its first layer runs backward
+                self._fetch_first = fetch_alone(fetch)
             return fetch
 
         return pack

@@ -103,11 +103,12 @@ class MicroBatchMoments:
     def _fetched_bytes(self, i: int) -> float:
         """Return what is on the device again, while layer i runs backward, of what waits on the host for a later layer.
 
-        It is that of the layer before, or with segments that of the first layer of the segment before: a segment that
-        fetches its own input, to run again, begins to fetch that one as well.
+        It is that of the layer before, or with segments that of the first layer of the segment before, while the first
+        layer of a segment runs backward.
         """
-        first = i - self._places[i]
-        return self._waiting_bytes[first - 1 - self._places[first - 1]].host if first else 0.0
+        if i == 0 or self._places[i]:
+            return 0.0
+        return self._waiting_bytes[i - 1 - self._places[i - 1]].host
 
     @cached_property
     def _whole_weights(self) -> list[float]:
