@@ -100,7 +100,7 @@ class MicroBatchMoments:
         waited_bytes = sum(layer.kept + layer.host for layer in self._waiting_bytes[i - layers_before : i])
         return kept_bytes - waited_bytes
 
-    def _fetched_bytes(self, i: int) -> float:
+    def _count_fetched_bytes(self, i: int) -> float:
         """Return what is on the device again, while layer i runs backward, of what waits on the host for a later layer.
 
         It is that of the layer before, or with segments that of the first layer of the segment before, while the first
@@ -247,7 +247,7 @@ class MicroBatchMoments:
 
         At the first moment a layer runs backward, and the gradients of the layer that ran before are still being sent
         (`sent_bytes`). At the second the layer's gradients are there whole, to be summed over slots, and what the layer
-        kept is freed. At either moment what is needed next of the host is there (`_fetched_bytes`). In a `later`
+        kept is freed. At either moment what is needed next of the host is there (`_count_fetched_bytes`). In a `later`
         micro-batch the shards of all gradients are there from its start. Where weights stay whole there is no second
         moment: gradients are summed at the end of the step (`_end_moments`).
         """
@@ -259,7 +259,7 @@ class MicroBatchMoments:
             layer, numbers = self._layer_bytes[i], peak.numbers.layers[stage.layers[i]]
             activations -= self._waiting_bytes[i].kept
             of_segment = self._segment_bytes(i)
-            fetched_bytes = self._fetched_bytes(i)
+            fetched_bytes = self._count_fetched_bytes(i)
             other_weights = self._other_weights_backward(i)
             bytes_of_layer = layer.kept + layer.host  # what waited on the host is on the device again
             yield self._make_moment(
