@@ -156,8 +156,8 @@ RUNS = (
         "--out {out}",
     ),
     GpuRun("longest-1m", 260, "{torchrun} bench/training/longest.py --rows 1048576 --out {out}"),
-    GpuRun("longest-2m", 400, "{torchrun} bench/training/longest.py --rows 1835008 --small 16 --history --out {out}"),
-    # on two H100s, the measures that 1,835,008 rows have on two H200s
+    GpuRun("longest-1769k", 400, "{torchrun} bench/training/longest.py --rows 1769472 --small 16 --out {out}"),
+    # on two H100s, the measures that 1,769,472 rows have on two H200s
     GpuRun("longest-700k", 200, "{torchrun} bench/training/longest.py --rows 720896 --small 16 --history --out {out}"),
     GpuRun(
         "mixture",
@@ -167,7 +167,7 @@ RUNS = (
         "--profile --out {out}",
     ),
     GpuRun("attention", 60, f"{ATTENTION} --lengths 16384,65536,131072"),
-    GpuRun("attention-packed", 100, f"{ATTENTION} --lengths 16384,65536,131072 --documents 8 --cuda_graph"),
+    GpuRun("attention-packed", 240, f"{ATTENTION} --lengths 16384,65536,131072 --documents 8 --cuda_graph"),
     GpuRun("attention-window", 60, f"{ATTENTION} --lengths 16384,65536,131072 --window 4096"),
     GpuRun("two-nodes", 120, f"{NODES} longspan bench calibrate --out {{out}}"),
     GpuRun(
