@@ -82,7 +82,7 @@ class Measured:
     @property
     def device(self) -> str:
         """The name of the GPUs that were measured."""
-        return "H100" if self.record.endswith("xH100") else "H200"
+        return "H100" if self.record.endswith("H100") else "H200"
 
     @property
     def is_layer(self) -> bool:

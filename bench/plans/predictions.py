@@ -7,9 +7,9 @@ One machine, `Machine.known("H200")`, predicts all rows of H200s, by the path th
 figures were fitted to every second step of the current code and to single layers on four GPUs; the others are held out.
 A whole step counts that is more than 5 % off. 10 % are allowed to single layers, of which none was calibrated on its
 machine, to H100s, whose figures are `assumed`, and over emulated nodes, where the same layer took 10 % more or less
-half an hour later; one that was measured several times is off if it is so from all. Rows that were measured before the
-code they run was changed stand apart with the reason and the command that makes them again, and do not count. Layers
-that take less than 5 ms alone are marked, and do not decide the status: no run has a step of one.
+half an hour later; one that was measured several times is off if it is so far outside of that range. Rows that were
+measured before the code they run was changed stand apart with the reason and the command that makes them again, and do
+not count. Layers that take less than 5 ms alone are marked, and do not decide the status: no run has a step of one.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Prediction(NamedTuple):
         return self.is_off and not (self.row.is_layer and self.row.seconds < LAYER_SECONDS)
 
     def within(self, bound: float) -> bool:
-        """Whether it is off by no more than this share, from one measurement or between several."""
+        """Whether it is off by no more than this share, or lies between several measurements of the same."""
         ratios = [self.seconds / seconds for seconds in (self.row.seconds, *self.row.other_seconds)]
         return min(ratios) <= 1 + bound and max(ratios) >= 1 - bound
 
@@ -122,7 +122,7 @@ def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str
     )
     yield from ("", marked, "")
     yield from _table(current)
-    yield from ("", "Older code, which does not count:", "")
+    yield from ("", "Rows that do not count, mostly of older code, with the reason:", "")
     older = [p for p in predictions if not p.use]
     yield from _table(older)
     yield from ("", "Commands that make older rows again, where their record names one:", "")

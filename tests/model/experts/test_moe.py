@@ -173,7 +173,10 @@ def test_experts_without_rows_read_no_counts_and_give_zeros(family: str, monkeyp
     experts = next(m for m in moe_model(family, torch.float32).modules() if hasattr(m, "gate_up_proj"))
     x = torch.zeros(0, moe_model(family, torch.float32).config.hidden_size, requires_grad=True)
     monkeypatch.setattr(Loads, "host_counts", None)
-    out = run_experts(experts, x, Loads(torch.zeros(int(experts.num_experts), dtype=torch.int64)))
+    loads = Loads(torch.zeros(int(experts.num_experts), dtype=torch.int64))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run_experts(experts, x, loads).dtype == torch.bfloat16, "as the rows of other members have it"
+    out = run_experts(experts, x, loads)
     out.sum().backward()
     assert out.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
     gradients = {name: weight.grad for name, weight in experts.named_parameters()}

@@ -131,9 +131,11 @@ class _NoRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        """Return no rows (0, D), as x has; of the weights only shapes and dtypes are kept."""
+        """Return no rows (0, D), in the dtype of products; of the weights only shapes and dtypes are kept."""
         ctx.weights = [(weight.shape, weight.dtype) for weight in weights]
-        return torch.empty_like(x)
+        ctx.dtype, kind = x.dtype, x.device.type
+        is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # as products with rows are
+        return x.to(torch.get_autocast_dtype(kind) if is_cast else x.dtype, copy=True)
 
     @staticmethod
     @once_differentiable
@@ -143,7 +145,7 @@ class _NoRows(torch.autograd.Function):
         zeros = (
             gradients[0].new_zeros(shape, dtype=dtype) if is_needed else None for (shape, dtype), is_needed in needed
         )
-        return gradients[0], *zeros
+        return gradients[0].to(ctx.dtype), *zeros
 
 
 def _multiply_by_experts(
