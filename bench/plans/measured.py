@@ -28,37 +28,19 @@ QWEN3_8B = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads":
 QWEN3_8B |= {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936}
 QWEN3_4B = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "vocab_size": 10240}
 
-# Without a CUDA graph a lone layer takes the host 6 ms: 8 x 2,048 rows under p2p 5.8 ms, captured in one 2.6
-# (attention-packed-4xH200).
-LONE_LAYER = "a lone layer waits for the host, which in a step launches ahead"
-# Why rows do not count, by record or by (record, part of the row's name): mostly what has changed in the code since.
-OLDER = {
+LOGITS_OF_PADDING = "made before rows without a token to predict were left out of the logits (d229cfbe)"
+OLDER = {  # what has changed in the code since a record was made, by record or by (record, part of the row's name)
     "step-4xH200-moe": "experts ran grouped_mm: 18.1 ms a layer of 16K rows, now 8.2 (experts-H200)",
     "eval-4xH200": "waited for the host, which makes 44 % fewer calls since FSDP2's modules are listed once",
     "hybrid-step-4xH200": "made before the kernels of delta nets and of experts",
-    (
-        "step-4xH200-tail",
-        "padded",
-    ): "made before rows without a token to predict were left out of the logits (d229cfbe)",
-    (
-        "step-4xH200-files",
-        "padded",
-    ): "made before rows without a token to predict were left out of the logits (d229cfbe)",
+    ("step-4xH200-tail", "padded"): LOGITS_OF_PADDING,
+    ("step-4xH200-files", "padded"): LOGITS_OF_PADDING,
+    ("mixture-2xH200", "padded"): "experts without rows were multiplied one by one (mixture-2xH100)",
     ("step-H200-norms", "own norms"): "the model's own norms, which runs no longer use",
     ("vision-step-4xH200", "replicated"): "the bench's own stand-in for images on every rank, in which no run encodes",
     ("attention-4xH200", "16,384"): "waited for the host, which has become lean (two-commits-4xH200)",
     ("attention-window-types-4xH200", "16,384"): "waited for the host, which has become lean",
     ("step-4xH200-64k", "16,384"): "0.655 s since messages have streams and a lean host (two-commits-4xH200)",
-    "steps-2xH200": "measured at 7956d6c, eager, by speed alone; compiled in step-32k-2xH200 and step-packed-2xH200",
-    ("mixture-2xH200", "padded"): "experts without rows were multiplied one by one: 3.04 s, now 1.86 (mixture-2xH100)",
-    (
-        "two-hosts",
-        "hosts of 1",
-    ): "links were not calibrated; made again beside a calibration: two-nodes-attention-2xH100",
-    ("attention-window-2xH200", "p2p, 16,384"): LONE_LAYER,
-    ("attention-window-2xH200", "a2a, 16,384"): LONE_LAYER,
-    ("attention-window-2xH100", "p2p, 16,384"): LONE_LAYER,
-    ("attention-window-2xH100", "a2a, 16,384"): LONE_LAYER,
     ("steps-compiled-2xH200", "of 6 layers"): "2.444 s since sums of gradients use freed memory (step-32k-2xH200)",
 }
 
@@ -77,12 +59,16 @@ class Measured:
     seconds: float
     predict: Callable[[Machine], float]
     older: str = ""
-    other_seconds: tuple[float, ...] = ()  # where the same was measured again, on the same machine
 
     @property
     def device(self) -> str:
         """The name of the GPUs that were measured."""
         return "H100" if self.record.endswith("H100") else "H200"
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether it is predicted by a machine that was calibrated where it was measured."""
+        return "nodes" in self.record
 
     @property
     def is_layer(self) -> bool:
@@ -170,10 +156,8 @@ LATER_STEPS += ("longest-none-2xH200", "step-packed-2xH200")  # made after all f
 LATER_STEPS += ("longest-none-H200", "step-256k-2xH200", "mixture-2xH200", "memory-choice-2xH200")
 LATER_STEPS += ("step-64k-selective-2xH200", "step-64k-host-2xH200", "step-packed-float8-2xH200")
 LATER_STEPS += ("longest-selective-H200", "longest-selective-2xH200", "mixture-2xH100")
-NODE_STEPS = (
-    "two-nodes-step-2xH200",
-    "two-nodes-step-16k-2xH100",
-)  # predicted by the machine that was calibrated before them
+# Predicted by the machine that was calibrated before them.
+NODE_STEPS = ("two-nodes-step-2xH200", "two-nodes-step-16k-2xH100")
 FITTED = ("step-packed-float8-2xH200",)  # of these, whose rate of float8 had no step before
 FITTED += ("attention-4xH200", "attention-packed-4xH200", "attention-window-types-4xH200", "two-commits-4xH200")
 
@@ -452,12 +436,10 @@ def _layers() -> Iterator[Measured]:
         seconds, kind = statistics.median(row["seconds"] for row in rows), rows[0]["name"].split()[1]
         yield replace(_layer("attention", record, [rows[0]["length"]], kind, seconds), record="two-commits-4xH200")
     record = _read("two-nodes-attention-2xH100")
-    calibrated, length_rows = Machine.from_json(record["calibrated"]), record["rows"]
-    for row in length_rows:
-        hosts = {"slots": 2, "node_size": 1, "calibrated": calibrated}
+    hosts = {"slots": 2, "node_size": 1, "calibrated": Machine.from_json(record["calibrated"])}
+    for row in record["rows"]:
         kind = row["name"].split()[1]
-        layer = _layer("two-nodes-attention-2xH100", record, [row["length"]], kind, row["seconds"], hosts=hosts)
-        yield replace(layer, other_seconds=tuple(row["other_seconds"]))
+        yield _layer("two-nodes-attention-2xH100", record, [row["length"]], kind, row["seconds"], hosts=hosts)
     record = _read("two-hosts")
     for row in record["rows"]:
         for kind, seconds in row["seconds"].items():

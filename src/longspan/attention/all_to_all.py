@@ -43,8 +43,8 @@ from longspan.attention.rows import (
 )
 from longspan.comm import Addend, Handle
 from longspan.plan.cost.attention_price import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
-from longspan.plan.memory.bytes import count_head_groups
-from longspan.plan.memory.head_split import HeadSplit, count_exchange_slices, head_split
+from longspan.plan.head_split import HeadSplit, head_split
+from longspan.plan.memory.bytes import count_exchange_slices, count_head_groups
 
 _Pair = tuple[Tensor, Tensor]
 _BACKWARD = "attention all-to-all backward"

@@ -1,6 +1,6 @@
 """The exchange of heads for rows inside one neighbourhood: which heads a member computes, and the messages.
 
-`HeadSplit` (`plan/memory/head_split.py`) deals query and key/value heads to members, in integers; `HeadSwap` sends
+`HeadSplit` (`plan/head_split.py`) deals query and key/value heads to members, in integers; `HeadSwap` sends
 slices of them and brings results back. What is computed in between, and in which order slices travel, is in
 `all_to_all.py`.
 """
@@ -13,7 +13,7 @@ from longspan.attention.call import AttendCall, Saved
 from longspan.attention.members import Members
 from longspan.attention.rows import copy_rows, head_slice_by_member, join_columns, member_views
 from longspan.comm import Handle, split_columns
-from longspan.plan.memory.head_split import HeadSplit
+from longspan.plan.head_split import HeadSplit
 
 
 class HeadSwap:

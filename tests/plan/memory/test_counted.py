@@ -13,7 +13,7 @@ from longspan.layout import Layout
 from longspan.plan import MemoryNeeds, MemorySettings, plan_fixed
 from longspan.plan.memory import bytes as memory_bytes
 from longspan.plan.memory import loads
-from longspan.plan.memory.head_split import count_exchange_slices
+from longspan.plan.memory.bytes import count_exchange_slices
 from longspan.testing import backend, run_ranks
 from tests.plan.memory.counted import Counted, count_saved, count_step, use_kernel_norms
 from tests.plan.memory.families import DENSE, EXPERTS, HYBRIDS, config_of

@@ -13,7 +13,7 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import ParallelConfig
 from longspan.errors import LayoutError, PlanError
 from longspan.plan import FixedMemory, MemoryPlan, MicroBatch, Plan
-from longspan.plan.memory.choose import largest_fitting
+from longspan.plan.memory.choose import any_choice_fits, largest_fitting
 from longspan.train.plans import degrees_to_compare, home_of
 
 UNIT = 1024  # rows of a slot: longest documents are whole multiples
@@ -166,7 +166,7 @@ def find_longest(run: RunOnGpus, fixed: FixedMemory, *, degree: int = 0) -> tupl
     def fits(rows: int, plan: Plan | None = None) -> bool:
         """Return whether a document of `rows` rows a slot fits, by its own plan or by the changed short one."""
         plan = plan or _change_length(short, rows * degree)
-        return any(memory.fits(run.budget) for memory in run.leanest_plans([plan], fixed))
+        return any_choice_fits(run.memory_needs([plan]), run.budget, fixed)
 
     low = largest_fitting(lambda count: fits(count * unit), MOST_ROWS // unit)
     while low and not fits(low * unit, run.plan((low * unit * degree,))):  # its planner shares attention in another way

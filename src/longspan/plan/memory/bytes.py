@@ -4,6 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 from math import ceil
 
+from longspan.plan.cost.attention_price import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
+from longspan.plan.head_split import HeadSplit
+
 LEAST_OF_GPU = 1 << 30  # a CUDA context takes more: fewer bytes are GiB or MiB, written as bytes
 QUERY_GRADIENT_BYTES = 1 << 30
 """The most bytes of a float32 gradient of queries that backward of attention makes at once; of a larger one, heads are
@@ -70,3 +73,26 @@ def count_head_groups(query_bytes: float, kv_heads: int) -> int:
     3
     """
     return max(1, min(kv_heads, ceil(query_bytes / max(1, QUERY_GRADIENT_BYTES))))
+
+
+def count_exchange_slices(
+    split: HeadSplit,
+    query_numbers: int,
+    bytes_of_number: int,
+    *,
+    most: int = EXCHANGE_SLICES,
+    slice_bytes: int = EXCHANGE_SLICE_BYTES,
+) -> int:
+    """Return in how many slices heads are exchanged: one for each `slice_bytes` of queries, `most` at most.
+
+    `query_numbers` are those of all query heads of the member with the most rows, so that all members count the same.
+    Where backward computes groups of heads one after another, as their float32 gradients are large, each group may be a
+    slice, even of more than `most`: what travels then takes less memory.
+
+    >>> split = HeadSplit(heads=32, kv_heads=8, degree=2)
+    >>> [count_exchange_slices(split, rows * 32 * 128, 2) for rows in (4096, 65536, 360448)]
+    [1, 2, 4]
+    """
+    useful_slices = query_numbers * bytes_of_number // max(1, slice_bytes)  # slice_bytes 0: as many as can be
+    groups = count_head_groups(4 * query_numbers, split.member_kv_heads)  # 4 bytes: sums are float32
+    return split.slice_count(min(useful_slices, max(most, groups))) if useful_slices > 1 else 1

@@ -131,6 +131,12 @@ def _leanest_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedM
     )
 
 
+def any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
+    """Return whether a choice with the measures that keep least fits, with or without segments."""
+    sizes = _segment_choices(needs, fixed)
+    return any(_leanest_choice_fits(_set_segments(needs, size), budget, fixed) for size in sizes)
+
+
 def _measure_pairs(words: Sequence[Measure]) -> list[tuple[Measure, Measure]]:
     """Return all pairs (fast, slow), also of a measure with itself, of measures in order, the fastest first."""
     return [(fast, slow) for i, fast in enumerate(words) for slow in words[i:]]
@@ -295,9 +301,7 @@ def longest_document(
         """Return whether such a document fits under these measures, or under any."""
         if measures != "auto":
             return row_needs(rows).under(measures).fits(budget)
-        needs = row_needs(rows)
-        sizes = _segment_choices(needs, fixed)
-        return any(_leanest_choice_fits(_set_segments(needs, size), budget, fixed) for size in sizes)
+        return any_choice_fits(row_needs(rows), budget, fixed)
 
     step = _ROWS * multiple
     steps = largest_fitting(lambda count: fits(count * step))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from longspan.plan.cost.attention_price import kv_copies
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.type_price import AttentionCall
-from longspan.plan.memory.head_split import count_exchange_slices, head_split
+from longspan.plan.head_split import head_split
+from longspan.plan.memory.bytes import count_exchange_slices
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan

@@ -1,17 +1,8 @@
-"""How members that exchange heads deal them out, and in how many slices heads travel: attention and plans share this.
-
-Members send slices of heads one behind another, so that one travels while another is computed, and so that what travels
-takes the memory of a few slices, not of all heads.
-"""
+"""How members that exchange heads deal them out, in integers: attention and plans share this."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import gcd
-
-from longspan.plan.cost.attention_price import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
-from longspan.plan.memory.bytes import count_head_groups
-
-_WIDE = 4  # bytes of a number of a gradient of queries while it is summed
 
 
 @dataclass(frozen=True)
@@ -76,26 +67,3 @@ class HeadSplit:
 
 
 head_split = cache(HeadSplit)  # worked out once
-
-
-def count_exchange_slices(
-    split: HeadSplit,
-    query_numbers: int,
-    bytes_of_number: int,
-    *,
-    most: int = EXCHANGE_SLICES,
-    slice_bytes: int = EXCHANGE_SLICE_BYTES,
-) -> int:
-    """Return in how many slices heads are exchanged: one for each `slice_bytes` of queries, `most` at most.
-
-    `query_numbers` are those of all query heads of the member with the most rows, so that all members count the same.
-    Where backward computes groups of heads one after another, as their float32 gradients are large, each group may be a
-    slice, even of more than `most`: what travels then takes less memory.
-
-    >>> split = HeadSplit(heads=32, kv_heads=8, degree=2)
-    >>> [count_exchange_slices(split, rows * 32 * 128, 2) for rows in (4096, 65536, 360448)]
-    [1, 2, 4]
-    """
-    useful_slices = query_numbers * bytes_of_number // max(1, slice_bytes)  # slice_bytes 0: as many as can be
-    groups = count_head_groups(_WIDE * query_numbers, split.member_kv_heads)
-    return split.slice_count(min(useful_slices, max(most, groups))) if useful_slices > 1 else 1
