@@ -39,7 +39,8 @@ CHOICES = {"auto": "auto --train.memory_bytes 51539607552"} | {
     }.items()
 }
 ATTENTION = "{python} bench/attention/attention_types.py --types p2p,all_gather,a2a --no_peers --out {out}"
-NODES = "sh bench/two_nodes.sh"
+SHORT = ATTENTION.replace(",a2a", "")
+NODES = "sh bench/two_nodes.sh --rate 1.25G"  # a link of 10 Gbit/s, the same at all times; without a rate it varies
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
@@ -70,6 +71,46 @@ class GpuRun:
             "name": self.name,
         }
         return shlex.split(self.command.format(**places))
+
+
+# Steps by which prices are fitted and held out (bench/plans/predictions.py): on one GPU, and over two.
+PRICED = "{python} -m longspan bench step --warmup 2 --repeats 3 --profile --out {out}"
+DENSE = f"{PRICED} --model.preset qwen3-8b --layers 8"
+EAGER = "--planners fixed --train.memory none --train.compiled none --train.activation_checkpointing selective"
+RECOMPUTED = "--train.memory none --train.activation_checkpointing full"
+MIXTURE = f"{PRICED} --model.preset qwen3-30b-a3b --layers 4"
+HYBRID = (
+    f"{PRICED} --model.config examples/gpu/qwen3-next-8-layers --model.dtype bfloat16 --context.partition contiguous "
+    "--planners fixed"
+)
+PRICED_STEPS = {  # seconds and command, by name and GPUs
+    ("dense", 1): (60, f"{DENSE} --planners fixed --sequences 8192,16384,32768"),
+    ("dense-packed", 1): (45, f"{DENSE} --planners fixed {PACKED}"),
+    ("dense-long", 1): (60, f"{DENSE} --planners fixed --sequences 65536 {YARN}"),
+    ("dense-recomputed", 1): (45, f"{DENSE} --planners fixed {RECOMPUTED} --sequences 32768"),
+    ("dense-eager", 1): (45, f"{DENSE} {EAGER} --sequences 16384,8192"),
+    ("dense-eager-packed", 1): (45, f"{DENSE} {EAGER} --same 4x8192 --context.max_tokens_per_slot 8192"),
+    ("dense-lognorm", 1): (
+        60,
+        f"{DENSE} --planners fixed,padded --distribution lognorm --seed 11 --tokens 98304 --longest_document 32768 "
+        "--context.max_tokens_per_slot 32768",
+    ),
+    ("experts", 1): (
+        60,
+        f"{MIXTURE} --planners fixed,padded --distribution lognorm --seed 4 --tokens 98304 --longest_document 24576 "
+        "--context.max_tokens_per_slot 24576",
+    ),
+    ("experts-single", 1): (45, f"{MIXTURE} --planners fixed --sequences 16384"),
+    ("hybrid", 1): (60, f"{HYBRID} --sequences 16384,32768"),
+    ("hybrid-packed", 1): (45, f"{HYBRID} --same 8x4096 --context.max_tokens_per_slot 16384"),
+    ("dense", 2): (60, f"{DENSE} --planners fixed --sequences 16384,32768"),
+    ("dense-lognorm", 2): (
+        75,
+        f"{DENSE} --planners fixed,dynamic,padded --distribution lognorm --seed 12 --tokens 196608 "
+        "--longest_document 40960 --context.max_tokens_per_slot 20480",
+    ),
+    ("pipeline", 2): (60, f"{DENSE} --planners fixed {PACKED.replace('16384', '8192')} --parallel.pp 2"),
+}
 
 
 RUNS = (
@@ -167,7 +208,8 @@ RUNS = (
         "--profile --out {out}",
     ),
     GpuRun("attention", 60, f"{ATTENTION} --lengths 16384,65536,131072"),
-    GpuRun("attention-packed", 240, f"{ATTENTION} --lengths 16384,65536,131072 --documents 8 --cuda_graph"),
+    GpuRun("attention-packed", 60, f"{ATTENTION} --lengths 65536,131072 --documents 8"),
+    GpuRun("attention-short", 60, f"{SHORT} --lengths 16384 --documents 8 --cuda_graph"),
     GpuRun("attention-window", 60, f"{ATTENTION} --lengths 16384,65536,131072 --window 4096"),
     GpuRun("two-nodes", 120, f"{NODES} longspan bench calibrate --out {{out}}"),
     GpuRun(
@@ -179,6 +221,25 @@ RUNS = (
         "two-nodes-attention-long",
         100,
         f"{NODES} {ATTENTION.replace('{python}', 'python')} --lengths 262144,524288 --warmup 1 --repeats 2",
+    ),
+    GpuRun(
+        "two-nodes-hsdp",
+        90,
+        f"{NODES} longspan bench step --run.machine {{folder}}/two-nodes.json --planners fixed,dynamic "
+        "--distribution lognorm --seed 5 --tokens 131072 --longest_document 16384 --parallel.dp_replicate 2 --layers 4 "
+        "--warmup 1 --repeats 2 --out {out}",
+    ),
+    GpuRun(
+        "two-nodes-fsdp2",
+        90,
+        f"{NODES} longspan bench step --run.machine {{folder}}/two-nodes.json --planners fixed,dynamic "
+        "--distribution lognorm --seed 6 --tokens 131072 --longest_document 16384 --layers 4 --warmup 1 --repeats 2 "
+        "--out {out}",
+    ),
+    GpuRun(
+        "evaluations",
+        75,
+        "{python} bench/evaluation/evaluation_degrees.py --cases 8k-tp1,8k-pp2,16k-pp2 --profile --out {out}",
     ),
     GpuRun(
         "two-nodes-step",
@@ -193,6 +254,10 @@ RUNS = (
         f"{NODES} longspan bench step --run.machine {{folder}}/two-nodes.json --planners fixed,dynamic "
         "--distribution lognorm --seed 7 --tokens 524288 --longest_document 32768 --context.max_tokens_per_slot 16384 "
         "--context.mode free --layers 8 --warmup 1 --repeats 1 --out {out}",
+    ),
+    *(
+        GpuRun(f"price-{name}" if gpus == 1 else f"price-{name}-{gpus}", seconds, f"{command} --world {gpus}", gpus)
+        for (name, gpus), (seconds, command) in PRICED_STEPS.items()
     ),
 )
 

@@ -71,6 +71,8 @@ class AttentionFlags(BenchFlags):
     """Do not time torch's context_parallel."""
     warmup: int = 3
     """Runs before the timed ones."""
+    warm_seconds: float = 1.0
+    """On GPUs, seconds of further runs before the timed ones: a GPU that has rested is faster than one in training."""
     repeats: int = 10
     """Timed runs; their median counts."""
 
@@ -86,7 +88,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 # Settings that are copied from the flags of the same name.
-_COPIED = ("documents", "partition", "window", "sinks", "kernel", "warmup", "repeats", "timeout_seconds", "cuda_graph")
+_COPIED = ("documents", "partition", "window", "sinks", "kernel", "warmup", "warm_seconds", "repeats")
+_COPIED += ("timeout_seconds", "cuda_graph")
 
 
 def make_settings(flags: AttentionFlags, ranks: int, backend: str, command: Sequence[str]) -> AttentionSettings:
@@ -137,13 +140,14 @@ def record_text(record: dict[str, Any]) -> str:
 
 def record_markdown(record: dict[str, Any]) -> str:
     """A record as Markdown, for bench/records."""
+    warm = f" and {seconds:g} s on GPUs" if (seconds := record.get("warm_seconds")) else ""
     return (
         f"# {_title(record)}\n\n"
         f"{origin_text(record)}\n\n"
         f"{markdown_table(_NAMES, _table_lines(record))}\n\n"
         "TFLOP/s per device count 3.5 × the forward FLOPs (4 · heads · head size · the pairs of positions that see "
         "each other, which are S² / 2 a document without a window) for forward and backward together. "
-        f"Median of {record['repeats']} runs after {record['warmup']}, the slowest rank.\n\n"
+        f"Median of {record['repeats']} runs after {record['warmup']}{warm}, the slowest rank.\n\n"
         f"{_checks(record)}{_missing(record)}\n"
     )
 

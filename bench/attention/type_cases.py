@@ -84,6 +84,7 @@ class AttentionSettings:
     command: str
     out: str = ""  # the first rank keeps what it has so far in this file
     partition: PartitionKind = "zigzag"
+    warm_seconds: float = 0.0  # on GPUs, of runs before the timed ones
     cuda_graph: bool = False  # every type a second time, captured and replayed
 
 

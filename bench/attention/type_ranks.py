@@ -1,5 +1,6 @@
 """The ranks of `attention_types.py`: check at a short length, then time every type and peer at every length."""
 
+import math
 import statistics
 import sys
 import time
@@ -49,10 +50,10 @@ def attention_ranks(rank: int, settings: AttentionSettings) -> dict[str, Any]:
 
 
 def _empty_record(settings: AttentionSettings, world: World) -> dict[str, Any]:
-    names = "documents partition window sinks heads key_value_heads head_size dtype warmup repeats ranks command"
+    sizes = ("documents", "partition", "window", "sinks", "heads", "key_value_heads", "head_size", "dtype")
     return {
         "bench": "attention",
-        **{name: getattr(settings, name) for name in names.split()},
+        **{name: getattr(settings, name) for name in (*sizes, "warmup", "warm_seconds", "repeats", "ranks", "command")},
         "kernel": _kernel(settings, world),
         "backend": world.backend,
         "check_length": CHECK_ROWS * settings.ranks,
@@ -140,7 +141,7 @@ def _measure(settings: AttentionSettings, case: AttentionCase, length: int, worl
         del qkv
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        times = _times(run, settings, cuda)
+        times = _times(run, settings, world)
         peak = torch.cuda.max_memory_allocated() if cuda else 0
     of_ranks = world.control.gather_objects(
         (statistics.median(t[0] for t in times), statistics.median(t[1] for t in times), peak)
@@ -163,9 +164,22 @@ def forward_flops(settings: AttentionSettings, length: int) -> float:
     return 4 * pairs * settings.heads * settings.head_size
 
 
-def _times(run: Run, settings: AttentionSettings, cuda: bool) -> Sequence[tuple[float, float]]:
+def _times(run: Run, settings: AttentionSettings, world: World) -> Sequence[tuple[float, float]]:
+    """Seconds of forward, and of both passes, of each timed run.
+
+    A GPU that has rested has higher clocks than one in training, for some tenths of a second: warm-up runs go on until
+    `warm_seconds` are over, as many on every rank.
+    """
+    cuda = world.device.type == "cuda"
+    warm = _passes(run, settings.warmup, cuda)
+    slowest = max(world.control.gather_objects(warm[-1][1] if warm else 0.0))
+    more = math.ceil(settings.warm_seconds / slowest) if cuda and slowest else 0
+    return _passes(run, more + settings.repeats, cuda)[more:]
+
+
+def _passes(run: Run, count: int, cuda: bool) -> list[tuple[float, float]]:
     marks: list[tuple[Any, Any, Any]] = []
-    for _ in range(settings.warmup + settings.repeats):
+    for _ in range(count):
         start = _mark(cuda)
         out = run.forward()
         middle = _mark(cuda)
@@ -173,7 +187,7 @@ def _times(run: Run, settings: AttentionSettings, cuda: bool) -> Sequence[tuple[
         marks.append((start, middle, _mark(cuda)))
     if cuda:
         torch.cuda.synchronize()
-    return [(_between(a, b), _between(a, c)) for a, b, c in marks[settings.warmup :]]
+    return [(_between(a, b), _between(a, c)) for a, b, c in marks]
 
 
 def _mark(cuda: bool) -> Any:

@@ -156,6 +156,9 @@ LATER_STEPS += ("longest-none-2xH200", "step-packed-2xH200")  # made after all f
 LATER_STEPS += ("longest-none-H200", "step-256k-2xH200", "mixture-2xH200", "memory-choice-2xH200")
 LATER_STEPS += ("step-64k-selective-2xH200", "step-64k-host-2xH200", "step-packed-float8-2xH200")
 LATER_STEPS += ("longest-selective-H200", "longest-selective-2xH200", "mixture-2xH100")
+PRICED_STEPS = ("price-dense-H200", "price-dense-packed-H200", "price-dense-recomputed-H200", "price-dense-eager-H200")
+PRICED_STEPS += ("price-dense-eager-packed-H200", "price-experts-single-H200", "price-experts-H200")
+LATER_STEPS += PRICED_STEPS
 # Predicted by the machine that was calibrated before them.
 NODE_STEPS = ("two-nodes-step-2xH200", "two-nodes-step-16k-2xH100")
 FITTED = ("step-packed-float8-2xH200",)  # of these, whose rate of float8 had no step before
