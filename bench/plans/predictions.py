@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from measured import FITTED, LATER_STEPS, NODE_STEPS, RECORDS, Measured, measured_rows, record_command
+from measured import FITTED, RECORDS, Measured, measured_rows, record_command
 
 from longspan.plan import Machine
 
@@ -52,11 +52,11 @@ def predict_all(machine: Machine) -> list[Prediction]:
     steps, predictions = 0, list[Prediction]()
     for row in measured_rows():
         use = "" if row.older else "held out"
-        if use and row.is_training_step and row.record not in LATER_STEPS + NODE_STEPS:
+        if use and row.record in FITTED:
+            use = "fitted"
+        elif use and row.is_training_step and row.device == machine.device and not row.is_calibrated:
             use = "held out" if steps % 2 else "fitted"
             steps += 1
-        elif use and row.record in FITTED:
-            use = "fitted"
         predictions.append(_predict_row(row, machine, use))
     return predictions
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from longspan.layout import Layout
@@ -38,6 +39,14 @@ def test_images_count() -> None:
     spans = with_spans.step_figures(plan, 2.0, [4, 6])["tflops"]
     assert spans == float(f"{(flops + 12 * 64 * 2 * (6 + 15)) / 2.0 / 2 / 1e12:.6g}")  # pairs inside images
     assert found["predicted_seconds"] == 0.5 and found["bound_share"] == round((plan.lower_bound_seconds + 0.1) / 2, 6)
+
+
+def test_stages_of_a_pipeline_share_a_step() -> None:
+    plan = plan_fixed([32] * 8, Layout(2, pp=2), cp=1, max_tokens_per_slot=32, cost=COST)
+    figures = StepFigures(shape=TEXT, devices=2, stages=(2, 1), priced_here=True).step_figures(plan, 2.0)
+    assert plan.predicted_seconds == pytest.approx(8 * 0.32)
+    assert figures["predicted_seconds"] == pytest.approx(9 * 0.16)  # eight micro-batches, and one to fill the stages
+    assert figures["bound_share"] == pytest.approx(8 * 0.16 / 2.0, rel=0.15)
 
 
 def test_images_without_a_price_leave_no_share_of_the_peak() -> None:

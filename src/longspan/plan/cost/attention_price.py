@@ -29,6 +29,9 @@ Integers = NDArray[np.int64]
 EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer (bench/records/attention-slices-4xH200.md)
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
+PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders (attention-time-packed)
+# Kernels beside exchanges of heads that take longer: the share that shows (two-nodes-attention-10g-2xH100.md).
+SHOWN_KERNELS = 1 / 3
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
 
 
@@ -123,20 +126,22 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
     """Return the price of groups under the communication type of a cost, which is not "auto".
 
     Kernels take attention_seconds · squares / degree of each slot, times `busiest`. On measured links they are slower
-    on short pieces: 1 + half_speed_rows / piece times, where a ring of r members, or a gather over r, cuts the typical
-    document into pieces of 1 / r of its rows, and a window leaves no piece longer than itself. A ring also adds each of
+    on short pieces: 1 + half_speed_rows / piece times. A ring of r members cuts the typical document into pieces of
+    1 / r of its rows; in a gather over r such queries meet all keys, which counts as a piece of 1 / √r; under a window
+    no piece counts as longer than a causal document of twice its rows, which see as many keys. A ring also adds each of
     its steps to the output, in `merge_seconds`. A gather puts all rows in the order of their documents, in
     `copy_seconds` a row. A member of a narrow group does so with its own rows and those that it fetched, and joins them
     before: twice that time.
     """
     around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)  # members of a ring
     computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
+    typical = rows.squares / np.maximum(rows.tokens, 1) if rows.typical is None else rows.typical
     if cost.network:
-        typical = rows.squares / np.maximum(rows.tokens, 1) if rows.typical is None else rows.typical
-        piece = typical / (rows.degree if cost.cp_comm_type == "all_gather" else around)
-        computed = computed * (1 + cost.network.half_speed_rows / np.clip(piece, 1, rows.window))
+        piece = typical / (np.sqrt(rows.degree) if cost.cp_comm_type == "all_gather" else around)
+        computed = computed * (1 + cost.network.half_speed_rows / np.clip(piece, 1, 2 * rows.window))
     if cost.cp_comm_type == "all_gather":
-        computed = computed + cost.copy_seconds * rows.tokens * (rows.degree > 1)
+        copies = 1 + PACKED_COPIES * (1 - np.minimum(typical / np.maximum(rows.tokens, 1), 1))
+        computed = computed + cost.copy_seconds * copies * rows.tokens * (rows.degree > 1)
     elif rows.foreign is not None:
         computed = computed + 2 * cost.copy_seconds * (rows.tokens + rows.foreign) / rows.degree * (around > 1)
     else:
@@ -240,10 +245,13 @@ class _LayerMessages:
         turns. Messages of one ring travel beside the kernels of another. Nothing travels beside the last piece, so
         max(0, W − (1 − 1 / (n · r)) · C) shows. In backward gradients of blocks, G of the W seconds, travel as well.
         With several rings all pieces then hide messages, but gradients leave only after two pieces: the longer of W − C
-        and G − (1 − 2 / (n · r)) · C shows, or nothing.
+        and G − (1 − 2 / (n · r)) · C shows, or nothing. The rows of a narrow group come in one exchange before the
+        kernels, and their gradients leave after these: all of it shows.
         """
         rings, steps = self.rings, self.around - 1
         sizes = [self.block * self.copies] if is_forward else [self.block * self.copies, self.gradients * self.copies]
+        if self.rows.foreign is not None:
+            return sum(self._step_seconds(steps * size) for size in sizes) + len(sizes) * self.network.step_seconds
         travels = [steps * rings * self._step_seconds(size / rings) for size in sizes]
         pieces = rings * self.around
         exposed = np.maximum(sum(travels) - computed * (1 - 1 / pieces), 0.0)
@@ -301,7 +309,8 @@ class _LayerMessages:
         Forward sends queries, keys and values, and outputs back; backward sends gradients of outputs, and those of
         queries, keys and values back. This takes A and B seconds for each of n slices of heads. In one slice, all of
         A + B shows. In several, messages travel beside the kernels of other slices, which take C seconds in all: the
-        pass takes the longer of A + C + B and n · (A + B), and what is longer than C shows. Latencies are added.
+        pass takes the longer of A + C + B and n · (A + B) + s · C, and what is longer than C shows. Latencies are
+        added. s is `SHOWN_KERNELS`.
         """
         members, slices = self.exchanging, self.slices
         neighbours = np.minimum(self.rows.together, members)  # that share a host, with the member itself
@@ -309,7 +318,7 @@ class _LayerMessages:
         leaving = self.queries + (0.0 if is_forward else self.key_gradients)
         near, far = (neighbours - 1) / members / slices, (members - neighbours) / members / slices
         there, back = (self._exchange_seconds(sent * near, sent * far) for sent in (arriving, leaving))
-        sliced = np.maximum(there + computed + back, slices * (there + back)) - computed
+        sliced = np.maximum(there + computed + back, slices * (there + back) + SHOWN_KERNELS * computed) - computed
         return np.where(slices > 1, sliced, there + back) + 2 * slices * self.network.step_seconds
 
     def _count_slices(self) -> tuple[Floats, Floats]:

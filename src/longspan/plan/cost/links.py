@@ -29,6 +29,8 @@ GIB = float(1 << 30)
 # 2.65 GB/s a slot; one layer's attention of 131,072 rows over 8: 150 ms under a2a, 199 under a2a+p2p, 236 under
 # all_gather, 639 under p2p). A network with a card for each slot is assumed to give all kinds the same speed.
 SOCKET_SPEEDS = {"exchange": 1.5, "gather": 1.0, "point": 0.7, "point_alone": 1.1}
+# Speeds of each kind inside a host over that of messages from slot to slot, of H200s (bench/records/predictions.md).
+INSIDE_SPEEDS = {"exchange": 7 / 9, "gather": 1.14}
 SLOWEST_CARD = 10e9  # bytes a second and slot: a network that is slower goes through sockets, unless told otherwise
 
 

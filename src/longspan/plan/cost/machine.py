@@ -27,6 +27,7 @@ from longspan.plan.shape.model_shape import ModelShape
 
 # Passes over memory of a layer that runs forward twice, over those of forward and backward together (predictions.md).
 RECOMPUTED_PASSES = 0.75
+FORWARD_PASSES = 1 / 6  # the same of a forward pass alone, which keeps nothing (evaluations-2xH100.md)
 
 
 class _RowSeconds(NamedTuple):
@@ -134,13 +135,15 @@ class Machine(MachineFigures):
         """Return the cost of forward passes without backward, which recompute nothing.
 
         `forward_only` takes a third of both passes, so 6 FLOPs a weight are in float8 here, 2 of which are forward's.
-        Such passes are short, so that what the host takes to launch them counts as well.
+        Such passes are short, so that what the host takes to launch them counts, in place of a micro-batch's seconds.
         """
-        row_seconds = cost.linear_seconds + row.layer_passes + row.logit_passes - 3 * row.unused_head
+        row_seconds = cost.linear_seconds + 3 * FORWARD_PASSES * row.layer_passes + row.logit_passes
+        row_seconds -= 3 * row.unused_head
         saved = 3 * 2 * row.saved
         real_row_seconds = max(0.0, cost.real_row_seconds - saved * _expert_share(shape))
         real_row_seconds += self._head_seconds(shape, dataclasses.replace(settings, frozen=False))
         forward = dataclasses.replace(cost, linear_seconds=row_seconds - saved, real_row_seconds=real_row_seconds)
+        forward = dataclasses.replace(forward, micro_batch_seconds=0.0)
         return dataclasses.replace(
             SharedWeights(self, shape, settings).add_messages(forward.forward_only()),
             launch_seconds=shape.decoder_layers * self.layer_launch_seconds,

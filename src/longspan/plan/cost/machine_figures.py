@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 
 from longspan.errors import PlanError
 from longspan.plan.check import check_count
-from longspan.plan.cost.links import LEVELS, Link
+from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, Link
 
 VERSION = 1  # of the file
 # Figures that files of older versions lack.
@@ -35,7 +35,8 @@ class MachineFigures:
     those of experts, with the moves of rows to them (bench/records/experts-H200.md). `layer_pass_seconds`: of a layer's
     passes over memory (norms, gates, sums), for each row and number of its width, of which `compiled_share` is left in
     compiled layers (bench/records/layer-time-H200.md); `logit_pass_seconds`: of the loss, for each row and logit.
-    `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it reaches half.
+    `attention_flops_per_second`: of a kernel on long pieces; on pieces of `half_speed_rows` it reaches half
+    (bench/records/attention-pieces-H200.md, under load).
     `scan_flops_per_second`, `summary_flops_per_second`: of state-space layers' scans, and of the passes that make a
     run's states for others; `channel_seconds` those of a row and channel of convolutions with norms and gates. A ring
     makes `merge_passes` passes over its output in float32 a step, at `memory_bytes_per_second`, and `all_gather`
@@ -60,32 +61,32 @@ class MachineFigures:
     device: str = "H200"
     product_flops_per_second: float = 700e12
     float8_flops_per_second: float = 1350e12
-    expert_flops_per_second: float = 450e12
-    layer_pass_seconds: float = 150e-12
-    compiled_share: float = 0.57
-    logit_pass_seconds: float = 15e-12
-    attention_flops_per_second: float = 617e12
-    half_speed_rows: float = 500.0
-    scan_flops_per_second: float = 55e12
+    expert_flops_per_second: float = 315e12
+    layer_pass_seconds: float = 130e-12
+    compiled_share: float = 0.73
+    logit_pass_seconds: float = 8.5e-12
+    attention_flops_per_second: float = 618e12
+    half_speed_rows: float = 1070.0
+    scan_flops_per_second: float = 60e12
     summary_flops_per_second: float = 100e12
     channel_seconds: float = 40e-12
     memory_bytes_per_second: float = 4e12
-    merge_passes: float = 20.0
-    gather_passes: float = 10.0
-    step_seconds: float = 35e-6
+    merge_passes: float = 11.0
+    gather_passes: float = 8.0
+    step_seconds: float = 40e-6
     ring_wait_seconds: float = 300e-6
-    micro_batch_seconds: float = 9e-3
+    micro_batch_seconds: float = 5e-3
     wave_seconds: float = 2e-3
     encoder_flops_per_second: float = 240e12
-    layer_launch_seconds: float = 3.5e-3
+    layer_launch_seconds: float = 2e-3
     host_copy_bytes_per_second: float = 55e9
     memory_bytes: int = 143771 << 20
-    sharding_bytes_per_second: float = 314e9
-    sharding_share: float = 0.3
-    weight_copy_seconds: float = 1.75e-12
-    update_seconds: float = 13e-3
-    weight_update_seconds: float = 7e-12
-    inside: Link = field(default_factory=lambda: Link.of(0.0, 180e9))
+    sharding_bytes_per_second: float = 195e9
+    sharding_share: float = 0.47
+    weight_copy_seconds: float = 0.55e-12
+    update_seconds: float = 5e-3
+    weight_update_seconds: float = 2.8e-12
+    inside: Link = field(default_factory=lambda: Link.of(0.0, 180e9, INSIDE_SPEEDS))
     across: Link = field(default_factory=lambda: Link.of(50e-6, 40e9))
     node_size: int = 8
     assumed: bool = False
@@ -165,7 +166,7 @@ class MachineFigures:
             weight_update_seconds=self.weight_update_seconds / memory,
             memory_bytes_per_second=self.memory_bytes_per_second * memory,
             memory_bytes=gib << 30,
-            inside=Link.of(0.0, inside),
+            inside=Link.of(0.0, inside, INSIDE_SPEEDS),
             across=Link.of(50e-6, across),
             assumed=True,
             source=f"the model on {name}s, by data sheet",

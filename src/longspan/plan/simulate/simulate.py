@@ -224,6 +224,18 @@ def simulate(
     )
 
 
+def step_seconds(plan: Plan, stages: tuple[int, int] = (1, 1), cost: Cost | None = None) -> float:
+    """Return the seconds of a step by a plan, through a pipeline of so many stages and chunks of each.
+
+    >>> step_seconds(plan, stages=(2, 1))
+
+    The cost is the plan's own unless given.
+    """
+    if stages[0] > 1:
+        return simulate(plan, cost=cost, pp=stages[0], vpp=stages[1]).seconds
+    return plan.predicted_seconds if cost is None else plan.timeline(cost).step_seconds
+
+
 def simulate_run(plans: Sequence[Plan], **keywords: int | bool | Cost | RowBytes | None) -> tuple[Simulation, ...]:
     """Simulate every step of a run through `simulate`, with the same keywords.
 

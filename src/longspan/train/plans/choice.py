@@ -41,6 +41,14 @@ def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
     return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
 
 
+def pipeline_parts(parallel: ParallelConfig) -> tuple[int, int]:
+    """Return the stages of a run's pipeline and the chunks of each, as its seconds are predicted.
+
+    Schedules that split backward passes take no longer than 1F1B of one chunk, by which they are priced.
+    """
+    return parallel.pp, parallel.vpp if parallel.pipeline_schedule == "1f1b" else 1
+
+
 def query_heads(model_config: Any) -> int | None:
     """Return how many query heads each layer of a transformers configuration has; None if none attends."""
     return getattr(model_config.get_text_config(), "num_attention_heads", None)
