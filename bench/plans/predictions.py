@@ -4,7 +4,7 @@
     python bench/plans/predictions.py --out /dev/null
 
 One machine, `Machine.known("H200")`, predicts all rows of H200s, by the path that a run takes (`measured.py`). Its
-figures were fitted to every second step of the current code and to single layers on four GPUs; the others are held out.
+figures were fitted to every second step of H200s and to single layers on four of them; the others are held out.
 A row counts that is more than 5 % off, of a machine whose figures are `assumed`, as those of H100s are, 10 %. Rows that
 were measured before the code they run was changed stand apart with the reason and the command that makes them again,
 and do not count.
@@ -75,19 +75,22 @@ def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str
     yield (
         f'One machine, `Machine.known("{machine.device}")`, for all rows of such GPUs, for those of H100s '
         '`Machine.known("H100")`, whose figures are of a data sheet; command: `make predictions`. Fitted to every '
-        "second step of the current code without evaluations, to single layers on four GPUs, and the rate of float8 to "
-        "its step; all other rows are held out. A layer is one layer's attention, forward and backward. Measured "
-        "figures are those of the records."
+        "second step of H200s, to single layers on four of them, and to the step in float8; all other rows are held "
+        "out, except that what a forward pass takes of a layer's passes was read off the evaluations. A layer is one "
+        "layer's attention, forward and backward. Measured figures are those of the records."
     )
     yield ""
     yield (
         "What limits the table: the terms of the cost were chosen with all rows in view, and only their figures are "
-        "held out; the rate of towers was fitted to the record with images before; of adapters the record has sums of "
-        "rows, and their squares follow from its FLOPs; steps over two emulated nodes are predicted by the machine "
-        "that was calibrated there (two-nodes-2xH200.md, two-nodes-2xH100.md), and single layers as well, which were "
-        "measured again and differ by 10 % in the mean (two-nodes-attention-2xH100.md); no step over real hosts, with "
-        "HSDP or in a training pipeline has a record; attention-full-size-4xH200 has errors and no times. Not priced: "
-        "messages of tensor parallelism, and what the host takes for layers of few rows."
+        "held out; steps of hybrids, images and adapters are of 21 and 22 November and were not made again; the rate "
+        "of towers was fitted to the record with images before; of adapters the record has sums of rows, and their "
+        "squares follow from its FLOPs. Two emulated nodes are predicted by the machine that was calibrated there, "
+        "over links of 10 Gbit/s (two-nodes-10g-2xH100.md): without a limit the loopback between them differs by 10 %"
+        " in the mean from one minute to the next. The share of kernels that shows beside slow exchanges was read off"
+        " the layers there. No step over real hosts or with HSDP has a record; attention-full-size-4xH200 has errors "
+        "and no times. Not priced: messages of tensor parallelism, that the last stage of a pipeline has the output "
+        "head, and what the host takes for few rows, which is why layers of 16,384 rows under a window are given the "
+        "host's measured seconds where these are more (attention-time-window-2xH100.md)."
     )
     yield ""
     yield "| rows | number | within 5 % | 10 % | 20 % | mean error |"

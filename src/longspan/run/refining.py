@@ -72,9 +72,7 @@ def note_step(run: TrainingRun, plan: Plan, step: int, seconds: float) -> None:
     run.refinement.note_step(MeasuredStep(step, seconds, parts))
 
 
-def _plan_seconds(
-    plan: Plan, choice: PlanChoice, correction: Correction, home: Any, stages: tuple[int, int]
-) -> float:
+def _plan_seconds(plan: Plan, choice: PlanChoice, correction: Correction, home: Any, stages: tuple[int, int]) -> float:
     """Return the seconds that a plan is predicted to take under the run's prices with a correction."""
     cost = choice.apply_correction(correction).home_options(home).cost
     return step_seconds(plan, stages=stages, cost=cost)

@@ -77,7 +77,7 @@ class StepFigures:
         return figures
 
     def _predict_seconds(self, plan: Plan) -> tuple[float, float]:
-        """Return the seconds that a plan's step is predicted to take, in a pipeline if there is one, and their bound."""
+        """Return the predicted seconds of a plan's step, through the stages if there are any, and their bound."""
         pp, vpp = self.stages
         if pp == 1:
             return plan.predicted_seconds, plan.lower_bound_seconds

@@ -94,9 +94,10 @@ def test_a_closing_has_the_measured_speeds_of_sharded_parameters() -> None:
 def test_a_free_step_updates_a_slots_shard_and_sums_copies_in_its_closing() -> None:
     lockstep, free = (Machine().cost(QWEN3_8B, CostSettings(shards=8, free=free)) for free in (False, True))
     copies = Machine().cost(QWEN3_8B, CostSettings(shards=4, dp_replicate=2, free=True))
-    weights = ModelShape.of(QWEN3_8B).stored_weights
-    assert free.update_seconds == lockstep.update_seconds == pytest.approx(13e-3 + 7e-12 * weights / 8)
-    assert copies.update_seconds == pytest.approx(13e-3 + 7e-12 * weights / 4)
+    weights, machine = ModelShape.of(QWEN3_8B).stored_weights, Machine()
+    end, weight = machine.update_seconds, machine.weight_update_seconds
+    assert free.update_seconds == lockstep.update_seconds == pytest.approx(end + weight * weights / 8)
+    assert copies.update_seconds == pytest.approx(end + weight * weights / 4)
     assert (free.sharding_seconds, free.micro_batch_seconds) == (0.0, Machine().micro_batch_seconds)
 
 
@@ -113,10 +114,11 @@ def test_sharded_parameters_bound_a_micro_batch_from_below() -> None:
         assert hidden.predicted_seconds == usual.predicted_seconds
     settings = CostSettings(shards=4)
     near, far = (Machine(node_size=n, across=Link.of(0.0, 3e9)).cost(QWEN3_8B, settings) for n in (4, 1))
-    copies = 3 * 1.75e-12 * ModelShape.of(QWEN3_8B).stored_weights
+    machine = Machine()
+    copies = 3 * machine.weight_copy_seconds * ModelShape.of(QWEN3_8B).stored_weights
     shown = near.micro_batch_seconds - Machine().micro_batch_seconds - copies
-    assert near.sharding_seconds == pytest.approx(shown * 0.7 / 0.3)
-    assert far.sharding_seconds == pytest.approx(near.sharding_seconds * 314 / 3)
+    assert near.sharding_seconds == pytest.approx(shown * (1 - machine.sharding_share) / machine.sharding_share)
+    assert far.sharding_seconds == pytest.approx(near.sharding_seconds * machine.sharding_bytes_per_second / 3e9)
     assert far.forward_only().sharding_seconds == pytest.approx(far.sharding_seconds / 4)
 
 

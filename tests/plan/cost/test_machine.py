@@ -140,7 +140,7 @@ def test_a_window_slows_kernels_and_its_rows_are_laid_out() -> None:
     kernels = replace(H200, merge_passes=0.0, gather_passes=0.0)
     fast, window = replace(kernels, half_speed_rows=0.0), 4096
     slower = {kind: x / computed(fast, window=window)[kind] for kind, x in computed(kernels, window=window).items()}
-    assert slower == pytest.approx(dict.fromkeys(slower, 1 + H200.half_speed_rows / window))  # at both ends of a tile
+    assert slower == pytest.approx(dict.fromkeys(slower, 1 + H200.half_speed_rows / (2 * window)))  # rows of 2 · 4096
     laid_out = {kind: x - computed(kernels, window=window)[kind] for kind, x in computed(H200, window=window).items()}
     assert laid_out["a2a"] == 0.0
     row = laid_out["all_gather"] / 131072
@@ -210,7 +210,7 @@ def test_sharded_weights_are_gathered_and_summed_for_every_micro_batch() -> None
     assert added(shards=4, tp=2) == pytest.approx(added(shards=4) / 2) == pytest.approx(added(shards=4, weight_ranks=2))
     assert added(shards=16) == pytest.approx(copies + 8 * 15 / 16 * wire)  # across 40 GB/s a slot, of 8 together
     forward = machine.cost(CONFIG, CostSettings(shards=4, forward=True)).micro_batch_seconds
-    assert forward == pytest.approx(plain.micro_batch_seconds / 3 + copies / 3 + 2 * 3 / 4 * wire)
+    assert forward == pytest.approx(copies / 3 + 2 * 3 / 4 * wire)  # launches are a forward pass's own limit
 
 
 def test_rows_that_travel_to_experts_are_priced() -> None:

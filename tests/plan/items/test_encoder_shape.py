@@ -86,12 +86,13 @@ def test_a_published_size() -> None:
     assert shape.flops([256]) == weights + 12 * 27 * 1152 * 1024**2
     cost = shape.cost()
     seconds = cost.linear_seconds * 256 + cost.attention_seconds * 256**2
-    assert seconds == pytest.approx(weights / 2.4e14 + 14 * 27 * 1152 * 1024**2 / (6.17e14 * 72 / 96))
+    assert seconds == pytest.approx(weights / 2.4e14 + 14 * 27 * 1152 * 1024**2 / (6.18e14 * 72 / 96))
 
 
 def test_a_frozen_tower_costs_its_forward_pass() -> None:
     costs = [EncoderShape.of(QWEN3_VL_8B).cost(trained=trained) for trained in ("all", "projector", "none")]
-    assert costs[0].attention_seconds == 3.5 * costs[1].attention_seconds == 3.5 * costs[2].attention_seconds
+    assert costs[0].attention_seconds == pytest.approx(3.5 * costs[1].attention_seconds, rel=1e-12)
+    assert costs[1].attention_seconds == costs[2].attention_seconds
     assert costs[0].linear_seconds > costs[1].linear_seconds > costs[2].linear_seconds
 
 

@@ -1,18 +1,14 @@
 """What attention costs a group under each communication type: kernels, and what of the messages they do not hide.
 
-This is the one place that prices a type: for planners, `plan --compare`, evaluations' degree, `auto` and benches.
-
-A machine without a `Network` is ideal: only the two speeds of a `Cost` count, attention hides all of a ring's traffic
-that it is longer than, and nothing of an exchange or a gather. With a `Network` messages are priced as the code sends
-them, layer by layer, forward and backward:
+A machine without a `Network` is ideal: only the two speeds of a `Cost` count, attention hides a ring's traffic and
+nothing of an exchange or a gather. With one, messages are priced as the code sends them, in each layer and pass:
 - `p2p`, a ring of r members: r − 1 of its r blocks travel while another is computed; in backward the gradients of a
   block travel behind it. Where the ring crosses hosts, every step waits for the members that cross.
-- `all_gather`: large gathers go in two slices of heads, of which the second travels while the first is computed, and
-  so do the gradients, which are exchanged. Between hosts a gather's bytes come through all slots of a host together.
-- `a2a`: each slot exchanges with the slots of its host and of other hosts at the same time; large exchanges go in two
-  slices of heads, which hide behind each other's work. Key/value heads fewer than members are sent several times.
-- `a2a+p2p`: exchanges around a ring of fewer, larger blocks. Large ones go in two slices of heads as well, whose rings
-  take turns: blocks and gradients of one travel while another is computed.
+- `all_gather`: large gathers go in two slices of heads, of which one travels while the other is computed, and so do
+  gradients, in an exchange. Between hosts a gather's bytes come through all slots of a host together.
+- `a2a`: each slot exchanges with the slots of its host and of other hosts at the same time, in slices if that is large.
+  Key/value heads fewer than members are sent several times.
+- `a2a+p2p`: exchanges around a ring of fewer, larger blocks; the rings of slices take turns.
 """
 
 from typing import NamedTuple, Protocol
@@ -30,8 +26,7 @@ EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer (bench/records/attenti
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
 PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders (attention-time-packed)
-# Kernels beside exchanges of heads that take longer: the share that shows (two-nodes-attention-10g-2xH100.md).
-SHOWN_KERNELS = 1 / 3
+SHOWN_KERNELS = 1 / 3  # of kernels beside exchanges of heads that take longer (two-nodes-attention-10g-2xH100.md)
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
 
 
@@ -70,8 +65,7 @@ class Rows(NamedTuple):
     `tokens` and `squares` are the sums of the documents' rows and of their squares, `degree` the members, `together`
     the fewest members of a group that share a host (the degree if all do), `busiest` what the busiest member of a ring
     computes, over the mean, and `typical` the length of the document of a typical row (None: squares / tokens). A row
-    sees `window` rows at most. Of narrow groups members fetch only the rows that a window or chunk leaves, in one
-    piece: `foreign` is the sum over members of these rows (None: not narrow).
+    sees `window` rows at most, and members of a narrow group fetch `foreign` rows together (None: not narrow).
     """
 
     tokens: Floats
@@ -125,13 +119,11 @@ def _deal_heads(heads: int, kv_heads: int, members: Integers) -> tuple[Integers,
 def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
     """Return the price of groups under the communication type of a cost, which is not "auto".
 
-    Kernels take attention_seconds · squares / degree of each slot, times `busiest`. On measured links they are slower
-    on short pieces: 1 + half_speed_rows / piece times. A ring of r members cuts the typical document into pieces of
-    1 / r of its rows; in a gather over r such queries meet all keys, which counts as a piece of 1 / √r; under a window
-    no piece counts as longer than a causal document of twice its rows, which see as many keys. A ring also adds each of
-    its steps to the output, in `merge_seconds`. A gather puts all rows in the order of their documents, in
-    `copy_seconds` a row. A member of a narrow group does so with its own rows and those that it fetched, and joins them
-    before: twice that time.
+    Kernels take attention_seconds · squares / degree of each slot, times `busiest`, on measured links 1 + h / piece
+    times that, h being half_speed_rows. A ring of r members cuts the typical document into pieces of 1 / r of its rows;
+    in a gather such queries meet all keys, a piece of 1 / √r; under a window none is longer than a causal document
+    whose rows see as many keys. A ring adds each step to the output, in `merge_seconds`. A gather orders all rows by
+    document, in `copy_seconds` a row; a narrow group's member its own and fetched rows, which it joins before.
     """
     around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)  # members of a ring
     computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
@@ -245,8 +237,8 @@ class _LayerMessages:
         turns. Messages of one ring travel beside the kernels of another. Nothing travels beside the last piece, so
         max(0, W − (1 − 1 / (n · r)) · C) shows. In backward gradients of blocks, G of the W seconds, travel as well.
         With several rings all pieces then hide messages, but gradients leave only after two pieces: the longer of W − C
-        and G − (1 − 2 / (n · r)) · C shows, or nothing. The rows of a narrow group come in one exchange before the
-        kernels, and their gradients leave after these: all of it shows.
+        and G − (1 − 2 / (n · r)) · C shows, or nothing. Rows of a narrow group come before the kernels, and gradients
+        leave after these: all of it shows.
         """
         rings, steps = self.rings, self.around - 1
         sizes = [self.block * self.copies] if is_forward else [self.block * self.copies, self.gradients * self.copies]
@@ -309,8 +301,7 @@ class _LayerMessages:
         Forward sends queries, keys and values, and outputs back; backward sends gradients of outputs, and those of
         queries, keys and values back. This takes A and B seconds for each of n slices of heads. In one slice, all of
         A + B shows. In several, messages travel beside the kernels of other slices, which take C seconds in all: the
-        pass takes the longer of A + C + B and n · (A + B) + s · C, and what is longer than C shows. Latencies are
-        added. s is `SHOWN_KERNELS`.
+        pass takes the longer of A + C + B and n · (A + B) + `SHOWN_KERNELS` · C, of which C does not show.
         """
         members, slices = self.exchanging, self.slices
         neighbours = np.minimum(self.rows.together, members)  # that share a host, with the member itself
@@ -325,8 +316,8 @@ class _LayerMessages:
         """Count the slices of heads in which large exchanges go, and the rings of keys: one a slice, or one for all.
 
         A member computes its heads in runs that share a key/value head. Only equal slices are made: either the runs are
-        dealt to slices, each with a ring of its own, or the heads of each run are, and all slices share one ring. The
-        few rows that members of a narrow group fetch are not sliced.
+        dealt to slices, each with a ring of its own, or the heads of each run are, and all slices share one ring. What
+        members of a narrow group fetch is whole.
         """
         most, large = EXCHANGE_SLICES, self.queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES
         heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))

@@ -179,7 +179,8 @@ class MessageBound:
         whole = self._gather_seconds(degree, crosses, 1)
         wide = max(degree, int(-(-SLICED_GATHER_BYTES // (self._block * self.cap))) if self._block else degree)
         sliced = self._gather_seconds(wide, crosses, 2) if wide <= self.widest else np.inf
-        return float(self._kernel_delay(np.sqrt(degree), shortest)) + self.network.layers * min(whole, sliced) / self.cap
+        delay = float(self._kernel_delay(np.sqrt(degree), shortest))  # queries meet all keys
+        return delay + self.network.layers * min(whole, sliced) / self.cap
 
     def _gather_seconds(self, degree: int, crosses: bool, slices: int) -> float:
         """Return the least seconds of a layer's gathers that a full slot waits: for one of `slices`, and all latencies.
