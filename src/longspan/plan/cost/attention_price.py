@@ -243,7 +243,7 @@ class _LayerMessages:
         rings, steps = self.rings, self.around - 1
         sizes = [self.block * self.copies] if is_forward else [self.block * self.copies, self.gradients * self.copies]
         if self.rows.foreign is not None:
-            return sum(self._step_seconds(steps * size) for size in sizes) + len(sizes) * self.network.step_seconds
+            return self._step_seconds(steps * np.array(sizes)).sum(axis=0) + len(sizes) * self.network.step_seconds
         travels = [steps * rings * self._step_seconds(size / rings) for size in sizes]
         pieces = rings * self.around
         exposed = np.maximum(sum(travels) - computed * (1 - 1 / pieces), 0.0)
