@@ -83,6 +83,13 @@ HYBRID = (
     f"{PRICED} --model.config examples/gpu/qwen3-next-8-layers --model.dtype bfloat16 --context.partition contiguous "
     "--planners fixed"
 )
+IMAGES = "{python} bench/vision/vision_step.py --cases '4,4 to 64' --repeats 2 --timeout 170 --out {out}"
+CHATS = "{python} bench/data/made_chats.py {folder}/chats --chats 64"
+ADAPTERS = (
+    '{python} -m longspan train examples/gpu/sft.toml --world 1 --model.path "" --model.preset qwen3-8b '
+    "--data.path {folder}/chats/chats.jsonl --data.tokenizer {folder}/chats/tokenizer --data.eval_documents 2 "
+    "--train.steps 4 --train.eval_every 0 --train.tokens_per_step 131072 --run.dir {folder}/{name}"
+)
 PRICED_STEPS = {  # seconds and command, by name and GPUs
     ("dense", 1): (60, f"{DENSE} --planners fixed --sequences 8192,16384,32768"),
     ("dense-packed", 1): (45, f"{DENSE} --planners fixed {PACKED}"),
@@ -91,21 +98,21 @@ PRICED_STEPS = {  # seconds and command, by name and GPUs
     ("dense-eager", 1): (45, f"{DENSE} {EAGER} --sequences 16384,8192"),
     ("dense-eager-packed", 1): (45, f"{DENSE} {EAGER} --same 4x8192 --context.max_tokens_per_slot 8192"),
     ("dense-lognorm", 1): (
-        60,
+        100,
         f"{DENSE} --planners fixed,padded --distribution lognorm --seed 11 --tokens 98304 --longest_document 32768 "
         "--context.max_tokens_per_slot 32768",
     ),
     ("experts", 1): (
-        60,
+        80,
         f"{MIXTURE} --planners fixed,padded --distribution lognorm --seed 4 --tokens 98304 --longest_document 24576 "
         "--context.max_tokens_per_slot 24576",
     ),
     ("experts-single", 1): (45, f"{MIXTURE} --planners fixed --sequences 16384"),
-    ("hybrid", 1): (60, f"{HYBRID} --sequences 16384,32768"),
-    ("hybrid-packed", 1): (45, f"{HYBRID} --same 8x4096 --context.max_tokens_per_slot 16384"),
+    ("hybrid", 1): (120, f"{HYBRID} --sequences 16384,32768"),  # with fla-core, and Triton of 3.7.1 or later
+    ("hybrid-packed", 1): (90, f"{HYBRID} --same 8x4096 --context.max_tokens_per_slot 16384"),
     ("dense", 2): (60, f"{DENSE} --planners fixed --sequences 16384,32768"),
     ("dense-lognorm", 2): (
-        75,
+        100,
         f"{DENSE} --planners fixed,dynamic,padded --distribution lognorm --seed 12 --tokens 196608 "
         "--longest_document 40960 --context.max_tokens_per_slot 20480",
     ),
@@ -255,6 +262,9 @@ RUNS = (
         "--distribution lognorm --seed 7 --tokens 524288 --longest_document 32768 --context.max_tokens_per_slot 16384 "
         "--context.mode free --layers 8 --warmup 1 --repeats 1 --out {out}",
     ),
+    GpuRun("price-images", 120, f"{IMAGES} --ranks 1", gpus=1),
+    GpuRun("price-images-2", 120, f"{IMAGES} --ranks 2"),
+    GpuRun("price-adapters", 150, f"sh -c '{CHATS} && {ADAPTERS}'", gpus=1),
     *(
         GpuRun(f"price-{name}" if gpus == 1 else f"price-{name}-{gpus}", seconds, f"{command} --world {gpus}", gpus)
         for (name, gpus), (seconds, command) in PRICED_STEPS.items()
