@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from vision_cases import CASES, Documents, Made, Sizes
+from vision_cases import CASES, Made, Sizes, VisionDocuments
 from vision_record import text_of
 from vision_replicated import replicated
 
@@ -120,7 +120,7 @@ def _measured(
     """One variant: whole steps, after some that are not timed."""
     case, kind, way = key
     row: dict[str, Any] = {"documents": case, "plan": kind, "encoder": way}
-    drawn, dtype = Documents.drawn(case, sizes, world.home.slots), torch.float64 if sizes.small else torch.bfloat16
+    drawn, dtype = VisionDocuments.drawn(case, sizes, world.home.slots), torch.float64 if sizes.small else torch.bfloat16
     documents = drawn.as_items(sizes, world.device, dtype)
     plan, results = _plan(kind, documents, sizes, world), list[StepResult]()
 
