@@ -13,12 +13,14 @@ and do not count.
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from measured import FITTED, RECORDS, Measured, measured_rows, record_command
 
 from longspan.plan import Machine
+from longspan.plan.cost.machine_figures import KNOWN
 
 BOUNDS = (0.05, 0.1, 0.2)
 COLUMNS = ("record", "model", "slots", "rows", "type", "settings", "measured s", "predicted s", "ratio", "")
@@ -47,10 +49,10 @@ class Prediction(NamedTuple):
         return abs(self.ratio - 1) <= bound
 
 
-def predict_all(machine: Machine) -> list[Prediction]:
-    """Every row, in the order of records."""
+def predict_all(machine: Machine, rows: Sequence[Measured] = ()) -> list[Prediction]:
+    """All `rows` in the order of records, which are read if there are none."""
     steps, predictions = 0, list[Prediction]()
-    for row in measured_rows():
+    for row in rows or measured_rows():
         use = "" if row.older else "held out"
         if use and row.record in FITTED:
             use = "fitted"
@@ -62,9 +64,19 @@ def predict_all(machine: Machine) -> list[Prediction]:
 
 
 def _predict_row(row: Measured, machine: Machine, use: str) -> Prediction:
-    machine = machine if row.device == machine.device else Machine.known(row.device)
+    machine = scale_machine(machine, row.device)
     assumed = machine.assumed and not row.is_calibrated
     return Prediction(row, row.predict(machine), use, BOUNDS[1] if assumed else BOUNDS[0])
+
+
+def scale_machine(machine: Machine, device: str) -> Machine:
+    """Return this machine as other GPUs by data sheet, as `Machine.known` scales it, with its own speeds of kinds."""
+    scale = KNOWN[device]
+    if device == machine.device or scale is None:
+        return machine
+    scaled = machine.scale_figures(device, *scale)
+    slower = machine.inside.point.bytes_per_second / scaled.inside.point.bytes_per_second
+    return replace(scaled, inside=machine.inside.scale_times(slower))
 
 
 def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str]:
