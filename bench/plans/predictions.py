@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from measured import FITTED, RECORDS, Measured, measured_rows, record_command
+from measured import AFTER_FIT, FITTED, RECORDS, Measured, measured_rows, record_command
 
 from longspan.plan import Machine
 from longspan.plan.cost.machine_figures import KNOWN
@@ -56,7 +56,13 @@ def predict_all(machine: Machine, rows: Sequence[Measured] = ()) -> list[Predict
         use = "" if row.older else "held out"
         if use and row.record in FITTED:
             use = "fitted"
-        elif use and row.is_training_step and row.device == machine.device and not row.is_calibrated:
+        elif (
+            use
+            and row.record not in AFTER_FIT
+            and row.is_training_step
+            and row.device == machine.device
+            and not row.is_calibrated
+        ):
             use = "held out" if steps % 2 else "fitted"
             steps += 1
         predictions.append(_predict_row(row, machine, use))
@@ -94,12 +100,12 @@ def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str
     yield ""
     yield (
         "What limits the table: the terms of the cost were chosen with all rows in view, and only their figures are "
-        "held out; steps of hybrids, images and adapters are of 21 and 22 November and were not made again; the rate "
-        "of towers was fitted to the record with images before; of adapters the record has sums of rows, and their "
-        "squares follow from its FLOPs. Two emulated nodes are predicted by the machine that was calibrated there, "
+        "held out; steps with adapters are of 21 November and were not made again; the rate of towers was fitted to "
+        "the older record with images before; of adapters the record has sums of rows, and their squares follow from "
+        "its FLOPs. Two emulated nodes are predicted by the machine that was calibrated there, "
         "over links of 10 Gbit/s (two-nodes-10g-2xH100.md): without a limit the loopback between them differs by 10 %"
         " in the mean from one minute to the next. The share of kernels that shows beside slow exchanges was read off"
-        " the layers there. No step over real hosts or with HSDP has a record; attention-full-size-4xH200 has errors "
+        " the layers there. No step over real hosts has a record; attention-full-size-4xH200 has errors "
         "and no times. Not priced: messages of tensor parallelism, that the last stage of a pipeline has the output "
         "head, and what the host takes for few rows, which is why layers of 16,384 rows under a window are given the "
         "host's measured seconds where these are more (attention-time-window-2xH100.md)."
@@ -110,6 +116,7 @@ def text_of(predictions: Sequence[Prediction], machine: Machine) -> Iterator[str
     sets = {
         "whole training steps": [p for p in current if p.row.is_training_step],
         "of these held out": [p for p in current if p.row.is_training_step and p.use == "held out"],
+        "of these made after the fit": [p for p in current if p.row.record in AFTER_FIT],
         "evaluations": [p for p in current if not p.row.is_training_step and not p.row.is_layer],
         "layers inside a host": [p for p in current if p.row.is_layer and "hosts of" not in p.row.settings],
         "layers over two hosts": [p for p in current if p.row.is_layer and "hosts of" in p.row.settings],
