@@ -120,7 +120,8 @@ def _measured(
     """One variant: whole steps, after some that are not timed."""
     case, kind, way = key
     row: dict[str, Any] = {"documents": case, "plan": kind, "encoder": way}
-    drawn, dtype = VisionDocuments.drawn(case, sizes, world.home.slots), torch.float64 if sizes.small else torch.bfloat16
+    drawn = VisionDocuments.drawn(case, sizes, world.home.slots)
+    dtype = torch.float64 if sizes.small else torch.bfloat16
     documents = drawn.as_items(sizes, world.device, dtype)
     plan, results = _plan(kind, documents, sizes, world), list[StepResult]()
 

@@ -19,7 +19,7 @@ from longspan.plan import Cost, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.facts import RunFacts, facts_text
-from longspan.run.run_facts import _mixers_text
+from longspan.run.run_facts import mixers_text
 from longspan.train import step_figures as figures_module
 from longspan.train.step_figures import StepFigures, model_figures
 from tests.report.runs import FACTS
@@ -72,12 +72,12 @@ def test_the_lines_of_a_run_on_cpus_and_what_is_not_known() -> None:
 def test_a_hybrid_says_what_its_partition_sends() -> None:
     hybrid = Execution(torch.float32, torch.float32, torch.float32, (), mixers=3)
     device = torch.device("cpu")
-    text = _mixers_text(hybrid, device, "zigzag")
+    text = mixers_text(hybrid, device, "zigzag")
     assert "two states a document and slot" in text and "contiguous" in text
-    lines = dict(facts(mixers=_mixers_text(hybrid, device, "contiguous"), rows="contiguous under a2a: 1 s").lines())
+    lines = dict(facts(mixers=mixers_text(hybrid, device, "contiguous"), rows="contiguous under a2a: 1 s").lines())
     assert lines["rows"] == "contiguous under a2a: 1 s"
     assert lines["mixers"].startswith("3 state-space layers in torch's operations; at most one state")
-    assert _mixers_text(replace(hybrid, mixers=0), device, "zigzag") == ""
+    assert mixers_text(replace(hybrid, mixers=0), device, "zigzag") == ""
 
 
 def test_facts_of_another_release_are_left_out() -> None:

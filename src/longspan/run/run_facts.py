@@ -46,7 +46,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         report=str(run.dir / "report.html"),
         evaluated="\n".join(run.why_degrees),
         float8=execution.float8,
-        mixers=_mixers_text(execution, run.world.device, config.context.partition),
+        mixers=mixers_text(execution, run.world.device, config.context.partition),
         compiled=execution.compiled,
         mtp=_mtp_text(config.mtp),
         encoder=_encoder_text(run),
@@ -124,7 +124,7 @@ def _dtype_names(execution: Execution) -> dict[str, str]:
     return {name: str(getattr(execution, name)).removeprefix("torch.") for name in names}
 
 
-def _mixers_text(execution: Execution, device: torch.device, partition: str) -> str:
+def mixers_text(execution: Execution, device: torch.device, partition: str) -> str:
     """Return in words how state-space layers run and how many states are sent; "" if there are no such layers."""
     if not execution.mixers:
         return ""

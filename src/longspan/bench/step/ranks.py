@@ -22,6 +22,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
 from longspan.data.document import synthetic_documents
+from longspan.model.execution import model_execution
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plan import Cost, MemoryPlan
@@ -29,6 +30,7 @@ from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.simulate.simulate import step_seconds
 from longspan.run.profile import seconds_computing
+from longspan.run.run_facts import mixers_text
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.live_bytes import allocator_retries, peak_reserved_bytes
 from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
@@ -113,6 +115,8 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
     model = prepare_run_model(config, world, loaded, memory=memory)
     refuse_randomness(model)
+    if text := mixers_text(model_execution(model), world.device, config.context.partition):
+        log(text)
     optimizer = make_optimizer(config, world, model, memory=memory)
     first_guess = memory.rows if memory is not None else None
     config = measure_rows(config, model, optimizer, world, log, first_guess=first_guess)

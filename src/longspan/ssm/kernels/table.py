@@ -60,4 +60,5 @@ def describe_kernels(dtype: torch.dtype, device: torch.device, kernel_names: Seq
     by_name = f"{packages_text}, as asked for, and " if packages_text else ""
     if not (lacking := fla_lack(dtype, device)):
         return f"{by_name}flash-linear-attention's kernels"
-    return f"{by_name}torch's operations" + (f" (faster kernels want {lacking})" if device.type == "cuda" else "")
+    faster = f" (faster kernels, which prices suppose, want {lacking})" if device.type == "cuda" else ""
+    return f"{by_name}torch's operations{faster}"
