@@ -108,8 +108,8 @@ PRICED_STEPS = {  # seconds and command, by name and GPUs
         "--context.max_tokens_per_slot 24576",
     ),
     ("experts-single", 1): (45, f"{MIXTURE} --planners fixed --sequences 16384"),
-    ("hybrid", 1): (120, f"{HYBRID} --sequences 16384,32768"),  # with fla-core, and Triton of 3.7.1 or later
-    ("hybrid-packed", 1): (90, f"{HYBRID} --same 8x4096 --context.max_tokens_per_slot 16384"),
+    ("hybrid", 1): (240, f"{HYBRID} --sequences 16384,32768"),  # with fla-core, and Triton of 3.7.1 or later
+    ("hybrid-packed", 1): (120, f"{HYBRID} --same 8x4096 --context.max_tokens_per_slot 16384"),
     ("dense", 2): (60, f"{DENSE} --planners fixed --sequences 16384,32768"),
     ("dense-lognorm", 2): (
         100,
@@ -231,16 +231,16 @@ RUNS = (
     ),
     GpuRun(
         "two-nodes-hsdp",
-        90,
+        130,
         f"{NODES} longspan bench step --run.machine {{folder}}/two-nodes.json --planners fixed,dynamic "
         "--distribution lognorm --seed 5 --tokens 131072 --longest_document 16384 --parallel.dp_replicate 2 --layers 4 "
         "--warmup 1 --repeats 2 --out {out}",
     ),
     GpuRun(
         "two-nodes-fsdp2",
-        90,
+        200,
         f"{NODES} longspan bench step --run.machine {{folder}}/two-nodes.json --planners fixed,dynamic "
-        "--distribution lognorm --seed 6 --tokens 131072 --longest_document 16384 --layers 4 --warmup 1 --repeats 2 "
+        "--distribution lognorm --seed 6 --tokens 65536 --longest_document 16384 --layers 2 --warmup 1 --repeats 1 "
         "--out {out}",
     ),
     GpuRun(
@@ -257,7 +257,7 @@ RUNS = (
     ),
     GpuRun(
         "two-nodes-step-16k",
-        150,
+        260,
         f"{NODES} longspan bench step --run.machine {{folder}}/two-nodes.json --planners fixed,dynamic "
         "--distribution lognorm --seed 7 --tokens 524288 --longest_document 32768 --context.max_tokens_per_slot 16384 "
         "--context.mode free --layers 8 --warmup 1 --repeats 1 --out {out}",

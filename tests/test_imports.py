@@ -21,7 +21,12 @@ def names_of(module: str) -> set[str] | None:
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     if not file.exists():
         return None
-    inside = {path.stem for path in place.iterdir()} if place.is_dir() else set[str]()
+    return names_in(file) | ({path.stem for path in place.iterdir()} if place.is_dir() else set())
+
+
+def names_in(file: Path) -> set[str]:
+    """The names of a file: what it defines, imports and assigns."""
+    inside = set[str]()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             inside.add(node.name)
@@ -42,6 +47,19 @@ def test_every_import_of_longspan_finds_its_name() -> None:
                 found = names_of(node.module or "")
                 missing = [alias.name for alias in node.names if found is None or alias.name not in found]
                 wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {name}" for name in missing]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_import_of_a_file_beside_a_bench_finds_its_name() -> None:
+    """Benches are run as files, so that those beside them are modules of their own."""
+    wrong = []
+    for path in (file for file in SOURCES if file.is_relative_to(ROOT / "bench")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            beside = path.parent / f"{node.module}.py" if isinstance(node, ast.ImportFrom) and node.module else None
+            if isinstance(node, ast.ImportFrom) and beside is not None and beside.exists():
+                found = names_in(beside)
+                missing = [alias.name for alias in node.names if alias.name not in found]
+                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {beside.name} has no {name}" for name in missing]
     assert not wrong, "\n".join(wrong)
 
 
