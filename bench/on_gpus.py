@@ -218,6 +218,8 @@ RUNS = (
     GpuRun("attention-packed", 60, f"{ATTENTION} --lengths 65536,131072 --documents 8"),
     GpuRun("attention-short", 60, f"{SHORT} --lengths 16384 --documents 8 --cuda_graph"),
     GpuRun("attention-window", 60, f"{ATTENTION} --lengths 16384,65536,131072 --window 4096"),
+    # did not end after p2p and all_gather had been captured in the same process, on two H100s
+    GpuRun("attention-window-graph", 60, f"{ATTENTION} --lengths 16384 --window 4096 --cuda_graph"),
     GpuRun("two-nodes", 120, f"{NODES} longspan bench calibrate --out {{out}}"),
     GpuRun(
         "two-nodes-attention",
