@@ -71,10 +71,13 @@ def test_gaps_need_a_gpu() -> None:
         settings("--lengths", "40", "--gaps")
 
 
-def test_a_record_has_the_plan_of_memory_that_chose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_has_the_plan_of_memory_that_chose(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--lengths", "40,24", "--planners", "fixed", "--repeats", "1", "--warmup", "0"]
+    words += ["--model.preset", "qwen3-next-tiny", "--layers", "2"]
     assert main(["bench", "step", "--world", "2", *words, "--train.memory_bytes", "100000000", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    out, progress = capfd.readouterr()
+    record = json.loads(out)
+    assert "state-space layers in torch's operations; " in progress
     assert record["memory"]["measures"] == ["none", "none"] and 0 < record["memory"]["device"]["total"] < 10**8
     assert "memory: 2 of 2 layers keep all, weights gathered once" in record_text(record)
     assert "recomputation auto" in record_markdown(record) and "| planned |" in record_markdown(record)
