@@ -83,7 +83,7 @@ HYBRID = (
     f"{PRICED} --model.config examples/gpu/qwen3-next-8-layers --model.dtype bfloat16 --context.partition contiguous "
     "--planners fixed"
 )
-IMAGES = "{python} bench/vision/vision_step.py --cases '4,4 to 64' --repeats 2 --timeout 170 --out {out}"
+IMAGES = "{python} bench/vision/vision_step.py --cases 4,16 --repeats 2 --timeout 170 --out {out}"
 CHATS = "{python} bench/data/made_chats.py {folder}/chats --chats 64"
 ADAPTERS = (
     '{python} -m longspan train examples/gpu/sft.toml --world 1 --model.path "" --model.preset qwen3-8b '
@@ -98,7 +98,7 @@ PRICED_STEPS = {  # seconds and command, by name and GPUs
     ("dense-eager", 1): (45, f"{DENSE} {EAGER} --sequences 16384,8192"),
     ("dense-eager-packed", 1): (45, f"{DENSE} {EAGER} --same 4x8192 --context.max_tokens_per_slot 8192"),
     ("dense-lognorm", 1): (
-        100,
+        200,
         f"{DENSE} --planners fixed,padded --distribution lognorm --seed 11 --tokens 98304 --longest_document 32768 "
         "--context.max_tokens_per_slot 32768",
     ),

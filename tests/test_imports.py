@@ -39,27 +39,23 @@ def names_in(file: Path) -> set[str]:
     return inside
 
 
-def test_every_import_of_longspan_finds_its_name() -> None:
+def test_every_import_of_longspan_and_of_files_beside_benches_finds_its_name() -> None:
+    """Benches are run as files, so that those beside them are modules of their own."""
     wrong = []
     for path in (file for file in SOURCES if not file.is_relative_to(ROOT / "src")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "longspan":
-                found = names_of(node.module or "")
-                missing = [alias.name for alias in node.names if found is None or alias.name not in found]
-                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {name}" for name in missing]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_every_import_of_a_file_beside_a_bench_finds_its_name() -> None:
-    """Benches are run as files, so that those beside them are modules of their own."""
-    wrong = []
-    for path in (file for file in SOURCES if file.is_relative_to(ROOT / "bench")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            beside = path.parent / f"{node.module}.py" if isinstance(node, ast.ImportFrom) and node.module else None
-            if isinstance(node, ast.ImportFrom) and beside is not None and beside.exists():
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            module = node.module or ""
+            beside = path.with_name(f"{module}.py")
+            if module.partition(".")[0] == "longspan":
+                found = names_of(module)
+            elif module and path.is_relative_to(ROOT / "bench") and beside.exists():
                 found = names_in(beside)
-                missing = [alias.name for alias in node.names if alias.name not in found]
-                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {beside.name} has no {name}" for name in missing]
+            else:
+                continue
+            missing = [alias.name for alias in node.names if found is None or alias.name not in found]
+            wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {module} has no {name}" for name in missing]
     assert not wrong, "\n".join(wrong)
 
 

@@ -31,6 +31,7 @@ QWEN3_4B = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "vocab_si
 # Dense steps of eager layers, of 20 to 23 November.
 EAGER = ("step-4xH200-64k", "step-4xH200-128k", "step-4xH200-files", "step-4xH200-tail", "step-H200-norms")
 EAGER += ("step-train-4xH200", "steps-2xH200")
+REPLICATED = "the bench's own stand-in for images on every rank, in which no run encodes"
 UNLIMITED = (
     "over a loopback whose speed varies by 10 % in the mean and up to 60 %; measured again over links of 10 Gbit/s "
     "(two-nodes-attention-10g-2xH100)"
@@ -41,8 +42,8 @@ OLDER = {  # what has changed in the code since a record was made, by record or 
     "hybrid-step-4xH200": "made before the kernels of delta nets and of experts",
     ("mixture-2xH200", "padded"): "experts without rows were multiplied one by one (mixture-2xH100)",
     **dict.fromkeys(EAGER, "eager layers took some 10 % longer then; made again as price-dense-eager-H200"),
-    ("price-images-H200", "replicated"): "the bench's own stand-in for images on every rank, in which no run encodes",
-    ("vision-step-4xH200", "replicated"): "the bench's own stand-in for images on every rank, in which no run encodes",
+    ("price-images-H200", "replicated"): REPLICATED,
+    ("vision-step-4xH200", "replicated"): REPLICATED,
     ("two-commits-4xH200", "fixed"): "eager layers took some 10 % longer then; made again as price-dense-eager-H200",
     ("steps-compiled-2xH200", "of 6 layers"): "2.444 s since sums of gradients use freed memory (step-32k-2xH200)",
     "two-nodes-attention-2xH100": UNLIMITED,
@@ -89,7 +90,7 @@ class Measured:
 
     @property
     def is_training_step(self) -> bool:
-        """Whether it is a whole training step: figures were fitted to every second one, but to none of LATER_STEPS."""
+        """Whether it is a whole training step."""
         return not self.is_layer and not self.settings.startswith("forward")
 
 
@@ -166,19 +167,18 @@ def _config(record: dict[str, Any]) -> tuple[str, Any, int]:
 STEPS = ("step-4xH200-64k", "step-4xH200-128k", "step-4xH200-files", "step-4xH200-tail", "step-4xH200-moe")
 STEPS += ("step-H200-norms", "step-train-4xH200", "hybrid-step-H200", "hybrid-step-2xH200", "hybrid-step-4xH200")
 STEPS += ("hybrid-step-packed-2xH200",)
-LATER_STEPS = ("step-32k-2xH200", "step-32k-a2a-2xH200", "step-32k-room-2xH200", "step-64k-2xH200")
-LATER_STEPS += ("longest-none-2xH200", "step-packed-2xH200")  # made after all figures of the machine were fitted
-LATER_STEPS += ("longest-none-H200", "step-256k-2xH200", "mixture-2xH200", "memory-choice-2xH200")
-LATER_STEPS += ("step-64k-selective-2xH200", "step-64k-host-2xH200", "step-packed-float8-2xH200")
-LATER_STEPS += ("longest-selective-H200", "longest-selective-2xH200", "mixture-2xH100")
-PRICED_STEPS = ("price-dense-H200", "price-dense-packed-H200", "price-dense-recomputed-H200", "price-dense-eager-H200")
-PRICED_STEPS += ("price-dense-eager-packed-H200", "price-experts-single-H200", "price-experts-H200")
-PRICED_STEPS += ("price-pipeline-2xH100",)
+STEPS += ("step-32k-2xH200", "step-32k-a2a-2xH200", "step-32k-room-2xH200", "step-64k-2xH200")
+STEPS += ("longest-none-2xH200", "step-packed-2xH200")
+STEPS += ("longest-none-H200", "step-256k-2xH200", "mixture-2xH200", "memory-choice-2xH200")
+STEPS += ("step-64k-selective-2xH200", "step-64k-host-2xH200", "step-packed-float8-2xH200")
+STEPS += ("longest-selective-H200", "longest-selective-2xH200", "mixture-2xH100")
+STEPS += ("price-dense-H200", "price-dense-packed-H200", "price-dense-recomputed-H200", "price-dense-eager-H200")
+STEPS += ("price-dense-eager-packed-H200", "price-experts-single-H200", "price-experts-H200")
+STEPS += ("price-pipeline-2xH100",)
 # Made after the figures were fitted: they are held out, and do not change which of the others are.
-AFTER_FIT = ("price-hybrid-H200", "price-hybrid-packed-H200", "price-dense-long-H200", "price-dense-lognorm-H200")
-AFTER_FIT += ("price-dense-2xH100", "price-images-H200", "two-nodes-hsdp-10g-2xH100")
-PRICED_STEPS += AFTER_FIT[:5]
-LATER_STEPS += PRICED_STEPS
+STEPS_AFTER_FIT = ("price-hybrid-H200", "price-hybrid-packed-H200", "price-dense-long-H200", "price-dense-lognorm-H200")
+STEPS_AFTER_FIT += ("price-dense-2xH100",)
+AFTER_FIT = (*STEPS_AFTER_FIT, "price-images-H200", "two-nodes-hsdp-10g-2xH100")
 # Predicted by the machine that was calibrated before them.
 NODE_STEPS = ("two-nodes-step-2xH200", "two-nodes-step-16k-2xH100", "two-nodes-step-10g-2xH100")
 NODE_STEPS += ("two-nodes-hsdp-10g-2xH100",)
@@ -188,7 +188,7 @@ FITTED += ("attention-4xH200", "attention-packed-4xH200", "attention-window-type
 
 def _steps() -> Iterator[Measured]:
     """Of `longspan bench step`."""
-    for name in STEPS + LATER_STEPS:
+    for name in STEPS + STEPS_AFTER_FIT:
         read = _read(name)
         for record in read.get("runs", [read]):
             for row in record["rows"]:
@@ -380,17 +380,18 @@ def _predict_adapters(machine: Machine, *, tokens: int, squares: float, count: i
     return work + count * cost.micro_batch_seconds + cost.update_seconds
 
 
-IMAGE_STEPS = {"vision-step-4xH200": 4, "price-images-H200": 1}
-
-
 def _images() -> Iterator[Measured]:
     """Language model and tower; the documents of bench/vision are drawn again."""
+    yield from (row for name in ("vision-step-4xH200", "price-images-H200") for row in _image_steps(name))
+
+
+def _image_steps(name: str) -> Iterator[Measured]:
     sys.path.insert(0, str(HERE / "vision"))
     from vision_cases import Sizes, VisionDocuments  # pyright: ignore[reportMissingImports]
 
-    sizes = Sizes()
-    rows = [(name, slots, row) for name, slots in IMAGE_STEPS.items() for row in _read(name)["rows"]]
-    for name, slots, row in rows:
+    record, sizes = _read(name), Sizes()
+    slots = record["ranks"]
+    for row in record["rows"]:
         drawn = VisionDocuments.drawn(row["documents"], sizes, slots)
         images = [[side**2 for side in sides] for sides in drawn.images]
         text = [sum(words) for words in drawn.text]

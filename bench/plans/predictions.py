@@ -56,17 +56,17 @@ def predict_all(machine: Machine, rows: Sequence[Measured] = ()) -> list[Predict
         use = "" if row.older else "held out"
         if use and row.record in FITTED:
             use = "fitted"
-        elif (
-            use
-            and row.record not in AFTER_FIT
-            and row.is_training_step
-            and row.device == machine.device
-            and not row.is_calibrated
-        ):
+        elif use and _is_of_fit(row, machine):
             use = "held out" if steps % 2 else "fitted"
             steps += 1
         predictions.append(_predict_row(row, machine, use))
     return predictions
+
+
+def _is_of_fit(row: Measured, machine: Machine) -> bool:
+    """Whether it is one of the steps of which every second was fitted to."""
+    is_step = row.is_training_step and row.device == machine.device
+    return is_step and not row.is_calibrated and row.record not in AFTER_FIT
 
 
 def _predict_row(row: Measured, machine: Machine, use: str) -> Prediction:
