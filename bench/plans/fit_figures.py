@@ -189,6 +189,10 @@ def main() -> None:
     flags.add_argument("--figures", default="", help="names with commas between them; all others stay as they are")
     flags.add_argument("--out", type=Path, help="write the tables to this file too")
     options = flags.parse_args()
+    if options.rounds < 1:
+        flags.error(f"--rounds {options.rounds} would fit nothing; give 1 or more")
+    if options.out and not options.out.parent.is_dir():
+        flags.error(f"--out {options.out}: there is no folder {options.out.parent}; make it first")
     machine, rows = Machine.known("H200"), measured_rows()
     before = predict_all(machine, rows)
     fit = fit_figures(before, machine, [name for name in options.figures.split(",") if name], rounds=options.rounds)

@@ -115,6 +115,20 @@ def test_an_unknown_figure_is_refused(bench: Any) -> None:
         bench.fit_figures([], MACHINE, ["speed"])
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--rounds", "0"], "--rounds 0 would fit nothing"), (["--out", "nowhere/a.md"], "there is no folder nowhere")],
+)
+def test_flags_are_read_before_anything_is_fitted(
+    bench: Any, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fit_figures.py", *words])
+    with pytest.raises(SystemExit):
+        bench.main()
+    out, error = capsys.readouterr()
+    assert not out and message in error
+
+
 def test_rows_of_other_gpus_follow_the_machine(bench: Any) -> None:
     import predictions  # pyright: ignore[reportMissingImports]
 
