@@ -120,6 +120,13 @@ PRICED_STEPS = {  # seconds and command, by name and GPUs
 }
 
 
+# Many short micro-batches: 256 lognormal documents of 128 to 8,192 tokens, the lengths of Megatron-LM#5123
+MANY = (
+    "{python} -m longspan bench step --model.preset qwen3-4b --layers 12 --lengths bench/training/lengths_5123.json "
+    "--planners fixed,dynamic --context.cp_comm_type auto --warmup 1 --repeats 3 --out {out}"
+)
+
+
 RUNS = (
     GpuRun(
         "first-steps",
@@ -137,6 +144,12 @@ RUNS = (
         gpus=1,
     ),
     GpuRun("tests-compiled", 150, f"{SAME_AS_CPUS} tests/model/test_compiled_layers.py"),
+    *(
+        GpuRun(f"many-{rows}-{mode}", 60, f"{MANY} --context.max_tokens_per_slot {rows} --context.mode {mode}")
+        for rows in (2048, 16384, 4096, 8192)
+        for mode in ("lockstep", "free")
+    ),
+    GpuRun("step-16k", 60, f"{STEP} --sequences 16384 --profile"),
     GpuRun("step-32k", 100, f"{STEP} {LONG}"),
     GpuRun("step-32k-room", 75, f"{STEP} {LONG} --train.memory_bytes 118111600640"),  # 110 GiB
     *(
