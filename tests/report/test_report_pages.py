@@ -14,7 +14,6 @@ from longspan.errors import ConfigError
 from longspan.plan import Plan
 from longspan.report import RunFolder, plan_page, write_report
 from longspan.report.markup import tag, text
-from longspan.report.report_pages import plans_at_run_speed
 from tests.report.runs import FACTS, VOCABULARY, evaluation_row, mixed_plan, train_row, write_run
 
 VOID = {"meta"}
@@ -355,31 +354,17 @@ def of_no_machine(run: Path) -> None:
         file.write_text(replace(plan, cost=replace(plan.cost, source="")).to_json())
 
 
-def test_plans_of_cpus_are_shown_at_the_speed_of_the_run_or_without_a_time(tmp_path: Path) -> None:
+def test_plans_of_no_machine_show_no_seconds_but_measured_ones(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    of_no_machine(run)
-    plans = dict(plans_at_run_speed(RunFolder.read(run)))
-    median = float(np.median(RunFolder.read(run).train["seconds"]))
-    assert plans["step 60"].predicted_seconds == pytest.approx(median)
-    assert plans["step 60"].timeline().step_seconds == pytest.approx(median)
-    saved = dict(RunFolder.read(run).plans)
-    factor = median / saved["step 60"].predicted_seconds
-    evaluation = saved["evaluation-cp4"].timeline(saved["evaluation-cp4"].cost.forward_only()).step_seconds
-    assert plans["evaluation-cp4"].predicted_seconds == pytest.approx(factor * evaluation)
-    content = page_of(run).content
-    assert "this run, scaled to its median step" in content and "measured" in content and "Qwen3-8B" not in content
-    unmeasured = [{key: value for key, value in train_row(1).items() if key != "seconds"}]
-    run = write_run(tmp_path / "other", rows=unmeasured)
     of_no_machine(run)
     html = write_report(run).read_text()
     assert "no machine: times only compare" in html and "share of the step, as predicted" in html
+    assert "<dt>measured</dt>" in html and "Qwen3-8B" not in html and "scaled" not in page_of(run).content
     assert "predicted seconds" not in html and "<dt>predicted</dt>" not in html
 
 
 def test_plans_of_a_machine_keep_their_times_and_name_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    saved, priced = dict(RunFolder.read(run).plans), dict(plans_at_run_speed(RunFolder.read(run)))
-    assert priced["step 60"] == saved["step 60"]
-    assert priced["evaluation-cp4"] == saved["evaluation-cp4"]
+    priced = dict(RunFolder.read(run).plans)
     assert priced["evaluation-cp4"].predicted_seconds < priced["step 60"].predicted_seconds / 2
     assert "Qwen3-8B on GPUs of 400 TFLOP/s; forward passes alone" in page_of(run).content

@@ -1,10 +1,6 @@
-"""The page of a run's folder, and the page of a plan.
-
-Plans of a run on CPUs, whose cost is of no machine, are shown at the speed of the run's own steps.
-"""
+"""The page of a run's folder, and the page of a plan."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,20 +8,10 @@ import numpy as np
 from longspan.errors import ConfigError, RunFolderError
 from longspan.files import name_file_in_errors, os_error_text
 from longspan.plan import Cost, Plan
-from longspan.plan.cost.cost import FORWARD_ALONE
-from longspan.plan.cost.cost_changes import scale_times
 from longspan.report.markup import page, tag, text
 from longspan.report.plan_section import plan_section
 from longspan.report.run_folder import RunFolder
 from longspan.report.run_page import run_sections
-
-OWN_STEPS = "this run, scaled to its median step"
-
-
-def plans_at_run_speed(run: RunFolder) -> tuple[tuple[str, Plan], ...]:
-    """Return the saved plans by name; those of no machine are scaled to the run's steps, if any was timed."""
-    factor = _time_factor(run)
-    return tuple((name, _scale_plan(plan, factor)) for name, plan in run.plans)
 
 
 def step_seconds(run: RunFolder, name: str) -> float | None:
@@ -33,26 +19,6 @@ def step_seconds(run: RunFolder, name: str) -> float | None:
     number = re.fullmatch(r"step ([\d,]+)", name)
     seconds = run.train["seconds"][run.step == int(number.group(1).replace(",", ""))] if number else np.zeros(0)
     return float(seconds[0]) if len(seconds) and seconds[0] > 0 else None
-
-
-def _time_factor(run: RunFolder) -> float | None:
-    """Return the median seconds of steps over the median prediction of saved plans; None where either is unknown."""
-    predicted = [plan.predicted_seconds for name, plan in run.plans if name.startswith("step ")]
-    seconds = run.train["seconds"][run.train["seconds"] > 0]
-    return float(np.median(seconds) / np.median(predicted)) if len(seconds) and any(predicted) else None
-
-
-def _scale_plan(plan: Plan, factor: float | None) -> Plan:
-    """Return the plan with times multiplied by a factor; as it is if its cost is a machine's, or without a factor."""
-    if plan.cost.source or factor is None:
-        return plan
-    source = f"{OWN_STEPS}; {FORWARD_ALONE}" if plan.cost.passes == "forward" else OWN_STEPS
-    return replace(
-        plan,
-        cost=scale_times(plan.cost, factor, source),
-        predicted_seconds=plan.predicted_seconds * factor,
-        lower_bound_seconds=plan.lower_bound_seconds * factor,
-    )
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -80,7 +46,7 @@ def _run_body(run: RunFolder) -> list[str]:
             body = [*run_sections(run)]
             if run.plans:
                 seconds = {name: step_seconds(run, name) for name, _ in run.plans}
-                plans = plan_section(plans_at_run_speed(run), measured_seconds=seconds, median=run.median)
+                plans = plan_section(run.plans, measured_seconds=seconds, median=run.median)
                 body.insert(-1 if run.config_text else len(body), plans)  # the configuration stays last
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(

@@ -1,7 +1,6 @@
 """The parts of the page of a run that trains, each as markup that a browser puts in place of the one before."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +13,7 @@ from longspan.report.evaluation_sections import HELD_OUT, chart_at_both_widths
 from longspan.report.follow.live_run import LiveRun
 from longspan.report.markup import page, room_text, section, tag, text
 from longspan.report.plan_section import plan_section
-from longspan.report.report_pages import plans_at_run_speed, step_seconds
+from longspan.report.report_pages import step_seconds
 from longspan.report.run_page import LAST, column_curves, configuration_parts, finite, loss_chart, resume_events
 
 SHOWN_EVALUATIONS = 12  # at most, the newest first
@@ -155,15 +154,13 @@ def _plan_part(live: LiveRun) -> str:
         return ""
     step, plan = live.plan
     name = f"step {step:,}"
-    plans = plans_at_run_speed(replace(live.run, plans=((name, plan),)))
     rows = [
         [str(row["degree"]), str(row["cp_comm_type"]) or "–", f"{row['count']:,}", f"{row['tokens']:,}"]
         for row in group_counts(plan)
     ]
     table = _table(("degree", "type", "groups", "tokens"), rows)
-    picture = plan_section(
-        plans, measured_seconds={name: step_seconds(live.run, name)}, title=f"Plan of {name}, the newest"
-    )
+    seconds = {name: step_seconds(live.run, name)}
+    picture = plan_section([(name, plan)], measured_seconds=seconds, title=f"Plan of {name}, the newest")
     return section("Degrees and types", table) + picture
 
 
