@@ -5,6 +5,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 
 from longspan.config.sections import DataConfig, SourceConfig
 from longspan.corpus.build import ensure_corpus
+from longspan.corpus.chunk import chunk_rows
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.row_files import row_file
+from longspan.corpus.rows.sample import Row
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from longspan.corpus.tokenizer_files import ends_of_generation
 from longspan.data.document import target_count
@@ -84,6 +87,78 @@ def test_every_form_gives_the_same_documents_cached_and_streamed(tmp_path: Path,
     for cache in (str(tmp_path / "cache"), "none"):
         corpus = corpus_of(tmp_path, path=str(path), cache=cache)
         assert contents(corpus) == wanted and corpus.targets is None
+
+
+def read_all(path: Path) -> tuple[list[Any], list[Any]]:
+    """The rows of a table (values, or what is wrong), read in order; those that are good also by their places."""
+    file = row_file(path.name, path)
+    placed = [placed for chunk in file.chunks() for placed in chunk_rows(chunk)]
+    good = [file.row_at(position) for position, row in placed if isinstance(row, Row)]
+    values = [row.values if isinstance(row, Row) else row.reason for _, row in placed]
+    return values, [row.values for row in good if isinstance(row, Row)]
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_json_in_tables_is_read_as_datasets_reads_it(tmp_path: Path, form: str) -> None:
+    """At any depth: lists of JSON, JSON in structs in lists, columns of JSON; a null in JSON is one that is meant."""
+    datasets: Any = pytest.importorskip("datasets")
+    shapes = [{"city": {"type": "string", "default": None}}, {"days": {"enum": [1, None]}}]
+    rows = [
+        {
+            "messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": shape}]}, {"content": "a"}],
+            "tools": [{"function": {"name": "f", "properties": shape}}],
+            "whole": shape,
+            "deep": {"a": [[{"b": shape}]]},
+        }
+        for shape in shapes
+    ]
+    some_json, text = datasets.Json(), datasets.Value("string")
+    features = {
+        "messages": [some_json],
+        "tools": [{"function": {"name": text, "properties": some_json}}],
+        "whole": some_json,
+        "deep": {"a": [[{"b": some_json}]]},
+    }
+    saved = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    if form == "parquet":
+        saved.to_parquet(tmp_path / "rows.parquet")
+    else:
+        saved.save_to_disk(tmp_path)
+    (path,) = tmp_path.glob(f"*.{form}")
+    assert read_all(path) == (list(saved), list(saved)) and list(saved) == rows
+
+
+def test_values_of_every_type_of_a_table(tmp_path: Path) -> None:
+    """Maps are objects, structs have only keys with values, and a value that Python cannot hold is a bad row."""
+    pyarrow: Any = pytest.importorskip("pyarrow")
+    text, number, some_json = pyarrow.string(), pyarrow.int64(), pyarrow.array(["[1, null]", None], pyarrow.json_())
+    columns = {
+        "map": pyarrow.MapArray.from_arrays([0, 2, 2, 2], ["a", "b"], some_json),
+        "struct": pyarrow.array([{"a": 1, "b": None}, {"b": [None]}, None]),
+        "word": pyarrow.array(["x", "x", "y"]).dictionary_encode(),
+        "large": pyarrow.array(["x", "y", "z"], pyarrow.large_string()),
+        "view": pyarrow.array([["x"], ["y"], []], pyarrow.list_(pyarrow.string_view())),
+        "again": pyarrow.RunEndEncodedArray.from_arrays(pyarrow.array([3], pyarrow.int32()), pyarrow.array(["z"])),
+        "time": pyarrow.array([0, 0, -(10**17)], pyarrow.timestamp("us")),
+        "json": pyarrow.array(["1", "{", "2"], pyarrow.json_()),
+        "null": pyarrow.array([None] * 3, pyarrow.list_(pyarrow.struct({"a": text, "b": number}))),
+    }
+    table, path = pyarrow.table(columns), tmp_path / "rows.arrow"
+    with pyarrow.ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table)
+    (first, second, third), again = read_all(path)
+    assert [first] == again and first == {
+        "map": {"a": [1, None], "b": None},
+        "struct": {"a": 1},
+        "word": "x",
+        "large": "x",
+        "view": ["x"],
+        "again": "z",
+        "time": datetime(1970, 1, 1),
+        "json": 1,
+        "null": None,
+    }
+    assert second.startswith("a text of a column of JSON that is no JSON: ") and "date value out of range" in third
 
 
 @pytest.mark.parametrize("other", [False, True])

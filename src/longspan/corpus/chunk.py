@@ -6,16 +6,19 @@ in a file that is one text 0. How files are read is in `row_files.py`.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from longspan.corpus.rows.sample import BadRow, Row, type_name
+from longspan.files import parse_json
 
 CHUNK_BYTES = 1 << 20  # of a file of lines or a table; the last row is completed
 SHOWN_BYTES = 240  # of a row that is too long: its beginning, for messages
 MOST_LEVELS = 100  # of lists and objects in each other in a row
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_JSON = "arrow.json"  # Arrow's type of texts that are JSON
+Decode = Callable[[Any], Any]
 
 
 class Chunk(NamedTuple):
@@ -51,8 +54,9 @@ def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
     """
     if chunk.form == "text":
         size = chunk.too_long or len(chunk.data)
-        bad = _find_oversize(size, chunk.most_bytes, chunk.name, "a text")
-        yield PlacedRow(0, bad or Row(chunk.name, {"text": chunk.data.decode("utf-8-sig")}, chunk.folder))
+        reason, where = _oversize(size, chunk.most_bytes, "a text"), chunk.name
+        text = "" if reason else chunk.data.decode("utf-8-sig")
+        yield PlacedRow(0, BadRow(where, reason) if reason else Row(where, {"text": text}, chunk.folder))
     elif chunk.form == "table":
         yield from _read_table(chunk)
     else:
@@ -67,19 +71,18 @@ def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
         full_size = chunk.too_long if number == chunk.first + len(lines) else 0
         if full_size or line.removeprefix(BYTE_ORDER_MARK).strip():
             where, size = f"{chunk.name}, line {number}", full_size or len(line)
-            bad = _find_oversize(size, chunk.most_bytes, where, "a line")
-            yield PlacedRow(position, bad or parse_line(line, where, chunk.folder))
+            reason = _oversize(size, chunk.most_bytes, "a line")
+            yield PlacedRow(position, BadRow(where, reason) if reason else parse_line(line, where, chunk.folder))
         position += len(line) + 1  # 1: its line end
 
 
-def _find_oversize(size: int, most_bytes: int, where: str, kind: str) -> BadRow | None:
-    """Return a bad row if `size` exceeds `most_bytes` (0: no limit), else None; `kind` says of what, as "a line"."""
+def _oversize(size: int, most_bytes: int, kind: str) -> str:
+    """Return what is wrong with a row of `size` bytes, "" if that is at most `most_bytes` (0: no limit)."""
     if not most_bytes or size <= most_bytes:
-        return None
-    return BadRow(
-        where,
+        return ""
+    return (
         f"{kind} of {size:,} bytes, and data.max_text_bytes is {most_bytes:,}; cut it into several, leave it out, or "
-        "raise the key (0: any; a text takes some 10 to 200 times its bytes while it is tokenized)",
+        "raise the key (0: any; a text takes some 10 to 200 times its bytes while it is tokenized)"
     )
 
 
@@ -127,77 +130,105 @@ def _is_deep(record: dict[str, Any]) -> bool:
     return True
 
 
-def drop_struct_nulls(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of a table without the null keys of its structs, as Arrow gives a struct every key in every row.
+def decode_row(rows: Any) -> dict[str, Any]:
+    """Return the values of a table of one row."""
+    (record,) = rows.to_pylist()
+    return record_decoder(rows.schema)(record)
 
-    A column that is null stays.
+
+def record_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what turns a record of a table into the values of a row, by the table's Arrow schema.
+
+    JSON is parsed, as `datasets` does: the differing arguments of tool calls, say. A map becomes an object. A struct
+    loses its keys without a value, as Arrow gives it every key in every row; a null in JSON or of a column stays.
     """
-    return {key: drop_nulls(value) for key, value in record.items()}
+    decoders = {field.name: _decoder(field.type) for field in schema}
+    return lambda record: {key: _decode(value, decoders[key]) for key, value in record.items()}
 
 
-def drop_nulls(value: Any) -> Any:
-    """Return a value without the null values of its objects, at every level; null entries of lists stay."""
-    if isinstance(value, dict):
-        return {key: drop_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [drop_nulls(inner) for inner in value] if isinstance(value, list) else value
+def _decode(value: Any, decoder: Decode | None) -> Any:
+    return value if value is None or decoder is None else decoder(value)
+
+
+def _decoder(kind: Any, levels: int = 0) -> Decode | None:
+    """Return what decodes a value of an Arrow type; None: nothing does, as for types deeper than MOST_LEVELS."""
+    from pyarrow import types
+
+    if levels > MOST_LEVELS:
+        return None
+    if getattr(kind, "extension_name", "") == _JSON:
+        return parse_json
+    if types.is_struct(kind):
+        fields = {field.name: _decoder(field.type, levels + 1) for field in kind}
+        return lambda record: {key: _decode(value, fields[key]) for key, value in record.items() if value is not None}
+    if types.is_map(kind):
+        item = _decoder(kind.item_type, levels + 1)
+        return lambda pairs: {key: _decode(value, item) for key, value in pairs}
+    inner = _decoder(kind.value_type, levels + 1) if hasattr(kind, "value_type") else None
+    if inner is None or types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return inner
+    return lambda values: [_decode(value, inner) for value in values]
 
 
 def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
     """Yield the rows of a chunk of an Arrow stream, with their numbers in the file.
 
-    A bad row is one that is too long (images do not count), nested too deeply, or not UTF-8.
+    A bad row is one that is too long (images do not count), nested too deeply, or has a value that Python cannot hold.
     """
     import pyarrow
 
     first = chunk.first
     for batch in pyarrow.ipc.open_stream(chunk.data):
-        may_be_deep = str(batch.schema).count("<") > MOST_LEVELS  # Arrow writes nested types as list<struct<…>>
-        for number, record in enumerate(_iterate_records(batch, chunk.most_bytes), first):
-            where = f"{chunk.name}, row {number + 1}"
-            row: Row | BadRow
-            if isinstance(record, int):  # the size of a row that is not read
-                row = _find_oversize(record, chunk.most_bytes, where, "a row") or BadRow(
-                    where, "a text that is not UTF-8"
-                )
-            elif may_be_deep and _is_deep(record):
-                row = BadRow(where, f"a row of more than {MOST_LEVELS} lists and objects in each other")
-            else:
-                row = Row(where, drop_struct_nulls(record), chunk.folder)
-            yield PlacedRow(number, row)
+        types, decode = str(batch.schema), record_decoder(batch.schema)
+        may_be_deep = _JSON in types or types.count("<") > MOST_LEVELS  # Arrow writes nested types as list<struct<…>>
+        for number, record in enumerate(_iterate_records(batch, types, chunk.most_bytes), first):
+            where, reason = f"{chunk.name}, row {number + 1}", record if isinstance(record, str) else ""
+            values = dict[str, Any]()
+            if not isinstance(record, str):
+                try:
+                    values = decode(record)
+                except ValueError as error:
+                    reason = f"a text of a column of JSON that is no JSON: {error}"
+            if may_be_deep and _is_deep(values):
+                reason = f"a row of more than {MOST_LEVELS} lists and objects in each other"
+            yield PlacedRow(number, BadRow(where, reason) if reason else Row(where, values, chunk.folder))
         first += len(batch)
 
 
-def _iterate_records(batch: Any, most_bytes: int) -> Iterator[dict[str, Any] | int]:
-    """Yield the records of a batch, as dictionaries; an integer stands for a record that is not read.
+def _iterate_records(batch: Any, types: str, most_bytes: int) -> Iterator[dict[str, Any] | str]:
+    """Yield the records of a batch, as dictionaries; in place of one that cannot be read, what is wrong with it.
 
-    The integer is the record's size in bytes if the record is too long: more than `most_bytes` (0: no limit). For a
-    text that is not UTF-8 the integer is at most `most_bytes`, which tells the two cases apart.
+    That is a record of more than `most_bytes` (0: no limit), or with a value that Python does not hold. `types` is the
+    batch's schema as text.
     """
-    types = str(batch.schema)
     repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows
     if not repeats and (not most_bytes or batch.nbytes <= most_bytes):
-        with suppress(UnicodeDecodeError):  # of some row, before any is yielded; row by row it is located below
+        with suppress(ValueError, OverflowError):  # of some row, before any is yielded; row by row it is located below
             yield from batch.to_pylist()
             return
     for number in range(len(batch)):
         row = batch.slice(number, 1)
-        size = sum(map(_text_bytes, row.columns))
         try:
-            yield size if most_bytes and size > most_bytes else row.to_pylist()[0]
+            yield _oversize(sum(map(_text_bytes, row.columns)), most_bytes, "a row") or row.to_pylist()[0]
         except UnicodeDecodeError:
-            yield min(size, most_bytes)
+            yield "a text that is not UTF-8"
+        except (ValueError, OverflowError) as error:
+            yield f"a value that cannot be read, perhaps a time ({error}); leave its column out"
 
 
 def _text_bytes(column: Any) -> int:
     """Count the bytes of an Arrow array without binary values: these are images, whose pixels have their own limit."""
+    import pyarrow.compute
     from pyarrow import types
 
-    kind = column.type
+    kind, compute = column.type, cast(Any, pyarrow.compute)
     if types.is_dictionary(kind):
         return _text_bytes(column.dictionary_decode())
+    if types.is_run_end_encoded(kind):
+        return _text_bytes(compute.run_end_decode(column))
     if types.is_struct(kind):
         return sum(map(_text_bytes, column.flatten()))
-    if types.is_nested(kind):  # lists of any kind, and maps
+    if hasattr(kind, "value_type") and not types.is_map(kind):  # lists of any kind
         return _text_bytes(column.flatten())
     is_binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
     return 0 if is_binary or types.is_binary_view(kind) else column.nbytes

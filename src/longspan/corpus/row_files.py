@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, BinaryIO, Protocol, cast
 
 from longspan.config.data_sections import MAX_TEXT_BYTES
-from longspan.corpus.chunk import CHUNK_BYTES, SHOWN_BYTES, Chunk, drop_struct_nulls, parse_line
+from longspan.corpus.chunk import CHUNK_BYTES, SHOWN_BYTES, Chunk, decode_row, parse_line
 from longspan.corpus.rows.sample import BadRow, Row
 from longspan.errors import DataError
 
@@ -202,8 +202,8 @@ class ParquetFile:
         """Read the row of this number."""
         with name_read_errors(self.name, self.path):
             group = bisect_right(self._group_starts, position) - 1
-            (record,) = self._last_group(group).slice(position - self._group_starts[group], 1).to_pylist()
-        return Row(f"{self.name}, row {position + 1}", drop_struct_nulls(record), parent_folder(self.path))
+            rows = self._last_group(group).slice(position - self._group_starts[group], 1)
+            return Row(f"{self.name}, row {position + 1}", decode_row(rows), parent_folder(self.path))
 
     @cached_property
     def _file(self) -> Any:
@@ -245,8 +245,8 @@ class ArrowFile:
 
     def row_at(self, position: int) -> Row:
         """Read the row of this number."""
-        (record,) = self._table_in_file.slice(position, 1).to_pylist()
-        return Row(f"{self.name}, row {position + 1}", drop_struct_nulls(record), parent_folder(self.path))
+        values = decode_row(self._table_in_file.slice(position, 1))
+        return Row(f"{self.name}, row {position + 1}", values, parent_folder(self.path))
 
     @cached_property
     def _table_in_file(self) -> Any:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
 
 
-VERSION = 2  # a recipe with another version has another key, so that its documents are built again
+VERSION = 3  # a recipe with another version has another key, so that its documents are built again
 # Larger corpora are encoded by several processes: by the kind of rows, and for rows whose images are decoded.
 _IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20, "messages": 4 << 20, "prompt+completion": 4 << 20}
 _WITH_PIXELS_BYTES = 1 << 18
