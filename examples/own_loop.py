@@ -1,7 +1,7 @@
 """Your own training loop: your labels, your loss, your optimizer. docs/own-loop.md explains every line.
 
 `python examples/own_loop.py` starts four local CPU processes, then two that go on from their checkpoint;
-`torchrun --nproc_per_node=4 examples/own_loop.py` runs on four GPUs.
+`torchrun --nproc_per_node=4 examples/own_loop.py FOLDER` runs on four GPUs, with checkpoints in FOLDER.
 """
 
 import os

@@ -11,6 +11,7 @@ from longspan.doctor.kernels import kernel_lines
 from longspan.doctor.which_model import find_configuration
 from longspan.errors import ConfigError, ModelError
 from longspan.model.exactness.small_copies import shrink_configuration
+from longspan.model.seams.refusals import doctor_hint
 
 
 class OwnConfig(LlamaConfig):
@@ -31,6 +32,17 @@ def test_a_model_has_many_names(tmp_path: Path) -> None:
     configs = [find_configuration(name) for name in names]
     assert {config.model_type for config in configs} == {"qwen3"} and configs[-1].num_hidden_layers == 7
     assert isinstance(find_configuration(f"{__name__}.OwnForCausalLM"), OwnConfig)
+
+
+def test_a_message_names_a_model_that_can_be_found() -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    with torch.device("meta"):
+        own, stock = OwnForCausalLM(OwnConfig(**sizes)), LlamaForCausalLM(LlamaConfig(**sizes))
+        unknown = OwnForCausalLM(LlamaConfig(**sizes))  # the doctor would try transformers' own class
+    for model, name in ((own, f"{__name__}.OwnForCausalLM"), (stock, "llama")):
+        assert doctor_hint(model).startswith(f"; longspan doctor --model {name} tries")
+        assert find_configuration(name).model_type == model.config.model_type
+    assert doctor_hint(unknown) == ""
 
 
 WRONG = [

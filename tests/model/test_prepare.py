@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, GPT2Config, PreTrainedModel
 
 import longspan
 import longspan.model
@@ -23,7 +23,17 @@ from longspan.model.seams.call_rules import is_prepared
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from tests.model.stock import VOCABULARY, error, gradients_of, texts, tiny, weights_of, worst
+from tests.model.stock import (
+    VOCABULARY,
+    at_random,
+    dense_answer,
+    error,
+    gradients_of,
+    texts,
+    tiny,
+    weights_of,
+    worst,
+)
 
 LENGTHS = (9, 4)
 
@@ -161,6 +171,23 @@ def _one_rank(rank: int) -> float:
 
 def test_a_world_of_one_rank() -> None:
     assert run_ranks(_one_rank, 1)[0] < 1e-12
+
+
+def test_a_padding_id_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would look for it in the ids of every call without a mask, and warn of padding: there is none."""
+    warned = list[object]()
+    monkeypatch.setattr(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *args: warned.append(args))
+    drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, eos_token_id=3, pad_token_id=3, **drops)
+    model = at_random(config)
+    loss, gradients = dense_answer(model, texts(LENGTHS))
+    assert warned
+    warned.clear()
+    with World(Layout(ranks=1), backend=backend()) as world:
+        prepared: Any = prepare(at_random(config), world)
+        ours = run_step(prepared, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world).loss
+        assert ours == pytest.approx(loss, rel=1e-12) and worst(gradients_of(prepared), gradients) < 1e-12
+    assert not warned
 
 
 def _save(rank: int, folder: str, family: str, sharded: bool, home: Layout) -> dict[str, torch.Tensor]:

@@ -185,6 +185,10 @@ def prepare_language_model(
     return prepared
 
 
+def _look_for_no_padding(*_: Any) -> None:
+    """Stand in for transformers' warning of padding without a mask."""
+
+
 def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device) -> None:
     """Have RMS norms run as one kernel if `fused_norms` says so; on GPUs, split inputs too long for torch's norms."""
     if fused_norms == "on" or (fused_norms == "auto" and device.type == "cuda"):
@@ -207,6 +211,9 @@ def _connect_operations(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) 
     shard_mixers(model, mixer_kernels)
     keep_layer_arguments(model)
     use_experts(model)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):  # to look for padding waits for the device, and a shard has none
+            vars(module)["warn_if_padding_and_no_attention_mask"] = _look_for_no_padding
 
 
 def _make_execution(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint, noop_context_fn
+from transformers import CONFIG_MAPPING
 
 from longspan.attention import attend
 from longspan.attention.saved_outputs import Recording
@@ -19,6 +20,7 @@ from longspan.model import prepare
 from longspan.model.activations.host_arena import HostArena
 from longspan.model.activations.host_offload import HostOffload, park_saved_tensors
 from longspan.model.activations.recompute import run_checkpointed
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -243,6 +245,27 @@ def test_a_gpu_initialized_inside_a_checkpoint_on_the_cpu_is_no_error(monkeypatc
     rows = torch.ones(3, requires_grad=True)
     run_checkpointed(run, rows, measure="full").sum().backward()
     assert rows.grad is not None
+
+
+@pytest.mark.parametrize("family", ["stablelm", "nemotron", "nemotron_h", "gemma3n_text", "qwen3"])
+def test_the_switch_of_transformers_in_a_script(family: str) -> None:
+    """Layers that do not hand the shard down find it in recomputation too; Gemma 3n's get tensors by keyword, to which
+    a re-entrant checkpoint gives no gradients."""
+    pytest.importorskip(f"transformers.models.{family.removesuffix('_text')}")
+    config, answers = shrink_configuration(CONFIG_MAPPING[family]()), []
+    with World(Layout(ranks=1), backend=backend()) as world:
+        for before, reentrant in ((None, False), (True, True), (False, False)):
+            model = make_tiny_model(config, torch.float64).train()
+            switch: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            if before:
+                switch({"use_reentrant": reentrant})
+            prepared = prepare_untried(model, world)
+            if before is False:
+                switch({"use_reentrant": reentrant})
+            loss = run_step(prepared, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world).loss
+            answers.append((loss, gradients_of(prepared)))
+    (loss, gradients), *others = answers
+    assert all(other == pytest.approx(loss, rel=1e-12) and worst(g, gradients) < 1e-12 for other, g in others)
 
 
 def test_micro_batches_in_flight_through_stages() -> None:

@@ -1,5 +1,6 @@
 """Models that cannot run exactly over a sharded sequence are refused by name: by configuration, and by the probe."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,6 +99,23 @@ def test_the_probe_sees_every_layer_and_changes_nothing(family: str) -> None:
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+READS: dict[str, Callable[[torch.Tensor], object]] = {
+    "in": lambda ids: 3 in ids[:, [-1, 0]],
+    "equal": lambda ids: torch.equal(ids, ids + 1) or ids.equal(ids + 1),
+    "allclose": lambda ids: torch.allclose(ids, ids + 1, atol=0) or ids.allclose(ids + 1, rtol=1e-3),
+    "nonzero": lambda ids: torch.is_nonzero(ids[0, 0]) or ids[0, 0].is_nonzero(),
+    "a word of Python": lambda ids: (ids > 3).any() or ids.tolist() == [] or ids.max().item() or int(ids[0, 0]),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_forward_may_read_values_for_which_the_probe_makes_up_zeros(how: str) -> None:
+    model = tiny("llama")
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: (READS[how](args[0]), None)[1])
+    model.set_attn_implementation(IMPLEMENTATION)
+    assert len(record_model(model).calls) == 2
 
 
 PROBED = {

@@ -124,6 +124,11 @@ def test_scalings_keep_their_type_and_begin_within_the_documents() -> None:
         assert rope["rope_type"] == kind and start < LONGEST / 2 < small.max_position_embeddings
 
 
+def test_a_padding_id_stays_one() -> None:
+    sizes = [{}, {"pad_token_id": 7}, {"pad_token_id": 50256}]
+    assert [shrink_configuration(CONFIG_MAPPING["gpt2"](**size)).pad_token_id for size in sizes] == [None, 7, 2]
+
+
 def test_layers_keep_one_of_every_kind() -> None:
     llama4 = shrink_configuration(_config("llama-4-scout"))
     assert llama4.layer_types == ["chunked_attention", "full_attention"] and llama4.no_rope_layers == [1, 0]

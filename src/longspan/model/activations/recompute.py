@@ -31,7 +31,6 @@ from longspan.model.activations.host_offload import HostOffload, park_saved_tens
 from longspan.model.activations.segments import Segments
 from longspan.model.layers import Absent, layer_list, stage_layers
 from longspan.model.mtp.depths import MtpBlocks, model_depths
-from longspan.model.seams.layer_arguments import run_within_layer
 from longspan.plan.memory.settings import MEASURES, Measure
 
 _CHECKPOINTING = ("none", "full", "selective")
@@ -157,13 +156,8 @@ class Recomputation:
         for _, layer, measure in self._layer_measures(model):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             if measure != "none":
-                module._gradient_checkpointing_func = partial(
-                    run_checkpointed, measure=measure, offload=offload, first=first
-                )
-                if segments is not None:
-                    module._gradient_checkpointing_func = partial(
-                        _run_in_segment, segments, layer, measure=measure, offload=offload, first=first
-                    )
+                run = run_checkpointed if segments is None else partial(_run_in_segment, segments, layer)
+                module._gradient_checkpointing_func = partial(run, measure=measure, offload=offload, first=first)
                 module.gradient_checkpointing = True
             if measure.endswith("+host"):
                 first = False
@@ -197,7 +191,7 @@ def _count_empty_layer(offload: HostOffload, *_: Any) -> None:
 
 def _run_in_segment(segments: Segments, layer: nn.Module, run: Callable[..., Any], *args: Any, **how: Any) -> Any:
     """Run a layer as a part of a segment, in place of transformers' checkpointing function (`how`: see `run_layer`)."""
-    return segments.run_layer(layer, run_within_layer(run), args, **how)
+    return segments.run_layer(layer, run, args, **how)
 
 
 def run_checkpointed(
@@ -218,4 +212,4 @@ def run_checkpointed(
         DefaultDeviceType.set_device_type(args[0].device.type)
     # Inside, the checkpoint's own hooks are innermost: those that park see the layer's inputs and nothing else.
     with park_saved_tensors(park) if park is not None else nullcontext():
-        return checkpoint(run_within_layer(run), *args, use_reentrant=False, context_fn=contexts)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)

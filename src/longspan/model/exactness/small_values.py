@@ -153,14 +153,14 @@ class _Rules:
     def small_value(self, name: str, value: Any) -> Any:
         """Return the small value of one attribute, by its type and what its name says that it is.
 
-        Lists of sizes by layer are scaled entry by entry. The padding id is that of `sizes`; other token ids beyond the
-        small vocabulary become 2, so that a token is still set. Dropout is off, as trials compare passes. Flags, words,
-        0 and other floats stay.
+        Lists of sizes by layer are scaled entry by entry. Token ids beyond the small vocabulary become 2, so that a
+        token is still set; without a padding id, that of `sizes` is set. Dropout is off, as trials compare passes.
+        Flags, words, 0 and other floats stay.
         """
         if isinstance(value, list) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             sized = name in _HEADS or name in _KV_HEADS or _NETWORK.search(name)
             return [self.small_value(name, entry) for entry in value] if sized else value
-        if name == "pad_token_id":
+        if name == "pad_token_id" and value is None:
             return self.sizes.pad
         if _TOKEN.search(name):
             fits = isinstance(value, int) and value < self.sizes.vocabulary

@@ -86,7 +86,7 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
 
     `reached` are the ids of modules that called our attention, or are mixers. Layers of a type without attention are
     passed over. Named are the modules whose class is named as attention and that do not call ours; of a layer in which
-    nothing does, only the first of them, or the layer itself if it has none.
+    nothing does, only the first with "att" in its class's name, or the layer itself if it has none.
     """
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
@@ -94,7 +94,10 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
         if index < len(types) and types[index] in ROWWISE_LAYER_TYPES:
             continue
         if not any(id(module) in reached for module in layer.modules()):
-            bypassing.append(next((f"{name}.{child}" for child, _ in _attention_modules(layer)), name))
+            children = [
+                f"{name}.{n}" for n, part in layer.named_modules() if n and "att" in type(part).__name__.lower()
+            ]
+            bypassing.append((children or [name])[0])
         else:
             bypassing += [
                 f"{name}.{child_name}"

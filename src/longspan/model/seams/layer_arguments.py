@@ -2,17 +2,19 @@
 
 Nemotron's and StableLM's layers call attention with arguments of their own, and Mamba 2's language model its layers.
 Hooks on the model and on every decoder layer note the shard, the kernel and what follows routers for as long as they
-run. Where transformers' checkpoints recompute a layer's forward, in backward and perhaps in another thread, hooks do
-not run again: `run_within_layer` notes the same there.
+run. Where transformers' checkpoints recompute a forward, in backward and perhaps in another thread, hooks do not run
+again: whatever function `prepare` or a script has set as a module's checkpoint notes the same there.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
@@ -109,6 +111,24 @@ def keep_layer_arguments(model: PreTrainedModel) -> None:
     for layer in (model, *decoder_layers(model).values(), *mtp_blocks(model).values()):
         layer.register_forward_pre_hook(_note_arguments, with_kwargs=True)
         layer.register_forward_hook(_forget_arguments, always_call=True)
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.register_forward_pre_hook(_note_in_recomputation)
+
+
+def _note_in_recomputation(module: nn.Module, _: Any) -> None:
+    """Wrap a module's checkpointing function, whoever set it and when, so that recomputation notes arguments too."""
+    run: Any = getattr(module, "_gradient_checkpointing_func", None)
+    function = getattr(run, "func", run)
+    if function is checkpoint:  # a re-entrant one gives no gradients to tensors among keyword arguments (Gemma 3n)
+        run = partial(run, use_reentrant=False)
+    if run is not None and function is not _checkpoint_with_note:
+        vars(module)["_gradient_checkpointing_func"] = partial(_checkpoint_with_note, run)
+
+
+def _checkpoint_with_note(function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a checkpointing function with a forward that notes its layer's arguments at every call."""
+    return function(run_within_layer(run), *args, **options)
 
 
 def run_within_layer(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,13 +93,14 @@ def _refill_container(container: Any, content: Any) -> None:
     (container.extend if isinstance(container, list | deque) else container.update)(content)
 
 
-_READS: dict[Any, Callable[[Tensor], Any]] = {
+_READS: dict[Any, Callable[..., Any]] = {
     Tensor.item: lambda x: 0.0 if x.is_floating_point() else 0,
     Tensor.tolist: lambda x: torch.zeros(x.shape, dtype=x.dtype).tolist(),
-    Tensor.__bool__: lambda x: False,
     Tensor.__int__: lambda x: 0,
     Tensor.__index__: lambda x: 0,
     Tensor.__float__: lambda x: 0.0,
+    **dict.fromkeys((Tensor.__bool__, Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero), lambda *_: False),
+    **dict.fromkeys((Tensor.equal, torch.equal, Tensor.allclose, torch.allclose), lambda *_, **__: False),
 }
 
 
@@ -119,7 +120,7 @@ class _MadeUpValues(TorchFunctionMode):
         """
         if func in _READS and args[0].is_meta:
             self.read = True
-            return _READS[func](args[0])
+            return _READS[func](*args, **(kwargs or {}))
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             args = (args[0], tuple(0 if _is_scalar(i) else i for i in index))

@@ -10,6 +10,7 @@ model's configuration and modules are in `exactness/declared_rules.py`.
 """
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,14 +26,23 @@ DOCTOR = "; longspan doctor --model"
 
 
 def doctor_hint(model: Any) -> str:
-    """Return the end of a message: the command that tries a small copy of this model, by its folder or family.
+    """Return the end of a message: the command that tries a small copy of this model, by its folder, family or class.
 
     >>> doctor_hint(Qwen3ForCausalLM(config))
     '; longspan doctor --model qwen3 tries a small copy of it and says which kernels it takes'
+
+    "" for a class of one's own with a configuration of transformers, which names a model of transformers.
     """
     config = getattr(model, "config", None)
-    folder = str(getattr(config, "_name_or_path", "") or "")
-    name = folder if folder and Path(folder).is_dir() else getattr(config, "model_type", "") or type(model).__name__
+    kind = next(kind for kind in type(model).__mro__ if kind.__name__ == stock_class_name(model))
+    if kind.__module__.startswith(("transformers.", "longspan.")):
+        folder = str(getattr(config, "_name_or_path", "") or "")
+        name = folder if folder and Path(folder).is_dir() else getattr(config, "model_type", "") or kind.__name__
+    elif type(config).__module__.startswith("transformers."):
+        return ""
+    else:  # a script's own module is imported by the name of its file
+        file = getattr(sys.modules[kind.__module__], "__file__", None) or "MODULE.py"
+        name = f"{Path(file).stem if 'main__' in kind.__module__ else kind.__module__}.{kind.__qualname__}"
     return f"{DOCTOR} {name} tries a small copy of it and says which kernels it takes"
 
 
