@@ -173,6 +173,7 @@ def test_a_resumed_run_has_the_same_bits_and_a_checkpoint_its_weights_once(run: 
         "generation_config.json",
         "model.safetensors",
         "optimizer",
+        "order.pt",
         "rng",
         "scheduler.pt",
         "trainer_state.json",

@@ -116,6 +116,10 @@ CASES: dict[str, tuple[Any, str]] = {
     "jit checkpoint": (lambda: _make(args={"enable_jit_checkpoint": True}), "args.enable_jit_checkpoint is True"),
     "optim": (lambda: _make(args={"optim": "adafactor"}), "args.optim is 'adafactor', which a longspan trainer"),
     "split_batches": (lambda: _make(args={"accelerator_config": {"split_batches": True}}), "split_batches is true"),
+    "order of workers": (
+        lambda: _make(args={"dataloader_in_order": False, "dataloader_num_workers": 2}),
+        "args.dataloader_in_order is False with 2 workers: batches would come as workers end",
+    ),
     "optimizers=": (lambda: _make(optimizers=(OPTIMIZER, None)), "optimizers= brings an optimizer of parameters"),
     "launcher's fsdp": (lambda: _launched("ACCELERATE_USE_FSDP", "true"), "ACCELERATE_USE_FSDP is 'true' in the"),
     "launcher's compiler": (

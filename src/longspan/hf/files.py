@@ -2,8 +2,9 @@
 
 A checkpoint is the Trainer's folder `checkpoint-8`: the model as `save_model` writes it, whose weights are those that
 are resumed from, in the dtype that is trained; `optimizer/`, a distributed checkpoint of the optimizer; `rng/`, the
-random states of each rank; `scheduler.pt` and `trainer_state.json` as transformers writes them. It is written in
-`unfinished/` and gets its name when all ranks are done, so one that has its name is whole.
+random states of each rank; `order.pt`, the place in the epoch and the states with which its order was drawn;
+`scheduler.pt` and `trainer_state.json` as transformers writes them. It is written in `unfinished/` and gets its name
+when all ranks are done, so one that has its name is whole.
 
 As in transformers, what a collator itself draws at random is not repeated in the first step after a resume in the
 middle of an epoch: its loader had drawn a batch ahead.
@@ -27,10 +28,12 @@ from longspan.checkpoint.storage import not_data_text, read_values
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError
 from longspan.hf.one_process import StockTrainer
+from longspan.hf.order import EpochOrder, order_states, set_order_states
 from longspan.model.saving.reload import load_weights
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 
 UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "scheduler.pt", "rng", "trainer_state.json"
+ORDER = "order.pt"
 _log = logging.get_logger(__name__)
 
 
@@ -38,6 +41,8 @@ class FilesPart(StockTrainer):
     """Saving and resuming of a Trainer over a prepared model."""
 
     _unfinished: str | None = None  # the folder in which a checkpoint is being written
+    _order: dict[str, Any] | None = None  # of a checkpoint: what `order.pt` has
+    _epoch: EpochOrder | None = None  # that runs
 
     # ---- a model
 
@@ -113,8 +118,11 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save this rank's random states in a folder of its own."""
+        """Save this rank's random states in a folder of its own, and on the first those of the order of rows."""
         super()._save_rng_state(str(Path(output_dir) / RANDOM / str(self.world.rank)))
+        assert self._epoch is not None
+        order = self._epoch.place(self.state.global_step)
+        run_on_first_rank(self.world, lambda: torch.save(order, Path(output_dir) / ORDER), CheckpointError)
 
     # ---- resuming
 
@@ -153,6 +161,27 @@ class FilesPart(StockTrainer):
         self.lr_scheduler.load_state_dict(schedule)
         _restore_settings(root, optimizer, state["groups"])
         self.world.seed = state["seed"]
+
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
+        """Return the epoch to go on in, and its batches before that: the Trainer takes a stream for one epoch."""
+        place = super()._init_training_state(max_steps, steps_per_epoch, *args)
+        *_, checkpoint, _ = args
+        self._order = None
+        if checkpoint is not None and (path := Path(checkpoint) / ORDER).exists():
+            self._order = run_on_every_rank(self.world, lambda: read_values(path), CheckpointError)
+            if steps_per_epoch == max_steps > self.state.global_step and not self.args.ignore_data_skip:
+                return self._order["epoch"], self._order["steps"] * self.args.gradient_accumulation_steps
+        return place
+
+    def _run_epoch(self, **keywords: Any) -> None:
+        """Run an epoch as the Trainer does; in one that goes on rows are drawn with the states that it began with."""
+        loader, number, first = keywords["train_dataloader"], keywords["epoch"], self.state.global_step
+        if self._order is not None:
+            batches = keywords["steps_trained_in_current_epoch"]
+            set_order_states(loader, self._order["began" if batches else "now"])
+            first, self._order = first - batches // self.args.gradient_accumulation_steps, None
+        self._epoch = EpochOrder(loader, number, first, order_states(loader))
+        super()._run_epoch(**keywords)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Take up this rank's random states; on another number of ranks all take the first's."""

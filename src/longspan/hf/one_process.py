@@ -33,10 +33,12 @@ if TYPE_CHECKING:
         _calculate_rewards: Any
         _generate: Any
         _get_output_dir: Any
+        _init_training_state: Any
         _load_rng_state: Any
         _precompute_ref_logps: Any
         _prepare_for_training: Any
         _prepare_input: Any
+        _run_epoch: Any
         _save_checkpoint: Any
         _save_rng_state: Any
         _token_values: Any

@@ -87,6 +87,11 @@ def _argument_reasons(
             "accelerator_config.split_batches is true, which a longspan trainer does not run: a micro-batch is "
             "per_device_train_batch_size × processes rows; leave it out"
         )
+    if not args.dataloader_in_order and args.dataloader_num_workers > 1:
+        yield (
+            f"args.dataloader_in_order is False with {args.dataloader_num_workers} workers: batches would come as "
+            "workers end, in another order on each rank and after a resume; leave it out"
+        )
     if longspan_arguments.pp > 1:
         yield (
             f"pp is {longspan_arguments.pp}: a longspan trainer runs no pipelines, as a Trainer holds one model on "

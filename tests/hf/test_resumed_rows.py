@@ -1,0 +1,202 @@
+"""A resumed run reads the rows that the unbroken one reads, whatever draws the order of an epoch."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl.trainer.utils import RepeatSampler
+
+from longspan.hf import LongspanArguments, with_longspan
+from longspan.hf.files import FilesPart
+from longspan.hf.steps import StepsPart
+from longspan.hf.trainer import LongspanMixin
+from longspan.testing import run_ranks
+from tests.hf.stock import Run, model_of
+
+ROWS, BATCH, SAVED, STEPS = 20, 4, 7, 11  # five steps an epoch: saved in the second, at its end, and in the third
+
+
+def draw() -> None:
+    random.random(), np.random.rand(), torch.rand(())
+
+
+class Saver(TrainerCallback):
+    """Saves at the end of an epoch and in one, and draws from every global generator after each step."""
+
+    def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        control.should_save = state.global_step in (5, SAVED)
+        draw()
+
+
+class OwnOrder(Sampler[int]):
+    """An order of rows that a function draws when an epoch begins."""
+
+    def __init__(self, draw: Callable[[], list[int]]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw())
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+class RowByRow(OwnOrder):
+    """Draws each row when it is asked for, from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.generator.randrange(ROWS) for _ in range(ROWS))
+
+
+class Shuffled(IterableDataset[Any]):
+    """A stream in another order each time, by a generator of numpy."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(3)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (row(number) for number in self.generator.permutation(ROWS).tolist())
+
+
+class GloballyShuffled(IterableDataset[Any]):
+    """A stream in another order each time, by python's global generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (row(number) for number in random.sample(range(ROWS), ROWS))
+
+
+def row(number: int) -> dict[str, list[int]]:
+    return {"input_ids": [number + 3] * (4 + number % 7)}
+
+
+def weighted(generator: torch.Generator | None) -> Sampler[int]:
+    return WeightedRandomSampler([1.0 + number for number in range(ROWS)], ROWS, generator=generator)
+
+
+def own_loader(trainer: Any) -> Any:
+    return DataLoader(trainer.train_dataset, BATCH, shuffle=True, collate_fn=trainer.data_collator)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+# name: arguments of the Trainer, and what makes its sampler, its data, or its loader
+CASES: dict[str, tuple[dict[str, Any], dict[str, Callable[..., Any]]]] = {
+    "default": ({}, {}),
+    "data_seed": ({"data_seed": 5}, {}),
+    "sequential": ({"train_sampling_strategy": "sequential"}, {}),
+    "group_by_length": ({"train_sampling_strategy": "group_by_length"}, {}),
+    "batch_rebalance": ({"train_sampling_strategy": "batch_rebalance"}, {}),
+    "not seedable": ({"accelerator_config": {"use_seedable_sampler": False}}, {}),
+    "a worker": ({"train_sampling_strategy": "group_by_length", "dataloader_num_workers": 1}, {}),
+    "weighted": ({}, {"sampler": lambda: weighted(None)}),
+    "weighted, with a generator": ({}, {"sampler": lambda: weighted(seeded())}),
+    "by torch": ({}, {"sampler": lambda: OwnOrder(lambda: torch.randperm(ROWS).tolist())}),
+    "by numpy": ({}, {"sampler": lambda: OwnOrder(lambda: np.random.permutation(ROWS).tolist())}),
+    "by python": ({}, {"sampler": lambda: OwnOrder(lambda: random.sample(range(ROWS), ROWS))}),
+    "row by row": ({}, {"sampler": RowByRow}),
+    "of GRPO": ({}, {"sampler": lambda: RepeatSampler(range(ROWS), 1, BATCH, seed=3)}),
+    "stream": ({}, {"data": Shuffled}),
+    "stream by python": ({}, {"data": GloballyShuffled}),
+    "stream of a worker": ({"dataloader_num_workers": 1}, {"data": GloballyShuffled}),
+    "own loader": ({}, {"loader": own_loader}),
+}
+
+
+class Rows(Trainer):
+    """Reads batches, makes the next ones ahead and saves as a longspan trainer does; it computes nothing."""
+
+    made: dict[str, Callable[..., Any]]
+    batches: list[list[int]]
+
+    def get_train_dataloader(self) -> Any:
+        return self.made["loader"](self) if "loader" in self.made else super().get_train_dataloader()
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return self.made["sampler"]() if "sampler" in self.made else super()._get_train_sampler(*args)
+
+
+def read_only(trainer: Any, inputs: Any) -> Tensor:
+    trainer.batches.append((inputs["input_ids"][:, 0] - 3).tolist())
+    trainer._moved = [(inputs, inputs)]
+    trainer._prepare_next_step()
+    return torch.zeros(())
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+UNUSED = {
+    LongspanMixin: ("_prepare_once",),
+    StepsPart: ("_clip_grad_norm", "_get_grad_norm"),
+    FilesPart: ("_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_check_resumable"),
+}
+
+
+def collate(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    longest = max(len(row["input_ids"]) for row in batch)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in batch])
+    return {"input_ids": ids, "labels": torch.where(ids > 0, ids, -100)}
+
+
+def runs(rank: int, root: str) -> dict[str, list[list[list[int]]]]:
+    """Of each case the batches of its runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepsPart, "_runs_ahead", False)
+        patch.setattr(StepsPart, "training_step", lambda trainer, model, inputs, *_: read_only(trainer, inputs))
+        for part, names in UNUSED.items():
+            for name in names:
+                patch.setattr(part, name, nothing)
+        first = make(Path(root), "default")  # whose world all others share
+        found = {name: batches(Path(root) / name, name) for name in CASES}
+        first.end()
+        return found
+
+
+def make(folder: Path, name: str) -> Any:
+    args = TrainingArguments(
+        **Run(str(folder)).arguments(rows=BATCH, steps=STEPS, logging_strategy="no") | CASES[name][0]
+    )
+    parts = {"data_collator": collate, "train_dataset": data_of(name), "callbacks": [Saver()]}
+    return with_longspan(Rows)(model=model_of(), args=args, **parts, longspan=LongspanArguments())
+
+
+def data_of(name: str) -> Any:
+    return CASES[name][1].get("data", lambda: [row(number) for number in range(ROWS)])()
+
+
+def batches(folder: Path, name: str) -> list[list[list[int]]]:
+    """The batches of a run from the beginning, from the checkpoint inside an epoch, and from that between epochs."""
+    trainer, runs = make(folder, name), list[Any]()
+    trainer.made = CASES[name][1]
+    for step in (0, SAVED, 5):
+        trainer.train_dataset, trainer.batches = data_of(name), []
+        trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}") if step else None)
+        runs.append(trainer.batches)
+    trainer.end()
+    return runs
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[list[int]]]]:
+    return run_ranks(runs, 1, str(tmp_path_factory.mktemp("rows")), timeout=240)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_reads_the_rows_of_the_unbroken_one(name: str, found: dict[str, list[list[list[int]]]]) -> None:
+    unbroken, inside, between = found[name]
+    assert len(unbroken) == STEPS and (unbroken[:5] != unbroken[5:10] or name == "sequential")
+    assert inside == unbroken[SAVED:]
+    assert between == unbroken[5:]
