@@ -145,7 +145,7 @@ BAD_KEYS: list[tuple[Kind, dict[str, Any], str]] = [
     ),
     (
         "messages",
-        {**CHAT, "chosen": [], "rejected": []},
+        {**CHAT, "chosen": ["a"], "rejected": ["b"]},
         "pairs of answers are for a loss of one's own (docs/losses.md)",
     ),
     (
@@ -173,6 +173,59 @@ def test_keys_that_would_count_are_refused(qwen: RowEncoding, kind: Kind, values
         others = {key: None if key not in KEYS[kind] else value for key, value in values.items()}
         (sample,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 32", others)])
         assert isinstance(sample, Sample)
+
+
+UNREAD: dict[str, Any] = {  # of rows of chats, and of prompts
+    "enable_thinking": False,
+    "reasoning_effort": "high",
+    "thinking_budget": 0,
+    "documents": [{"text": "a"}],
+    "system": "Be brief.",
+    "system_prompt": "a",
+    "history": [["a", "b"]],
+    "functions": [{}],
+    "function_call": "f",
+    "tool": "f",
+    "response_format": {"type": "json"},
+    "chat_template": "{{ a }}",
+    "loss_scale": 0.0,
+}
+UNREAD_OF_MESSAGES: dict[str, Any] = {
+    "function_call": {"name": "f", "arguments": "{}"},
+    "reasoning_details": [{}],
+    "thoughts": "hm",
+    "eot": False,
+    "training_detail": [{}],
+    "loss_scale": 1.0,
+}
+
+
+def test_keys_by_which_other_trainers_act_are_refused_by_name(qwen: RowEncoding) -> None:
+    """In rows and messages; none of them without a value, and none beside tokens, which are made already."""
+    for kind, values in (("messages", CHAT), ("prompt+completion", PROMPT), ("input_ids", {"input_ids": [1, 2]})):
+        for key, value in UNREAD.items():
+            (result,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 1", {**values, key: value})])
+            if kind == "input_ids" and key != "loss_scale":
+                assert isinstance(result, Sample), key
+            else:
+                assert isinstance(result, BadRow) and result.reason.startswith(f'"{key}" stands beside '), key
+            (sample,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 2", {**values, key: type(value)()})])
+            assert isinstance(sample, Sample) == (isinstance(value, str | list | dict) or isinstance(result, Sample))
+    for key, value in UNREAD_OF_MESSAGES.items():
+        question, answer = PLAIN.messages[:2]
+        (bad,) = qwen.encode([Row("f, line 1", {"messages": [question, {**answer, key: value}]})])
+        assert isinstance(bad, BadRow) and bad.reason.startswith(f"messages[1].{key} is not read: "), key
+
+
+def test_variables_of_a_template_that_are_none(qwen: RowEncoding) -> None:
+    for value, reason in (
+        ("{", '"chat_template_kwargs" is a string that is no JSON'),
+        ([1], '"chat_template_kwargs" is a list; give an object'),
+        ({"tokenize": True}, '"chat_template_kwargs" has tokenize, which is no variable of a chat template'),
+        ({"words": ["<|im_end|>"]}, "chat_template_kwargs.words[0] holds '<|im_end|>', which the tokenizer"),
+    ):
+        (bad,) = qwen.encode([Row("f, line 1", {**CHAT, "chat_template_kwargs": value})])
+        assert isinstance(bad, BadRow) and bad.reason.startswith(reason)
 
 
 def test_keys_of_no_kind_are_left_alone(qwen: RowEncoding) -> None:

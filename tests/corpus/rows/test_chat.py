@@ -1,11 +1,15 @@
 """Chats of eight families: tokens are those of the stock tokenizer, targets what the assistant says, nothing else."""
 
+import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
+from trl.data_utils import apply_chat_template
 
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import Row, Sample
@@ -136,6 +140,42 @@ def test_a_span_that_is_shifted_by_a_token_is_seen(made: tuple[str, RowEncoding]
         mask = np.roll(sample.labels != -100, shift)
         shifted = sample._replace(labels=np.where(mask, sample.ids, -100))
         assert said(encoding, shifted) != EXPECTED[name]["plain"]
+
+
+TRL_TEMPLATES = Path(str(find_spec("trl.chat_templates").submodule_search_locations[0]))  # type: ignore[union-attr]
+# Qwen3's prompt then has the empty thought, which is no target.
+VARIABLES: list[tuple[str, str, dict[str, Any], str]] = [
+    ("qwen3", "qwen3", {"enable_thinking": False}, "2.<|im_end|>"),
+    ("gpt-oss", "gptoss", {"reasoning_effort": "high"}, "<|channel|>final<|message|>2.<|return|>"),
+    (
+        "gpt-oss",
+        "gptoss",
+        {"reasoning_effort": "low", "model_identity": "You are Zed."},
+        "final<|message|>2.<|return|>",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "template", "variables", "last"), VARIABLES, ids=str)
+def test_chat_template_kwargs_of_a_row_are_those_of_the_template(
+    tmp_path: Path, family: str, template: str, variables: dict[str, Any], last: str
+) -> None:
+    """As TRL gives them to it; also as the JSON of them, and not to the rows beside."""
+    text = (TRL_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    encoding = encoding_of(write_folder(tmp_path, family, template=text))
+    stock: Any = AutoTokenizer.from_pretrained(encoding.tokenizer.folder)
+    rows = [{**PLAIN.row, "chat_template_kwargs": value} for value in (None, variables, json.dumps(variables), {})]
+    samples = encoding.encode([Row("line 1", row) for row in rows])
+    texts = list[str]()
+    for row, sample in zip(rows, samples, strict=True):
+        assert isinstance(sample, Sample), sample
+        texts.append(encoding.tokenizer.engine.decode(sample.ids.tolist(), skip_special_tokens=False))
+        kwargs = row["chat_template_kwargs"] if isinstance(row["chat_template_kwargs"], dict) else {}
+        wanted = apply_chat_template({**row, "chat_template_kwargs": kwargs}, stock)["text"]
+        if sample is not samples[2]:
+            assert re.sub(r"date: [-\d]+", "", texts[-1]) == re.sub(r"date: [-\d]+", "", wanted)
+    assert texts[0] == texts[3] and texts[1] == texts[2] and isinstance(samples[1], Sample)
+    assert (texts[0] != texts[1]) == (family == "gpt-oss") and said(encoding, samples[1])[-1] == last
 
 
 def _turns(messages: list[Message]) -> list[list[Message]]:

@@ -220,7 +220,7 @@ def test_texts_are_parts_where_a_template_reads_parts_alone(tmp_path: Path, cont
         assert "<|user|>One?<|end|>" in text and "<|user|>Two?<|end|>" in text
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss"])
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "searched"])
 @pytest.mark.parametrize("turns", ["together", "split"])
 def test_a_message_that_is_not_to_be_learnt_is_no_target(tmp_path: Path, key: str, marked: bool, turns: str) -> None:
@@ -264,7 +264,7 @@ def test_marks_without_a_text_are_of_the_messages_beside_them(tmp_path: Path) ->
             {**asks("b"), "train": True},
             "messages[1].train is true, and only what an assistant says is learnt; its role",
         ),
-        ({**says("b"), "loss_mask": [0]}, "messages[1].loss_mask is not read; say with weight 0"),
+        ({**says("b"), "loss_mask": [0]}, "messages[1].loss_mask is not read: say with weight 0"),
         ({**says("b"), "train_detail": [{}]}, "messages[1].train_detail is not read"),
     ],
 )

@@ -48,6 +48,7 @@ class ChatEncoding:
             pattern = self._turn_tokens(tools).any_token
             check_strings(messages, "messages", pattern)
             check_strings(tools, "tools", pattern)
+            check_strings(values.get("chat_template_kwargs"), "chat_template_kwargs", pattern)
         else:
             check_strings([messages, tools], "the row", None)  # only for lone surrogates
         return list(self._encode_turns(messages, tools, learnt_messages(messages, first_target), media))

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,10 +35,12 @@ from longspan.corpus.rows.sample import (
     require_string,
     type_name,
 )
-from longspan.corpus.rows.template import ChatTemplate
+from longspan.corpus.rows.template import ChatTemplate, read_variables
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.errors import DataError
+
+_KEPT_CHATS = 64  # encodings of conversations, one for each value of chat_template_kwargs
 
 
 def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
@@ -252,7 +254,7 @@ class RowEncoding:
         values, media = self._extract_media(row)
         check_objects(values)
         if self.kind == "messages":
-            return self._chat.samples(values, media=media)
+            return self._chat_of(values).samples(values, media=media)
         if self.kind == "text" and media and self.images is not None:
             return [self.images.text_sample(values, media)]
         if self.kind == "text":
@@ -267,7 +269,8 @@ class RowEncoding:
                 for part, name in ((prompt, "prompt"), (completion, "completion"))
             )
             messages = [*prompt_messages, *answers]
-            return self._chat.samples({**values, "messages": messages}, first_target=len(prompt_messages), media=media)
+            values = {**values, "messages": messages}
+            return self._chat_of(values).samples(values, first_target=len(prompt_messages), media=media)
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
         return [completion_sample(values, self.tokenizer.set_parsing(self.settings.parse_special_tokens))]
@@ -277,6 +280,21 @@ class RowEncoding:
         """Return the encoding of conversations. Raises DataError if the tokenizer has no chat template."""
         template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
         return ChatEncoding(self.tokenizer, template, self.settings, self.images)
+
+    def _chat_of(self, values: Mapping[str, Any]) -> ChatEncoding:
+        """Return the encoding of conversations with a row's chat_template_kwargs; those used first are forgotten."""
+        variables = json.dumps(read_variables(values.get("chat_template_kwargs")), sort_keys=True, default=str)
+        if variables not in self._chats:
+            if len(self._chats) >= _KEPT_CHATS:
+                del self._chats[next(iter(self._chats))]
+            template = replace(self._chat.template, variables=variables)
+            self._chats[variables] = replace(self._chat, template=template)
+        return self._chats[variables]
+
+    @cached_property
+    def _chats(self) -> dict[str, ChatEncoding]:
+        """The encodings by what rows give as chat_template_kwargs."""
+        return {}
 
     def _extract_media(self, row: Row) -> tuple[Mapping[str, Any], RowMedia]:
         """Return a row's values, in which media are bare parts of messages (`row_and_media`), and the media in order.

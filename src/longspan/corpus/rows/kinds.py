@@ -1,8 +1,8 @@
 """The kind of a file's rows, decided by their keys. Values of keys are checked when rows are encoded."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from longspan.corpus.rows.sample import Row, RowError, strings
 from longspan.errors import DataError
@@ -28,15 +28,54 @@ _HINTS = {
     "chosen": "; pairs of answers are for a loss of one's own (docs/losses.md)",
     "instruction": "; write it as prompt, or as the first of messages",
 }
-# Keys that seem to have an effect, and why they have none. Beside text only the first, masks, are refused: all of a
-# text is learnt, so a label or a weight may be a column for something else.
-_NOT_READ = {
-    re.compile(r".*masks?"): f"masks are read beside input_ids alone, as {', '.join(MASKS)}",
-    re.compile(r"labels?|kto_tag"): "answers that are liked or not are for a loss of one's own (docs/losses.md), and "
-    "labels of tokens stand beside input_ids, as labels",
-    re.compile(r"(chosen|rejected)(_.*)?"): "pairs of answers are for a loss of one's own (docs/losses.md)",
-    re.compile(r"(loss_|sample_)?weights?"): "rows have no weights; give a source a weight (data.sources)",
-}
+Place = Literal["text", "tokens", "chat", "message"]  # rows of text, of input_ids, and any others; a message of a chat
+
+
+class _Unread(NamedTuple):
+    """Keys (a pattern) by which other trainers act, where they would stand, and why nothing is done here."""
+
+    places: tuple[Place, ...]
+    keys: str
+    why: str
+
+
+# The only table of such keys. Beside text only masks are refused: all of a text is learnt, and a label or a weight may
+# be a column for something else.
+_UNREAD = (
+    _Unread(("text", "tokens", "chat"), r".*masks?", f"masks are read beside input_ids alone, as {', '.join(MASKS)}"),
+    _Unread(
+        ("tokens", "chat"),
+        r"labels?|kto_tag",
+        "answers that are liked or not are for a loss of one's own (docs/losses.md), and labels of tokens stand beside "
+        "input_ids, as labels",
+    ),
+    _Unread(
+        ("tokens", "chat"),
+        r"(chosen|rejected)(_.*)?",
+        "pairs of answers are for a loss of one's own (docs/losses.md)",
+    ),
+    _Unread(
+        ("tokens", "chat"),
+        r"(loss_|sample_)?weights?|loss_scale",
+        "rows have no weights; give a source a weight (data.sources)",
+    ),
+    _Unread(("chat",), r"system(_prompt|_message)?|history", "write it as the first messages, or into the prompt"),
+    _Unread(
+        ("chat",), r"functions?|function_calls?|tool", "give schemas as tools, and calls as tool_calls of a message"
+    ),
+    _Unread(
+        ("chat",),
+        r"enable_thinking|thinking(_.*)?|reasoning_(effort|budget|mode)|documents|chat_template|response_format",
+        "the template of the tokenizer's folder writes conversations, and what it takes stands in chat_template_kwargs",
+    ),
+    _Unread(
+        ("message",),
+        r".*masks?|masked|train(ing)?_detail|loss_.*|.*_weight|eo[tm]",
+        "say with weight 0 that the whole message is no target, or give input_ids with labels",
+    ),
+    _Unread(("message",), r"function_call", 'give it as tool_calls: [{"function": …}]'),
+    _Unread(("message",), r"reasoning_details|thoughts?|thinking_blocks", "give a thought as reasoning_content"),
+)
 
 
 def common_kind(rows: Sequence[Row]) -> Kind:
@@ -80,15 +119,28 @@ def check_objects(values: Mapping[str, Any]) -> None:
 
 
 def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
-    """Raise RowError for a row of several kinds, and for a key about targets that rows of this kind do not have."""
+    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here."""
     if len(kinds := _kinds_in(values)) > 1:
         raise RowError(_several_kinds(kinds))
     read_keys = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
-    patterns = list(_NOT_READ.items())[: 1 if kind == "text" else None]  # only masks
+    places: dict[Kind, Place] = {"text": "text", "input_ids": "tokens"}
+    for key, why in _unread_keys(values, places.get(kind, "chat")):
+        if key not in read_keys:
+            raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {why}; leave the key out')
+
+
+def check_message_keys(message: Mapping[str, Any], name: str) -> None:
+    """Raise RowError for a key of a message, which errors call `name`, that has an effect elsewhere and none here."""
+    for key, why in _unread_keys(message, "message"):
+        raise RowError(f"{name}.{key} is not read: {why}")
+
+
+def _unread_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str]]:
+    """Yield the keys that are not read in such a place, with why; one without a value, as [] or "", has no effect."""
+    rules = [rule for rule in _UNREAD if place in rule.places]
     for key, value in values.items():
-        reason = next((reason for pattern, reason in patterns if pattern.fullmatch(key)), "")
-        if reason and value is not None and key not in read_keys:
-            raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {reason}; leave the key out')
+        if value is not None and not (isinstance(value, str | list | dict) and not value):
+            yield from ((key, rule.why) for rule in rules if re.fullmatch(rule.keys, key))
 
 
 def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:

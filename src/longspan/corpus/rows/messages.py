@@ -1,15 +1,15 @@
 """Messages of a row: checks of their form before a template renders them, which of them are learnt, and their texts."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from longspan.corpus.rows.kinds import check_message_keys
 from longspan.corpus.rows.sample import RowError, preview, type_name
 from longspan.files import parse_json
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-LEARNT = ("weight", "train", "loss")  # keys of a message, in other formats, that decide whether it is learnt
-_NOT_READ = re.compile(r".*masks?|masked|train_detail|loss_.*|.*_weight")
+# Keys of a message, in other formats, that decide whether it is learnt.
+LEARNT = ("weight", "train", "training", "trainable", "loss")
 
 
 def check_messages(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
@@ -71,11 +71,7 @@ def _check_target_keys(message: Mapping[str, Any], name: str) -> None:
                 f"{name}.{key} is {preview(value)}, and only what an assistant says is learnt; its role is "
                 f"{message['role']}: leave {key} out, or give 0"
             )
-        if value is not None and _NOT_READ.fullmatch(key):
-            raise RowError(
-                f"{name}.{key} is not read; say with weight 0 that the whole message is no target, or give input_ids "
-                "with labels"
-            )
+    check_message_keys(message, name)
 
 
 def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
@@ -109,16 +105,19 @@ def _check_tool_calls(calls: Any, name: str) -> None:
 
 def read_tools(value: Any) -> list[Any] | None:
     """Read the tools of a row: a list of schemas, or its JSON; None if there are none. Raises RowError otherwise."""
-    if isinstance(value, str):
-        try:
-            value = parse_json(value) if value.strip() else None
-        except ValueError as error:
-            raise RowError(f'"tools" is a string that is no JSON: {error}') from error
-    if value is None or value == []:
+    if (value := read_json_value(value, "tools")) is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RowError(f'"tools" is {type_name(value)}; give a list of objects: {preview(value)}')
     return value
+
+
+def read_json_value(value: Any, name: str) -> Any:
+    """Return the value of a key, parsed if it is a string, None if it is blank. Raises RowError if it is no JSON."""
+    try:
+        return value if not isinstance(value, str) else parse_json(value) if value.strip() else None
+    except ValueError as error:
+        raise RowError(f'"{name}" is a string that is no JSON: {error}') from error
 
 
 def _is_sharegpt(message: Any) -> bool:

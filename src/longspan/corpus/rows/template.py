@@ -3,22 +3,25 @@
 Which characters of a rendering are targets is decided in `chat.py` and `infer_turns.py`.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from inspect import signature
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.images.without_torchvision import has_processor
 from longspan.corpus.rows.kinds import rows_hold
-from longspan.corpus.rows.sample import RowError
+from longspan.corpus.rows.messages import read_json_value
+from longspan.corpus.rows.sample import RowError, preview, type_name
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
@@ -30,6 +33,8 @@ SOME_TOOL = [
         "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
     }
 ]
+# Arguments of apply_chat_template, which are no variables of a template, save one.
+_ARGUMENTS = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _WORDS = ("Zq0part", "Zq1part")
 _ID = "callZq000"  # of a call; Mistral's have nine letters and digits
@@ -54,13 +59,17 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The templates of a tokenizer, with and without tools, the names of its special tokens, and the ends of turns."""
+    """The templates of a tokenizer, with and without tools, the names of its special tokens, and the ends of turns.
+
+    `variables` are further ones that the templates read, as JSON: what a row gives as chat_template_kwargs.
+    """
 
     plain: str
     with_tools: str
     special: tuple[tuple[str, str], ...]
     ends: tuple[str, ...]
     day: str
+    variables: str = "{}"
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, day: str) -> "ChatTemplate":
@@ -168,8 +177,7 @@ class ChatTemplate:
                 chat_template=_DAY + template if "strftime_now" in template else template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
-                **dict(self.special),
-                **_date_variables(template, self.day),
+                **dict(self.special) | _date_variables(template, self.day) | json.loads(self.variables),
             )
         except TemplateError as error:
             raise RowError(f"its chat template says: {error.message or type(error).__name__}") from error
@@ -207,6 +215,16 @@ class _Contents:
 
 
 _TEXT = _Contents(text=True, parts=False)
+
+
+def read_variables(value: Any) -> dict[str, Any]:
+    """Read a row's chat_template_kwargs, variables of its template: an object, or its JSON; {} if there are none."""
+    value = read_json_value(value, "chat_template_kwargs") or {}
+    if not isinstance(value, dict):
+        raise RowError(f'"chat_template_kwargs" is {type_name(value)}; give an object: {preview(value)}')
+    if wrong := sorted(_ARGUMENTS & value.keys()):
+        raise RowError(f'"chat_template_kwargs" has {wrong[0]}, which is no variable of a chat template; leave it out')
+    return value
 
 
 def _date_variables(template: str, day: str) -> dict[str, Any]:
