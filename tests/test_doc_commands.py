@@ -26,6 +26,7 @@ OTHERS = {
     "bench/two_nodes.sh",
     "pip",
     "git",
+    "hf",
     "cd",
     "docker",
     "sbatch",
