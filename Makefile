@@ -10,6 +10,8 @@ DOCS   := .venv-docs
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
 WORKERS ?= 2
+# The range in which pip finds a build without CUDA on the machines that have one; TORCH=torch takes the newest.
+TORCH  ?= torch>=2.11,<2.14
 VLM    ?= runs/vlm
 
 .PHONY: train vlm docs test test-all test-gpu test-oldest predictions check format types wheel wheel-demo recipes recipes-check bench size clean help
@@ -32,12 +34,12 @@ help:
 $(VENV)/.core: pyproject.toml
 	@echo "installing longspan and what it needs into $(VENV) (about a minute, 1.3 GB on a machine without GPUs)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e . 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(PIP) '$(TORCH)' -e . 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
 	@$(BIN)/python -c "import longspan" && touch $@
 
 $(VENV)/.dev: $(VENV)/.core
 	@echo "installing what tests and checks need"
-	@$(PIP) -e '.[dev,viz]' 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(PIP) '$(TORCH)' -e '.[dev,viz]' 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
 	@$(BIN)/python -c "import pytest, hypothesis" && touch $@
 
 train: $(VENV)/.core
@@ -45,7 +47,7 @@ train: $(VENV)/.core
 
 $(VENV)/.vlm: $(VENV)/.core
 	@echo "installing Pillow, and scikit-learn for its handwritten digits"
-	@$(PIP) -e '.[vlm]' 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
+	@$(PIP) '$(TORCH)' -e '.[vlm]' 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
 	@$(BIN)/python -c "import PIL, sklearn" && touch $@
 
 vlm: $(VENV)/.vlm
@@ -87,7 +89,7 @@ wheel: $(VENV)/.core
 	@rm -rf dist && $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist . && ls -l dist/*.whl
 
 wheel-demo: wheel
-	$(BIN)/python bench/source/wheel_demo.py dist/*.whl "$(DEMO)" $(WITH)
+	$(BIN)/python bench/source/wheel_demo.py dist/*.whl "$(DEMO)" '$(TORCH)'
 
 types: $(VENV)/.dev wheel
 	$(BIN)/python bench/source/public_types.py dist/*.whl

@@ -23,9 +23,9 @@ TYPES = {1: ["p2p"], 2: FLAT, 3: [], 4: [*FLAT, "a2a+p2p (2, 2)"]}  # by degree
     ("installed", "good"),
     [
         ({"torch": "2.11.0", "transformers": "5.17.0", "numpy": "2.0"}, True),
-        ({"torch": "2.13.0+cpu", "transformers": "5.23.0", "numpy": "2.0"}, True),
+        ({"torch": "2.15.0+cpu", "transformers": "5.24.0", "numpy": "2.0"}, True),
         ({"torch": "2.10.1", "transformers": "5.17.0", "numpy": "2.0"}, False),
-        ({"torch": "2.14.0", "transformers": "5.17.0", "numpy": "2.0"}, False),
+        ({"torch": "2.16.0", "transformers": "5.17.0", "numpy": "2.0"}, False),
         ({"torch": "2.13.0", "transformers": "6.0", "numpy": "2.0"}, False),
         ({"torch": "2.13.0", "numpy": "2.0"}, False),
     ],

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig
 from longspan.corpus.chunk import Chunk
 from longspan.corpus.files import SourceFile
-from longspan.corpus.row_files import import_reader
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, decode_labels
 from longspan.data.manifest import Manifest, SourceLines
 from longspan.errors import ConfigError, DataError
-from longspan.run.checks.check_data import check_data
+from longspan.run.checks.check_data import check_data, check_files
 
 ENCODING = RowEncoding("input_ids", train_tokenizer(["a b"], 300))
 TOKEN = st.tuples(st.integers(0, 250), st.sampled_from(["own", "other", "none"]))
@@ -95,12 +95,28 @@ def test_a_path_beside_sources_is_an_error() -> None:
     check_data(replace(config, data=replace(data, path="")))
 
 
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.jsonl.zst"])
 @pytest.mark.parametrize("module", ["pyarrow", "pyarrow.parquet"])
-def test_a_missing_package_is_named_with_what_installs_it(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_before_any_file_is_read(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    texts, tables = tmp_path / "texts", tmp_path / "tables"
+    for path in (texts / "a.txt", tables / "a.txt", tables / name):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("no table")
+    config = RunConfig(run=replace(RunConfig().run, dir=str(tmp_path / "run")))
+    of_tables = [
+        replace(config, data=replace(config.data, path=str(tables / name))),
+        replace(config, data=replace(config.data, sources=(SourceConfig(str(texts)), SourceConfig(str(tables))))),
+        replace(config, data=replace(config.data, path=str(texts)), eval=(EvalConfig(name="a", path=str(tables)),)),
+    ]
+    for run in of_tables:
+        check_files(run)
+    monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)  # that was imported already
     monkeypatch.setitem(sys.modules, module, None)
-    package = module.partition(".")[0]
-    with pytest.raises(DataError, match=rf"rows is read with {package}, .*: pip install 'longspan\[data\]'"):
-        import_reader(module, "rows")
+    for run in of_tables:
+        with pytest.raises(DataError, match=rf"{name} is read with pyarrow, .*: pip install 'longspan\[data\]'"):
+            check_files(run)
 
 
 def test_two_builders_are_processes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ so neither needs a state of its own. What stands in a folder is judged by `files
 files are hashed once, each by one of the ranks.
 
 An optimizer has after loading the moments that it had when it was saved: a parameter that never had a gradient has
-none. torch (2.11 to 2.13) makes moments by a step with zero gradients if an optimizer has none, to have something to
+none. torch (2.11 to 2.15) makes moments by a step with zero gradients if an optimizer has none, to have something to
 load into, and if there are gradients it silently makes and loads none.
 """
 

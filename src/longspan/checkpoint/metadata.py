@@ -2,7 +2,7 @@
 
 `metadata.json` names every tensor with its dtype, its shape and its chunks, and of each chunk the file and the bytes in
 it. It is written next to `.metadata`, a pickle, which other tools read. A checkpoint without `metadata.json`, as
-longspan wrote them before, is read from `.metadata` by an unpickler that knows the names that torch (2.11 to 2.13)
+longspan wrote them before, is read from `.metadata` by an unpickler that knows the names that torch (2.11 to 2.15)
 writes there, and puts an object without behaviour in the place of each. Both give one table, which is checked against
 the files of the folder. The tensors themselves are read in `storage.py`.
 """

@@ -1,7 +1,7 @@
 """The plan of a save: which rank writes which chunk of which tensor, agreed on once for saves of the same tensors.
 
 torch's planner gathers every rank's list on one rank, drops what several of them have, and sends each rank its part. Of
-its classes `DefaultSavePlanner` can keep that plan (torch 2.11 to 2.13, `enable_plan_caching`): ranks whose list is as
+its classes `DefaultSavePlanner` can keep that plan (torch 2.11 to 2.15, `enable_plan_caching`): ranks whose list is as
 it was send nothing. Here the list itself is not made again either, and values that recur, such as the settings of an
 optimizer for each of its parameters, are pickled once. Settings and counts are the same on many ranks, and several
 times as many as tensors: one rank of those with the same names lists them, or torch drops those of all others.

@@ -139,7 +139,7 @@ class DataPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take up a value that is no tensor, such as a count of steps.
 
-        torch (2.11 to 2.13) unpickles such a value unchecked. It gets a copy, made of what was read as plain data.
+        torch (2.11 to 2.15) unpickles such a value unchecked. It gets a copy, made of what was read as plain data.
         """
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)

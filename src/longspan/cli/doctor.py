@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SUPPORTED: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
     "python": ((3, 11), None),
-    "torch": ((2, 11), (2, 14)),
+    "torch": ((2, 11), (2, 16)),
     "transformers": ((5, 17), (6, 0)),
 }
 LOCAL_RANKS = 4

@@ -1,7 +1,7 @@
 """What torch and NCCL have recorded of this rank's collectives, for failure reports.
 
 torch's flight recorder keeps the last 2,000 collectives of each process (TORCH_FR_BUFFER_SIZE, 0 turns it off; torch
-2.11 to 2.13 have it on). NCCL's own view of all processes (RAS, NCCL 2.24 and later) is on unless NCCL_RAS_ENABLE is 0.
+2.11 to 2.15 have it on). NCCL's own view of all processes (RAS, NCCL 2.24 and later) is on unless NCCL_RAS_ENABLE is 0.
 Nothing here raises: a report without these lines is a report still.
 """
 

@@ -253,7 +253,7 @@ def defer_connections() -> Iterator[None]:
     """Let groups made inside connect two ranks over gloo at their first message, not all with all when they are made.
 
     A rank that leaves before the first message is not noticed by the other, so groups over which tensors of a CPU
-    travel are connected at once. torch reads the variable when it makes a group (2.8 to 2.13).
+    travel are connected at once. torch reads the variable when it makes a group (2.8 to 2.15).
     """
     earlier_value = os.environ.get(_LAZY)
     os.environ.setdefault(_LAZY, "1")

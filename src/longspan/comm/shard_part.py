@@ -19,7 +19,7 @@ from longspan.plan import Group, MicroBatch
 
 class Immutable:
     """Attributes are set once, by `_set`. A plain class: FSDP2's mixed precision rebuilds dataclasses in keyword
-    arguments and casts their tensors (torch 2.11 to 2.13)."""
+    arguments and casts their tensors (torch 2.11 to 2.15)."""
 
     __slots__ = ("__weakref__",)
 

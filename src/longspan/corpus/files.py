@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from stat import S_ISREG
 
-from longspan.corpus.row_files import SUFFIXES
+from longspan.corpus.row_files import SUFFIXES, check_readers
 from longspan.data.manifest import SourceFile
 from longspan.errors import DataError, plural
 from longspan.files import read_json, write_atomically
@@ -139,17 +139,19 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "lib-dynload", "test", "tests",
 def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.path") -> dict[str, Path]:
     """Find the files of a corpus by name, sorted. Folders to `leave_out` are not searched; messages name `key`.
 
-    Raises DataError for a path that does not exist, a file of another kind, and a folder without files to read.
+    Raises DataError for a path that does not exist, a file of another kind, a folder without files to read, and a file
+    whose reader is not installed.
     """
     root = find_root(path, key=key)
-    if root.is_file():
-        return {root.name: root}
-    walk = _walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out)
+    walk = [(root.name, root)]
+    if not root.is_file():
+        walk = _walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out)
     files = dict(sorted((name, file) for name, file in walk if name.endswith(SUFFIXES)))
     if not files:
         hints = map(_suffix_hint, files_of_other_kinds(path, leave_out=leave_out))  # the most frequent kind first
         hint = next((hint for hint in hints if hint), "")
         raise DataError(f"{key} {path!r} holds no file of {_suffix_text()}{hint}; give a folder that does")
+    check_readers(files)
     return files
 
 

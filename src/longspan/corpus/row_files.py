@@ -10,7 +10,7 @@ import sys
 import weakref
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -317,6 +317,13 @@ def row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile
     Nothing is read yet. Reading a row by its position has no limit, as the build has checked the row.
     """
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most_bytes)
+
+
+def check_readers(names: Iterable[str]) -> None:
+    """Raise DataError for the first of these files whose reader is not installed; no file is read."""
+    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
+    if table is not None:
+        import_reader("pyarrow.parquet", table)
 
 
 def import_reader(module: str, name: str) -> ModuleType:

@@ -253,7 +253,7 @@ class FilesPart(StockTrainer):
 
 @contextmanager
 def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
-    """Take groups without parameters out of an optimizer inside: torch (2.11 to 2.13) cannot load them.
+    """Take groups without parameters out of an optimizer inside: torch (2.11 to 2.15) cannot load them.
 
     Transformers makes one where no parameter, or every one, is without weight decay, as in an adapter.
     """

@@ -40,7 +40,7 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
     """Start the fork server if it does not run; it imports in the background while this process imports torch.
 
     What it imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
-    driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.13). An `environment` is added to this
+    driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.15). An `environment` is added to this
     process's for its imports; ranks have that of their call.
 
     The server gets no signals that stop, which a supervisor may send to all processes of a command: it ends with its

@@ -118,7 +118,7 @@ class SumsInComputeMemory(DefaultReduceScatter):
     stream, where the activations that backward has freed meanwhile are not to be had. A rank that is nearly full would
     then wait for its device, give all free memory back and take it again, in every step.
 
-    FSDP2 (torch 2.11 to 2.13) asks for a message on the computing stream, has its own stream wait for that one, and
+    FSDP2 (torch 2.11 to 2.15) asks for a message on the computing stream, has its own stream wait for that one, and
     then asks for the sum on its own.
     """
 
@@ -192,7 +192,7 @@ def drop_unsummed_gradients(model: nn.Module) -> None:
     modules = fsdp_modules(model)
     for group in reduction_groups(modules):
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            vars(parameter)["unsharded_accumulated_grad"] = None  # a property of `_unsharded_param` in torch 2.15
             if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                 whole.grad = None
     free_groups(modules)
@@ -243,6 +243,9 @@ def widen_gradients(model: nn.Module) -> None:
     For passes that FSDP2 does not see, whose gradients would add up in the compute dtype.
     """
     for group in reduction_groups(fsdp_modules(model)):
+        if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
+            group._set_unsharded_grad_dtypes(defer_upcast=False)
+            continue
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()

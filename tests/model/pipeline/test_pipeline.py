@@ -14,7 +14,7 @@ from longspan.comm import World, bind
 from longspan.comm.watch import Watch
 from longspan.errors import CommError, LongspanError, ModelError, PlanError
 from longspan.layout import Layout
-from longspan.model import prepare, save_model
+from longspan.model import prepare, save_model, sharding
 from longspan.model.layers import stage_layers
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.copies import StageCopies
@@ -442,3 +442,51 @@ def test_no_error_of_a_schedule_is_lost(error: Exception, origin: Exception | No
 
     with pytest.raises(expected, match="rows do not fit" if expected is ValueError else "connection closed"):
         _run_watched_schedule(step, world)
+
+
+class _OwnedBuffer(SimpleNamespace):
+    """What torch 2.15 keeps of a receive: it makes the buffer, refuses one that is still there, and takes it away."""
+
+    def take_buffer(self) -> torch.Tensor:
+        buffer, self.buffer = self.buffer, None
+        return buffer
+
+
+@pytest.mark.parametrize("owned", [False, True], ids=["2.11 to 2.14", "2.15"])
+def test_hidden_states_are_received_into_rows_of_their_micro_batch(
+    owned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, row = (8, 2), torch.empty(1, 1, 3)
+    infos = {i: [_OwnedBuffer(buffer=None) if owned else SimpleNamespace(buffer=row)] for i in range(len(rows))}
+
+    def receive(stage: Any, micro_batch: int) -> list[Any]:
+        (info,) = infos[micro_batch]
+        assert (info.buffer is None) == owned
+        info.buffer = row if owned else info.buffer
+        return [SimpleNamespace(tensor=info.buffer)]
+
+    for kind, recv_info in (("fwd", "args_recv_info"), ("bwd", "grad_recv_info")):
+        monkeypatch.setattr(PipelineStage, f"get_{kind}_recv_ops", receive)
+        stage = cast(Any, object.__new__(ScheduledStage))
+        inputs = [SimpleNamespace(shard=SimpleNamespace(local_rows=count)) for count in rows]
+        vars(stage).update({"args_recv_info": {}, "grad_recv_info": {}, recv_info: infos}, inputs=inputs)
+        vars(stage).update(_row=row, _row_parts=1, _freed=torch.empty(0), _stage=SimpleNamespace(with_embedding=True))
+        vars(stage).update(is_first=False, is_last=False, has_backward=True, device="cpu")
+        for step in range(2):
+            for micro_batch, count in enumerate(rows):
+                (operation,) = getattr(stage, f"get_{kind}_recv_ops")(micro_batch)
+                (info,) = infos[micro_batch]
+                assert operation.tensor is info.buffer and operation.tensor.shape == (1, 2 * count, 3)
+                if step == 0 and owned:
+                    info.take_buffer()
+                stage._free_received(micro_batch)
+
+
+def test_an_error_under_fsdp2_is_raised_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parameter:
+        unsharded_accumulated_grad = property()  # as in torch 2.15, where nothing sets it
+
+    group = SimpleNamespace(fsdp_params=[Parameter()])
+    monkeypatch.setattr(sharding, "reduction_groups", lambda _: [group])
+    with pytest.raises(ModelError, match="of the step"), sharding.drop_gradients_after_error(torch.nn.Linear(1, 1)):
+        raise ModelError("of the step")

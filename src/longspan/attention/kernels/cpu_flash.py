@@ -1,6 +1,6 @@
 """torch's flash kernel for CPUs, tile by tile: float64, float32, bfloat16, float16, grouped heads, every mask.
 
-Limits of the kernel (torch 2.11 to 2.13) that shape this file: it wants one head size, so the smaller one is padded
+Limits of the kernel (torch 2.11 to 2.15) that shape this file: it wants one head size, so the smaller one is padded
 with zeros; its causal mask is aligned to the first key, so a causal tile with more keys than rows is a full tile and a
 square one; no rows or no keys kill the process, and tiles have both by construction.
 """

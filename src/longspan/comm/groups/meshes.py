@@ -66,7 +66,7 @@ class Meshes:
     def forget_meshes(self) -> None:
         """Clear torch's caches of these meshes, whose groups are about to be destroyed.
 
-        torch (2.11 to 2.13) keeps a mesh with the sharding of every operation that it has seen on DTensors, and meshes
+        torch (2.11 to 2.15) keeps a mesh with the sharding of every operation that it has seen on DTensors, and meshes
         of the same ranks and axes are equal: a later world would get these meshes and their destroyed groups. Each
         thread has its own cache, and on a GPU backward passes run in another thread than forward passes.
         """

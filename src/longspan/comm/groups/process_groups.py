@@ -121,7 +121,7 @@ class ProcessGroups:
         """Set how long collectives of these communicators may last that start from now on.
 
         Those that were made with a time-out of their own keep it. gloo's messages from rank to rank are not among them:
-        whoever waits for one says for how long (torch 2.11 to 2.13).
+        whoever waits for one says for how long (torch 2.11 to 2.15).
         """
         for shareable in self._with_world_timeout:
             if shareable.group is not None:

@@ -53,7 +53,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         import peft
     except ImportError as error:
         raise ModelError(
-            f"adapters are made by peft, which cannot be imported ({error}); pip install 'longspan[hf]'"
+            f"adapters are made by peft, which cannot be imported ({error}); pip install 'longspan[lora]'"
         ) from error
     targets = choose_targets(model, new.targets, new.parts)
     config = peft.LoraConfig(

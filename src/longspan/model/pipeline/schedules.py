@@ -6,7 +6,7 @@ number of rows before torch receives into it. It hands token ids and arguments t
 `step()` takes none. A schedule belongs to one number of micro-batches and to training or evaluation; each schedule has
 its own stages.
 
-Written for torch 2.11 to 2.13. In 2.11 stages compare every micro-batch with the first (`_validate_fwd_input`,
+Written for torch 2.11 to 2.15. In 2.11 stages compare every micro-batch with the first (`_validate_fwd_input`,
 `_validate_fwd_outputs`), which fails for unequal sizes, and begin with a message to their neighbours, in a V schedule
 to themselves too (`_get_init_p2p_neighbors_ops`), which our groups, used before, do not need. Both are left out.
 """
@@ -64,29 +64,29 @@ class ScheduledStage(PipelineStage):
         self._row, self._world, self._row_parts, self._stage = row, world, row_parts, stage
         self._leaves: tuple[Tensor, ...] = ()  # rows of its images, which get gradients as parameters do
         self._freed = torch.empty(0, dtype=dtype, device=world.device)  # stands for a buffer that is freed
+        name = "_forward_chunk_states" if hasattr(self, "_forward_chunk_states") else "fwd_cache"  # torch 2.15, before
+        self._forward_states = vars(self)[name]  # what a forward pass leaves for its backward pass
 
     def _count_rows(self, stage_input: StageInput) -> int:
         """Count the rows of a micro-batch that this rank receives or sends, with the embedding's behind them."""
         return stage_input.shard.local_rows // self._row_parts * (1 + self._stage.with_embedding)
 
-    def _make_buffer(self, micro_batch: int) -> Tensor:
-        """Make a receive buffer (1, rows, D) for one micro-batch."""
-        rows = self._count_rows(self.inputs[micro_batch])
-        return torch.empty(1, rows, self._row.shape[2], dtype=self._row.dtype, device=self.device)
+    def _size_buffers(self, receives: list[Any], infos: Sequence[Any], micro_batch: int) -> list[Any]:
+        """Let torch's receives, none on a first or last stage, have buffers (1, rows, D) of one micro-batch."""
+        for receive, info in zip(receives, infos, strict=False):
+            rows = self._count_rows(self.inputs[micro_batch])
+            receive.tensor = info.buffer = receive.tensor.new_empty(1, rows, self._row.shape[2])
+        return receives
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Do as torch's method does, with a buffer of this micro-batch's rows."""
-        if not self.is_first:
-            (info,) = self.args_recv_info[fwd_chunk_id]
-            info.buffer = self._make_buffer(fwd_chunk_id)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        infos = self.args_recv_info[fwd_chunk_id]
+        return self._size_buffers(super().get_fwd_recv_ops(fwd_chunk_id), infos, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Do as torch's method does, with a buffer of this micro-batch's rows."""
-        if self.has_backward and not self.is_last:
-            (info,) = self.grad_recv_info[bwd_chunk_id]
-            info.buffer = self._make_buffer(bwd_chunk_id)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        infos = self.grad_recv_info.get(bwd_chunk_id, ())
+        return self._size_buffers(super().get_bwd_recv_ops(bwd_chunk_id), infos, bwd_chunk_id)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *flags: Any, **options: Any
@@ -128,7 +128,7 @@ class ScheduledStage(PipelineStage):
         """Do as torch's method does; without a backward pass nothing of the micro-batch is kept."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         if not self.has_backward:
-            self.fwd_cache.pop(fwd_chunk_id)
+            self._forward_states.pop(fwd_chunk_id)
         return ops
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -191,8 +191,8 @@ class ScheduledStage(PipelineStage):
     def _free_received(self, micro_batch: int) -> None:
         """Free the buffers that hidden states and gradients of a micro-batch were received into."""
         for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
-            if getattr(info, "buffer", None) is not None:
-                info.buffer = self._freed
+            if getattr(info, "buffer", None) is not None:  # torch 2.15 makes buffers, and drops them, itself
+                info.buffer = None if hasattr(info, "take_buffer") else self._freed
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: torch 2.13 would drop all gradients of FSDP2's parameters when a schedule first runs.

@@ -145,7 +145,7 @@ def _refuse_generating(name: str, *args: object, **kwargs: object) -> NoReturn:
 
 
 class _RefusesDDP:
-    """DistributedDataParallel reads this list of names first of all (torch 2.11 to 2.13)."""
+    """DistributedDataParallel reads this list of names first of all (torch 2.11 to 2.15)."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,6 +1,6 @@
 """The moments of a step at which a rank may hold most: layer by layer forward, the loss, backward, and the end.
 
-FSDP2 (torch 2.11 to 2.13) holds in a forward pass a layer's weights twice, as they arrived and laid out, and those of
+FSDP2 (torch 2.11 to 2.15) holds in a forward pass a layer's weights twice, as they arrived and laid out, and those of
 the root (embedding and head) throughout. In backward it holds the layer's and those of the one before, which it fetches
 ahead, the layer's gradients, and what is sent of the layer behind until this one's is. Over one slot nothing arrives.
 In free mode and in pipelines all weights are whole throughout, and gradients are added up whole, in the dtype of sums.

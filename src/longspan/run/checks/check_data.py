@@ -11,7 +11,7 @@ from pathlib import Path
 from longspan.config.data_sections import PASSKEY
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
-from longspan.corpus.files import STDLIB, find_root
+from longspan.corpus.files import STDLIB, find_files
 from longspan.errors import ConfigError, DataError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -36,7 +36,7 @@ def check_data(config: RunConfig) -> None:
 
 
 def check_files(config: RunConfig) -> None:
-    """Raise ConfigError for a model or a tokenizer that does not exist, DataError for texts that do not.
+    """Raise ConfigError for a model or a tokenizer that does not exist, DataError for texts that `find_files` refuses.
 
     Without sources or a path, texts are those of Python's standard library. Passkey retrieval reads none.
     """
@@ -44,15 +44,16 @@ def check_files(config: RunConfig) -> None:
     for key, path in (("model.path", model.path), ("model.config", model.config), ("data.tokenizer", data.tokenizer)):
         if path and not Path(path).expanduser().exists():
             raise ConfigError(f"{key} {path!r} does not exist; give a folder or file of this machine")
-    if not (Path(config.run.dir) / "corpus").exists():  # a run that has its documents reads no texts
+    run_dir = (Path(config.run.dir),)
+    if not (run_dir[0] / "corpus").exists():  # a run that has its documents reads no texts
         if data.sources:
             for number, source in enumerate(data.sources):
-                find_root(source.path, key=f"data.sources[{number}].path")
+                find_files(source.path, leave_out=run_dir, key=f"data.sources[{number}].path")
         else:
-            find_root(data.path or STDLIB)
+            find_files(data.path or STDLIB, leave_out=run_dir)
     for entry in config.eval:
         if entry.path != PASSKEY:
-            find_root(entry.path, key=f"{entry.prefix}path")
+            find_files(entry.path, leave_out=run_dir, key=f"{entry.prefix}path")
 
 
 def check_packs(config: RunConfig) -> None:
