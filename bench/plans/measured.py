@@ -1,7 +1,7 @@
 """Measured steps and single layers of bench/records, each with what a run plans it by.
 
 A `Measured` row predicts itself by the public path: the cost of the model on a machine (`Machine.cost`), the planner of
-the record, `plan.predicted_seconds` or `simulate`. No constant of a row is fitted to it.
+the record, `plan.predicted_seconds`. No constant of a row is fitted to it.
 """
 
 import json
@@ -19,7 +19,6 @@ from longspan.plan import AttentionCall, Cost, CostSettings, EncoderLoad, Encode
 from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.simulate.evaluation import plan_evaluation
-from longspan.plan.simulate.simulate import simulate, step_seconds
 
 HERE = Path(__file__).resolve().parents[1]
 RECORDS = HERE / "records"
@@ -142,9 +141,9 @@ def _predict_step(
 ) -> float:
     options, home = replace(options, cost=machine.cost(config, settings)), Layout(slots * stages, pp=stages)
     if planner == "dynamic":
-        return step_seconds(plan_dynamic(lengths, home, options=options), (stages, 1))
+        return plan_dynamic(lengths, home, options=options).predicted_seconds
     plan = plan_padded if planner == "padded" else plan_fixed
-    return step_seconds(plan(lengths, home, cp, options=options), (stages, 1))
+    return plan(lengths, home, cp, options=options).predicted_seconds
 
 
 def _config(record: dict[str, Any]) -> tuple[str, Any, int]:
@@ -459,7 +458,7 @@ def _predict_evaluation(machine: Machine, *, home: Layout, lengths: list[int], d
         max_tokens_per_slot=cap, cost=cost, cp_comm_type="auto", heads=32, micro_batch_multiple=home.pp
     )
     plan = plan_evaluation(lambda o: plan_fixed(lengths, home, degree, options=o), lengths, home, options, degree)
-    return simulate(plan, pp=home.pp, backward=False).seconds
+    return plan.predicted_seconds
 
 
 LAYERS = ("attention-4xH200", "attention-packed-4xH200", "attention-window-types-4xH200")

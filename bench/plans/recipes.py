@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from longspan.errors import plural  # noqa: E402
-from longspan.plan.simulate.row_bytes import QWEN3_8B  # noqa: E402
+from longspan.plan.shape.model_shape import QWEN3_8B  # noqa: E402
 
 FOLDER = ROOT / "examples" / "recipes"
 PAGE = FOLDER / "README.md"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from longspan.plan import Cost, Machine
+from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.plan.simulate.distributions import sample_lengths
-from longspan.plan.simulate.row_bytes import QWEN3_8B
 
 LONGEST = 131072
 TOKENS_PER_SLOT = 32768

@@ -144,7 +144,6 @@ def verbs_page() -> str:
     """The page of the verbs: what each does, and a table of its flags."""
     texts = VERBS | {f"bench {name}": text for name, text in BENCHES.items()}
     rows = [f"| [{verb}](#longspan-{verb.replace(' ', '-')}) | {texts[verb]} |" for verb in FLAGS]
-    rows.append(f"| simulate | {texts['simulate']} |")
     return VERBS_HEAD + "\n".join(rows) + "\n" + ENDS + "\n" + "\n".join(map(verb_section, FLAGS))
 
 

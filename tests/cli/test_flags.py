@@ -32,7 +32,7 @@ def test_flags_are_those_that_are_pinned() -> None:
 
 
 def test_verbs_are_those_that_are_pinned() -> None:
-    assert list(VERBS) == ["train", "eval", "export", "plan", "simulate", "bench", "report", "examples", "doctor"]
+    assert list(VERBS) == ["train", "eval", "export", "plan", "bench", "report", "examples", "doctor"]
 
 
 @pytest.mark.parametrize("verb", ["train", "eval"])
@@ -71,8 +71,8 @@ WRONG = [
     ),
     (["plan", "x.toml", "--gpu", "h100"], "longspan plan reads no configuration; longspan train x.toml --dry-run"),
     (["plan", "--slts", "4"], "longspan plan has no flag --slts: did you mean '--slots'?"),
-    (["plan", "--slots", "0", "--distribution", "expo"], "--slots is 0; give an integer of at least 1"),
-    (["simulate", "--slots", "4", "--tp", "0", "--same", "2x5"], "--tp is 0; give an integer of at least 1"),
+    (["plan", "--slots", "0", "--distribution", "expo"], "--slots is 0, and a plan needs documents and slots"),
+    (["plan", "--compare", "--slots", "4", "--tp", "0", "--same", "2x5"], "--tp is 0; give an integer of at least 1"),
     (["eval", "x", "--train.steps", "5"], "longspan eval has no flag --train.steps"),
     (["train", "--world", "-1"], "--world is -1"),
     (["train", "--parallel.tp", "two"], "--parallel.tp is 'two'; it must be an integer"),
@@ -85,7 +85,7 @@ WRONG = [
     ),
     (["train", "--parallel.pipeline_schedule", "1f1"], "--parallel.pipeline_schedule is '1f1'; use one of 1f1b, gpipe"),
     (["train", "--train.activation_checkpointing=selectiv"], "--train.activation_checkpointing is 'selectiv'; use one"),
-    (["plan", "--planner", "dynamc"], "--planner is 'dynamc'; use one of auto, fixed, padded, dynamic"),
+    (["plan", "--planner", "dynamc"], "--planner is 'dynamc'; did you mean 'dynamic'?, or a function of your own"),
     (
         ["train", "--train.betas", "0.9"],
         "--train.betas is '0.9'; it must be a list of 2 numbers, as in --train.betas 0",
@@ -133,7 +133,7 @@ def test_an_error_is_one_line_and_exit_code_2(
         ("min-dynamic-context-parallel-size", {"plan": "--min-cp"}),
         ("cp-comm-type", {"train": "--context.cp_comm_type", "bench step": "--context.cp_comm_type"}),
         ("hierarchical-context-parallel-sizes", {"train": "--context.hierarchical_context_parallel_sizes"}),
-        ("tensor-model-parallel-size", {"train": "--parallel.tp", "eval": "--parallel.tp", "simulate": "--tp"}),
+        ("tensor-model-parallel-size", {"train": "--parallel.tp", "eval": "--parallel.tp", "plan": "--tp"}),
         ("train-iters", {"train": "--train.steps"}),
         ("bf16", {"train": "--model.compute_dtype bfloat16"}),
     ],

@@ -22,7 +22,7 @@ from longspan.config.file import load_config
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Bytes, Machine, MemoryPlan, MemorySettings, plan_fixed
-from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.run.checks.check_model import check_preset
 from longspan.run.checks.config_check import check_config
 from longspan.train.plans import find_run_cost

@@ -12,7 +12,6 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded, slot_rows
 from longspan.plan.simulate.evaluation import plan_evaluation, which_degree, widest_degree
-from longspan.plan.simulate.simulate import simulate
 
 few = settings(derandomize=True, deadline=None, max_examples=15)
 document_lengths = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=30)
@@ -48,8 +47,7 @@ def test_every_document_of_a_set_is_evaluated_once(
     assert int(slot_rows(plan.micro_batches, slots, multiple).max()) <= cap
     assert plan.cost.passes == "forward" and plan.predicted_seconds >= plan.lower_bound_seconds
     at_limit = make(replace(options, cost=plan.cost))
-    simulation = simulate(plan, pp=pp)
-    assert simulation.lower_bound_seconds <= simulation.seconds <= simulate(at_limit, pp=pp).seconds
+    assert plan.lower_bound_seconds <= plan.predicted_seconds <= at_limit.predicted_seconds
 
 
 @few
@@ -67,9 +65,10 @@ def test_the_choice_is_the_fastest_of_what_is_possible(
     rings = which_degree(lengths, home, options=replace(options, cp_comm_type="p2p"))
     assert [c.cp for c in comparison.choices] == [c.cp for c in rings.choices]
     for choice, ring in zip(comparison.choices, rings.choices, strict=True):
-        plan, kind = choice.planned.plan, choice.options.cp_comm_type
-        assert choice.planned.lower_bound_seconds <= choice.planned.seconds
-        assert comparison.best.planned.seconds <= choice.planned.seconds <= ring.planned.seconds * (1 + 1e-9)
+        plan, kind = choice.planned, choice.options.cp_comm_type
+        best, seconds = comparison.best.planned.predicted_seconds, plan.predicted_seconds
+        assert plan.lower_bound_seconds <= seconds
+        assert best <= seconds <= ring.planned.predicted_seconds * (1 + 1e-9)
         assert {group.cp_comm_type for batch in plan.micro_batches for group in batch.groups} == {kind}
         assert "a2a" not in str(kind) or (heads is not None and choice.cp > 1)
         assert kind != "a2a" or (heads or 1) % choice.cp == 0
@@ -91,7 +90,7 @@ def test_a_pipeline_is_filled_with_micro_batches_of_fewer_rows() -> None:
     plan = plan_evaluation(partial(make, cp=4), lengths, home, options, 4)
     assert len(plan.micro_batches) == 4 and plan.max_tokens_per_slot == 2048
     dynamic = plan_evaluation(lambda o: plan_dynamic(lengths, home, options=o), lengths, home, options, 8)
-    assert simulate(dynamic, pp=4).seconds <= simulate(plan, pp=4).seconds * (1 + 1e-9)
+    assert dynamic.predicted_seconds <= plan.predicted_seconds * (1 + 1e-9)
     assert plan_evaluation(partial(make, cp=4), [], home, options, 4) == make(
         replace(options, cost=Cost().forward_only()), 4
     )
@@ -106,7 +105,7 @@ def test_micro_batches_are_not_shorter_than_their_launch() -> None:
         options = PlanOptions(cost=replace(cost, launch_seconds=launch))
         plan = plan_evaluation(lambda o: plan_dynamic(lengths, home, options=o), lengths, home, options, 2)
         assert len(plan.micro_batches) == micro_batches, launch
-        assert seconds is None or simulate(plan, pp=2).seconds == pytest.approx(seconds)
+        assert seconds is None or plan.predicted_seconds == pytest.approx(seconds)
 
 
 def test_reasons_have_numbers_and_name_what_is_left_out() -> None:

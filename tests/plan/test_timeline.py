@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.plan import Cost, Group, Machine, MicroBatch, Plan, predicted_seconds, slot_rows, timeline
-from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.plan.timeline import GroupTable
 from tests.plan.cases import bounded, plans
 

@@ -21,13 +21,11 @@ VERBS = {
     "eval": "evaluate a checkpoint at any context-parallel degree",
     "export": "write a checkpoint as a Hugging Face folder",
     "plan": "what a step of these documents would do, or (--compare) what planners and degrees would cost",
-    "simulate": "the former name of plan --compare",
     "bench": "measure communication patterns on this machine",
     "report": "write the HTML report of a run or a plan, or show a run while it trains (--follow)",
     "examples": "list the examples that come with longspan, or copy them",
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }
-_ALIASES = {"simulate": ["plan", "--compare"]}
 _RANK_VERBS = ("train", "eval")  # verbs that start ranks, unless they show help or a plan
 _WITHOUT_RANKS = {"-h", "--help", "--dry_run", "--dry-run"}
 _MODULES = {"bench": "longspan.bench.benches"}  # of verbs that are not in this folder
@@ -129,7 +127,7 @@ def _run_verb(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"longspan {__version__}")
         return 0
-    verb, *arguments = [*_ALIASES.get(words[0], words[:1]), *words[1:]]
+    verb, *arguments = words
     if verb not in VERBS:
         from longspan.config.file import nearest_hint
 

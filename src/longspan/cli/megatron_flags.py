@@ -29,7 +29,7 @@ HINTS: Mapping[str, tuple[str, ...]] = {
     "lr_warmup_iters": ("--train.warmup_steps",),
     "lr_decay_style": ("--train.schedule",),
     "clip_grad": ("--train.max_grad_norm",),
-    "recompute_granularity": ("--train.activation_checkpointing", "--activation_checkpointing"),
+    "recompute_granularity": ("--train.activation_checkpointing",),
     "recompute_num_layers": ("--train.recompute_layers",),
     "moe_aux_loss_coeff": ("--train.router_balance_loss",),
     "moe_z_loss_coeff": ("--train.router_z_loss",),

@@ -21,7 +21,9 @@ from longspan.cli.plans.planning import (
     add_closing,
     check_degrees,
     check_pictures,
+    check_slots,
     check_weights,
+    own_planners,
     picture_kind,
     plan_options,
     read_price,
@@ -51,9 +53,6 @@ class PlanFlags(CompareFlags, GpuFlags):
     memory are not in them.
     """
 
-    planner: Literal["auto", "fixed", "padded", "dynamic"] = "auto"
-    """fixed: packed, one degree; padded: one document a row, padded; dynamic: a degree for each document; auto: fixed
-    where --cp is given, else dynamic."""
     partition: Literal["auto", "zigzag", "contiguous"] = "auto"
     """How a group's rows are dealt out: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a,
     and slower than predicted under the other types; auto: of hybrids the faster, otherwise zigzag."""
@@ -80,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
     if asks_for_gpus(argv):
         return answer_gpu_question(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
+    own_planners(flags)  # checks the name
     check_comparison_flags(flags)
     check_weights(flags, free=flags.mode == "free" or bool(flags.plans))  # saved plans have modes of their own
     return run_comparison(flags) if flags.compare else _plan_step(flags)
@@ -89,7 +89,8 @@ def _plan_step(flags: PlanFlags) -> int:
     """Plan a step from flags, write its files, and print the plan and notes; return the exit code."""
     check_pictures(flags.plot, ("html", "svg", "png"), "a plan")
     check_degrees(flags)
-    check_least(flags, slots=1, max_tokens_per_slot=0, max_image_rows=0)
+    check_slots(flags)
+    check_least(flags, max_image_rows=0)
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
     price = read_price(flags, slots=flags.slots, mode=flags.mode)
@@ -118,6 +119,8 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Pla
     home = Layout(flags.slots)
     options = plan_options(
         flags,
+        lengths,
+        home,
         cost=cost,
         node_size=flags.node_size,
         micro_batch_multiple=flags.micro_batch_multiple,
@@ -133,6 +136,8 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Pla
 
 def _run_planner(flags: PlanFlags, kind: str, lengths: Sequence[int], home: Layout, options: PlanOptions) -> Plan:
     """Plan with the planner of this kind; a fixed or padded plan without --cp has the least degree that is enough."""
+    if planners := own_planners(flags):
+        return planners[kind](lengths, home, options=options)
     if kind == "dynamic":
         return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=options)
     planner = plan_padded if kind == "padded" else plan_fixed

@@ -1,7 +1,7 @@
 """A degree "auto" of an evaluation: chosen by its cost once the documents are known, with the reason in one line.
 
-The choice is that of `longspan simulate --which-eval-degree` (`plan/simulate/evaluation.py`): forward passes of these
-documents at every degree and, if the type is "auto" too, under every communication type, through the pipeline's
+The choice is that of `longspan plan --compare --which-eval-degree` (`plan/simulate/evaluation.py`): forward passes of
+these documents at every degree and, if the type is "auto" too, under every communication type, through the pipeline's
 stages, within the limit of rows.
 """
 
@@ -21,7 +21,7 @@ from longspan.train.plans import PlanChoice
 
 
 def choose_degree(
-    choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = "", vpp: int = 1
+    choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = ""
 ) -> tuple[PlanChoice, str]:
     """Choose the fastest degree for these documents, and say why.
 
@@ -30,14 +30,14 @@ def choose_degree(
     evaluation at cp 4, a2a: 32 documents in 0.21 s predicted; cp 1 0.53 s, cp 2 0.31 s; dynamic plan 0.2 s
 
     A communication type "auto" becomes the fastest one. A choice that has a degree stays, with the reason ""; so does
-    any choice where there are no documents to compare degrees by. `name` is that of the evaluation set, `vpp` the
-    number of model chunks of a stage. Raises ConfigError if no degree is possible.
+    any choice where there are no documents to compare degrees by. `name` is that of the evaluation set. Raises
+    ConfigError if no degree is possible.
     """
     if choice.degree or not len(lengths):
         return choice, ""
     try:
         dynamic = choice.min_degree, choice.max_degree
-        comparison = which_degree(lengths, home, options=choice.home_options(home), vpp=vpp, dynamic_degrees=dynamic)
+        comparison = which_degree(lengths, home, options=choice.home_options(home), dynamic_degrees=dynamic)
     except PlanError as error:
         ranks = plural(len(home.ranks), "rank")
         raise ConfigError(f'{choice.degree_key} is "auto" on {ranks}: {error}') from error
@@ -51,7 +51,7 @@ def choose_degree(
 
 
 def choose_degree_on_ranks(
-    choice: PlanChoice, lengths: Sequence[int], world: World, log: LogLine, *, name: str = "", vpp: int = 1
+    choice: PlanChoice, lengths: Sequence[int], world: World, log: LogLine, *, name: str = ""
 ) -> tuple[PlanChoice, str]:
     """Choose on the first rank as `choose_degree` does, for every rank, and log why; all ranks call it together.
 
@@ -59,7 +59,7 @@ def choose_degree_on_ranks(
     """
     if choice.degree:
         return choice, ""
-    work = partial(choose_degree, choice, [int(n) for n in lengths], world.home, name=name, vpp=vpp)
+    work = partial(choose_degree, choice, [int(n) for n in lengths], world.home, name=name)
     choice, reason = run_on_first_rank(world, work, ConfigError)
     if reason:
         log(reason)
@@ -85,9 +85,7 @@ def choose_degrees(
     for entry in config.evaluations:
         choice = PlanChoice.evaluation(config, entry, cost=cost, heads=heads)
         set_lengths = lengths.get(entry.name, ())
-        choice, reason = choose_degree_on_ranks(
-            choice, set_lengths, world, log, name=entry.name, vpp=config.parallel.vpp
-        )
+        choice, reason = choose_degree_on_ranks(choice, set_lengths, world, log, name=entry.name)
         entries.append(_set_choice(entry, choice) if reason else entry)
         reasons += [reason] if reason else []
     return set_evaluations(config, entries), tuple(reasons)

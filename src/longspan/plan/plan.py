@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from longspan.errors import LayoutError, PlanError, plural
 from longspan.layout import check_lengths
 from longspan.plan.check import MODES, check_choice, check_comm_types, check_count, check_hierarchy, check_size
+from longspan.plan.cost.bound import lower_bound_seconds
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode
 from longspan.plan.plan_json import read_plan_fields
@@ -71,10 +72,31 @@ class Plan:
         return self.tokens / (rows.size * int(rows.max())) if rows.any() else 0.0
 
     def timeline(self, cost: Cost | None = None) -> Timeline:
-        """Return when each slot works in each micro-batch, under the plan's own cost or another."""
-        cost = self.cost if cost is None else cost
+        """Return when each slot works in each micro-batch, under the plan's own cost or another on its own stages."""
+        cost = replace(cost or self.cost, stages=self.cost.stages, chunks=self.cost.chunks)
         batches, slots = self.micro_batches, self.slots
         return timeline(batches, slots, cost, mode=self.mode, node_size=self.node_size, row_multiple=self.row_multiple)
+
+    def reprice(self, cost: Cost, *, max_cp: int | None = None) -> "Plan":
+        """Return this plan with the seconds and the bound that it has under another cost, its stages included.
+
+        >>> plan.reprice(Cost.for_model("Qwen3-8B", tflops=800)).predicted_seconds  # doctest: +SKIP
+
+        The bound is of plans with groups of the type that this plan was made for, up to degree `max_cp` (None: slots).
+        """
+        plan = replace(self, cost=cost)
+        kinds = cost.under(self.cost.cp_comm_type, self.cost.a2a_size, heads=self.cost.heads)
+        bound = lower_bound_seconds(
+            self.lengths,
+            self.slots,
+            self.max_tokens_per_slot,
+            kinds,
+            self.mode,
+            max_cp=max_cp,
+            node_size=self.node_size,
+        ).seconds
+        bound += cost.update_seconds + (cost.closing_seconds if self.mode == "free" else 0.0)
+        return replace(plan, predicted_seconds=plan.timeline().step_seconds, lower_bound_seconds=bound)
 
     def digest(self) -> str:
         """Return SHA-256 (hex) of the integers and strings: what ranks compare before the first collective of a step.

@@ -4,7 +4,6 @@ Lockstep: all slots end a micro-batch with its slowest. Free: only slots that gr
 function is vectorised over groups and slots, so that a plan of thousands of slots is priced in a fraction of a second.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -165,7 +164,8 @@ class Timeline:
 
     `rows` held, `busy` seconds of own work, `start` of that work, and `end`, at which the slot may go on; `end − start
     − busy` is the wait for others. A slot that skips a micro-batch has `start == end` and no busy time. `step_seconds`
-    is the end of the whole step: `Cost.update_seconds` after the last slot's, in free mode `closing_seconds` more.
+    is the end of the whole step: `Cost.update_seconds` after the last slot's, in free mode `closing_seconds` more. On
+    pipeline stages it is theirs; the other times are of the whole model.
     """
 
     rows: Ints
@@ -213,7 +213,10 @@ def timeline(
     busy = _sum_by_slot(table, seconds, count, slots)
     rows = _sum_by_slot(table, table.rows, count, slots).astype(np.int64)
     if mode == "lockstep":
-        start, end, total = _lockstep_times(busy, cost)
+        slowest = busy.max(axis=1).tolist()
+        turns, total = np.array(cost.turn_seconds(slowest))[:, None], cost.lockstep_seconds(slowest)
+        end = np.cumsum(turns, axis=0) * np.ones_like(busy)
+        start = end - turns
         busy += cost.micro_batch_seconds  # a slot without documents launches a dummy micro-batch
     else:
         active = np.zeros((count, slots), dtype=np.bool_)
@@ -222,18 +225,6 @@ def timeline(
         start, end, total = _free_times(busy, active, _label_joined_slots(table, count, slots))
         total += cost.closing_seconds
     return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total + cost.update_seconds)
-
-
-def _lockstep_times(busy: Floats, cost: Cost) -> tuple[Floats, Floats, float]:
-    """Return when each slot starts and ends each micro-batch, and the last end, where all wait for the slowest.
-
-    `busy` is without launches. A micro-batch takes no less than the messages of sharded parameters, which run meanwhile
-    (`sharding_seconds`). The last end is summed exactly, so that every host gets the same.
-    """
-    slowest = np.maximum(busy.max(axis=1), cost.sharding_seconds) + cost.micro_batch_seconds
-    end = np.cumsum(slowest)
-    ones = np.ones_like(busy)
-    return (end - slowest)[:, None] * ones, end[:, None] * ones, math.fsum(slowest)
 
 
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:

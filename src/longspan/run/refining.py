@@ -14,9 +14,8 @@ from longspan.errors import CheckpointError, PlanError
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.correction import Correction, seconds_of_parts
 from longspan.plan.refinement import MeasuredStep, Refinement
-from longspan.plan.simulate.simulate import step_seconds
 from longspan.run.run_data import TrainingRun
-from longspan.train.plans import PlanChoice, pipeline_parts
+from longspan.train.plans import PlanChoice
 
 STATE = "refinement"  # in the state of a checkpoint
 ROW = "correction_"  # and the name of a part: columns of metrics
@@ -67,15 +66,14 @@ def note_step(run: TrainingRun, plan: Plan, step: int, seconds: float) -> None:
     if run.refinement is None or not is_first_rank(run.world) or step == run.done:
         return
     choice, home, correction = run.choice, run.world.home, run.refinement.correction_of(step)
-    stages = pipeline_parts(run.config.parallel)
-    parts = seconds_of_parts(lambda factors: _plan_seconds(plan, choice, factors, home, stages), correction)
+    parts = seconds_of_parts(lambda factors: _plan_seconds(plan, choice, factors, home), correction)
     run.refinement.note_step(MeasuredStep(step, seconds, parts))
 
 
-def _plan_seconds(plan: Plan, choice: PlanChoice, correction: Correction, home: Any, stages: tuple[int, int]) -> float:
+def _plan_seconds(plan: Plan, choice: PlanChoice, correction: Correction, home: Any) -> float:
     """Return the seconds that a plan is predicted to take under the run's prices with a correction."""
     cost = choice.apply_correction(correction).home_options(home).cost
-    return step_seconds(plan, stages=stages, cost=cost)
+    return plan.timeline(cost).step_seconds
 
 
 def correction_columns(run: TrainingRun, step: int) -> dict[str, float]:

@@ -21,8 +21,6 @@ from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.items.encoder_shape import EncoderShape, Trained
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.plan.simulate.simulate import simulate
-from longspan.train.plans import pipeline_parts
 from longspan.train.terms.encoder_times import EncoderTimes
 
 WAITED_SHARE = 0.1  # of a step's predicted seconds, from which on `waiting_text` has words
@@ -35,12 +33,11 @@ class StepFigures:
     `shape` is None for a model whose configuration does not give its FLOPs; `uncounted` is the reason; `frozen`: only
     adapters are trained. `images` is the tower and projector of a model with images; `trained` is their trained part.
     `priced_here`: the cost of its plans is of these devices, so that what they predict may be compared with what
-    was measured. In a pipeline `stages` are its stages and the chunks of each.
+    was measured.
     """
 
     shape: ModelShape | None
     devices: int
-    stages: tuple[int, int] = (1, 1)
     frozen: bool = False
     images: EncoderShape | None = None
     trained: Trained = "all"
@@ -71,18 +68,9 @@ class StepFigures:
                 figures["mfu"] = round(tflops / self.peak, 6)
         if self.priced_here:
             in_encoders = encoders.predicted_seconds if encoders else 0.0
-            predicted, bound = self._predict_seconds(plan)
-            figures["predicted_seconds"] = round(predicted + in_encoders, 6)
-            figures["bound_share"] = round((bound + in_encoders) / seconds, 6)
+            figures["predicted_seconds"] = round(plan.predicted_seconds + in_encoders, 6)
+            figures["bound_share"] = round((plan.lower_bound_seconds + in_encoders) / seconds, 6)
         return figures
-
-    def _predict_seconds(self, plan: Plan) -> tuple[float, float]:
-        """Return the predicted seconds of a plan's step, through the stages if there are any, and their bound."""
-        pp, vpp = self.stages
-        if pp == 1:
-            return plan.predicted_seconds, plan.lower_bound_seconds
-        simulation = simulate(plan, pp=pp, vpp=vpp)
-        return simulation.seconds, simulation.lower_bound_seconds
 
     def _plan_flops(self, plan: Plan, images: Sequence[int]) -> int | None:
         """Count the model FLOPs of a plan's documents and images; None where the configuration does not tell them."""
@@ -119,7 +107,6 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         trained=find_trained_part(encoder) if encoder is not None else "all",
         frozen=model_adapter(model) is not None,
         devices=len(world.home.ranks),
-        stages=pipeline_parts(config.parallel),
         peak=peak_tflops(device, _product_dtype(model_execution(model).compute_dtype)),
         priced_here=is_priced_here(config, cost, world),
         uncounted=uncounted,

@@ -13,8 +13,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Machine, plan_dynamic, plan_fixed
 from longspan.plan.cost.cost_changes import scale_times
 from longspan.plan.cost.links import Link, Wire
-from longspan.plan.shape.model_shape import ModelShape
-from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
 
 CASES = [  # tokens, squares, degree, inside a node, seconds
     (65536, 65536**2, 8, True, 2.32021665099776),

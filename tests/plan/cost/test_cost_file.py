@@ -40,7 +40,7 @@ def test_a_file_without_a_cost_is_an_error(
     advice = "; give the file that `longspan bench calibrate --out FILE.json` writes for this machine"
     with pytest.raises(ConfigError, match=rf"run\.machine {path} {re.escape(complaint)}.*{advice}$"):
         read_cost(RunConfig(run=RunSection(machine=str(path))))
-    for verb in (["plan"], ["simulate"], ["bench", "step", "--world", "2"]):
+    for verb in (["plan"], ["plan", "--compare"], ["bench", "step", "--world", "2"]):
         slots, key = ([], "run.machine") if verb[0] == "bench" else (["--slots", "2"], "--machine")
         assert main([*verb, *slots, "--same", "2x8", f"--{key.removeprefix('--')}", str(path)]) == 2
         said = capsys.readouterr().err

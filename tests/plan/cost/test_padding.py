@@ -12,8 +12,7 @@ from longspan.plan import Cost, CostSettings, Group, Machine, MicroBatch, PlanOp
 from longspan.plan.cost.correction import Correction
 from longspan.plan.cost.cost_changes import scale_times
 from longspan.plan.micro_batch import PARTITIONS, Mode, PartitionKind
-from longspan.plan.shape.model_shape import ModelShape
-from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
 from longspan.plan.timeline import GroupTable
 from tests.plan.test_dynamic_optimum import QWEN3_30B_A3B as MIXTURE
 

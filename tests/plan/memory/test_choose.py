@@ -23,7 +23,7 @@ from longspan.plan import (
 from longspan.plan.cost.cost_changes import CostSettings
 from longspan.plan.memory.choose import _choices, _fit_fewest_layers, _segment_choices, _set_segments
 from longspan.plan.memory.seconds import MemoryPrices, seconds_beyond_settings
-from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.plan.shape.model_shape import QWEN3_8B
 
 GIB = 2**30
 HOME = Layout(2)

@@ -28,7 +28,7 @@ from longspan.plan.memory.moments import step_moments
 from longspan.plan.memory.tape import Peaks
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import layer_kinds
-from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.plan.shape.model_shape import QWEN3_8B
 
 GIB = 2**30
 MOE = QWEN3_8B | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}

@@ -10,7 +10,7 @@ from longspan.config.sections import RunConfig, TrainConfig
 from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemoryBudget
-from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.train.memory import run_memory
 from longspan.train.memory.coming_plans import ComingSteps, most_rows
 from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings, state_numbers

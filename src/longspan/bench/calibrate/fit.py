@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from longspan.plan import AttentionCall, Group, Machine
 from longspan.plan.cost.links import KINDS, LEVELS, SHARDED_KINDS, Level, Link, Wire
-from longspan.plan.shape.model_shape import ModelShape
-from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
 
 Floats = NDArray[np.float64]
 Part = Literal["step", "launch", "attention", "memory", "product", "link", "type"]

@@ -28,14 +28,13 @@ from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.plan.simulate.simulate import step_seconds
 from longspan.run.profile import seconds_computing
 from longspan.run.run_facts import mixers_text
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.live_bytes import allocator_retries, peak_reserved_bytes
 from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
 from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks, plan_memory_on_ranks
-from longspan.train.plans import find_run_cost, pipeline_parts, query_heads
+from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
@@ -156,7 +155,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
         losses.append(training.take_step(plan, documents, len(losses)).loss)
 
     timings = measure_steps(settings, take_step, training.world)
-    predicted = step_seconds(plan, pipeline_parts(training.config.parallel))
+    predicted = plan.predicted_seconds
     return timings | {
         "loss": losses[0],
         "predicted_seconds": predicted,

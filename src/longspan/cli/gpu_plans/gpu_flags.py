@@ -23,7 +23,6 @@ KEYS = {
     "--max_document_tokens": "--data.max_document_tokens",
     "--tokens_per_step": "--train.tokens_per_step",
     "--epochs": "--train.epochs",
-    "--activation_checkpointing": "--train.activation_checkpointing",
     "--machine": "--run.machine",
     "--mtp_depths": "--mtp.depths",
     "--dp_replicate": "--parallel.dp_replicate",

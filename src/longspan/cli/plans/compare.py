@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 
 from longspan.cli.flags import Switch, check_least
@@ -28,6 +27,8 @@ from longspan.cli.plans.planning import (
     add_closing,
     check_degrees,
     check_pictures,
+    check_slots,
+    own_planners,
     picture_kind,
     plan_options,
     read_price,
@@ -38,13 +39,12 @@ from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, read_plans
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.simulate.compare import NamedSimulation, PlannerComparison
+from longspan.plan.simulate.compare import NamedPlan, PlannerComparison
 from longspan.plan.simulate.evaluation import which_degree
-from longspan.plan.simulate.row_bytes import QWEN3_8B, Checkpointing, RowBytes
 from longspan.plan.simulate.sensitivity import Sensitivity
-from longspan.plan.simulate.simulate import simulate
-from longspan.plan.simulate.type_and_partition import plan_type_text
 from longspan.report.markup import page, tag
+
+NOTHING_POSSIBLE = 2  # status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,6 @@ class CompareFlags(PlanningFlags):
     """With --compare: pipeline stages."""
     vpp: int = 1
     """With --compare: model chunks of each stage (interleaved schedule)."""
-    activation_checkpointing: Checkpointing = "full"
-    """With --compare: what of the layers rows are counted by in the column "kept", in the words of
-    train.activation_checkpointing; seconds are without recomputation."""
     evaluation: Switch = False
     """With --compare: forward passes only."""
     which_eval_degree: Switch = False
@@ -75,7 +72,7 @@ class CompareFlags(PlanningFlags):
     """With --compare: also make the dynamic plan with each constant of the price 20 % lower and higher, and print how
     much longer it then takes: whether calibration is worth the time."""
     plans: tuple[str, ...] = ()
-    """With --compare: simulate these saved plans instead, those in a run's folder, or those of all its steps
+    """With --compare: price these saved plans instead, those in a run's folder, or those of all its steps
     (RUN/plans.jsonl)."""
 
 
@@ -95,15 +92,14 @@ def check_comparison_flags(flags: CompareFlags) -> None:
 
 def run_comparison(flags: CompareFlags) -> int:
     """Print a comparison and write its pictures; returns the exit code."""
-    check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, max_tokens_per_slot=0, node_size=1, accumulation=0)
+    check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, node_size=1, accumulation=0)
     check_degrees(flags)
     check_pictures(flags.plot, ("svg", "html"), "a comparison")
     _check_sensitivity(flags)
     _check_compared_degrees(flags)
     if flags.plans:
-        rows = list(_simulate_saved_plans(flags))
-        _show_rows(flags, title_saved_plans(rows), rows)
-        return 0
+        rows = list(_price_saved_plans(flags))
+        return _show_rows(flags, title_saved_plans(rows), rows)
     home = make_home(flags)
     lengths, source = read_lengths(flags, home.slots)
     documents, tokens = plural(len(lengths), "document"), plural(sum(lengths), "token")
@@ -117,19 +113,16 @@ def run_comparison(flags: CompareFlags) -> int:
     comparison = PlannerComparison(
         lengths=lengths,
         home=home,
-        options=_comparison_options(flags, home),
-        vpp=flags.vpp,
+        options=_comparison_options(flags, home, lengths),
         evaluation=flags.evaluation,
-        row_bytes=partial(_row_bytes, flags),
         cp=flags.cp,
         min_cp=flags.min_cp,
         max_cp=flags.max_cp,
+        own=own_planners(flags),
     )
-    notes, changes = list(type_notes(flags, flags.cp_comm_type or "auto")), list[Sensitivity]()
-    if flags.sensitivity:
-        changes = list(comparison.sensitivity())
-    _show_rows(flags, title, list(comparison.simulations()), notes, changes)
-    return 0
+    changes = list(comparison.sensitivity()) if flags.sensitivity else []
+    notes = type_notes(flags, flags.cp_comm_type or "auto")
+    return _show_rows(flags, title, list(comparison.plans()), notes, changes)
 
 
 def _check_sensitivity(flags: CompareFlags) -> None:
@@ -163,8 +156,10 @@ def _check_compared_degrees(flags: CompareFlags) -> None:
 
 def make_home(flags: CompareFlags) -> Layout:
     """Make the home that the flags describe. Raises ConfigError or LayoutError if they do not fit."""
-    if bool(flags.world) == bool(flags.slots):
+    if flags.world and flags.slots:
         raise ConfigError(f"give --world or --slots, one of them; got --world {flags.world} --slots {flags.slots}")
+    if not flags.world:
+        check_slots(flags)
     world = flags.world or flags.slots * flags.tp * flags.pp
     return Layout(world, tp=flags.tp, pp=flags.pp)
 
@@ -175,35 +170,41 @@ def _slot_price(flags: CompareFlags, slots: int, mode: str) -> Cost:
     return read_price(flags, slots=slots, tp=flags.tp, mode=mode, training=training).shared_by(flags.tp)
 
 
-def _comparison_options(flags: CompareFlags, home: Layout) -> PlanOptions:
+def _comparison_options(flags: CompareFlags, home: Layout, lengths: Sequence[int]) -> PlanOptions:
     """Return the options of all compared plans, priced for a slot of tp ranks.
 
-    --node-size counts ranks here, and a planner's node size counts slots. An interleaved schedule (--vpp above 1) takes
-    micro-batches only in multiples of the stages.
+    --node-size counts ranks here, and a planner's node size counts slots. As in a run, the number of micro-batches is a
+    multiple of the stages.
     """
     cost, node_size = _slot_price(flags, home.slots, flags.mode), max(1, flags.node_size // flags.tp)
+    cost = replace(cost, chunks=flags.vpp)
     return plan_options(
         flags,
+        lengths,
+        home,
         cp_comm_type=flags.cp_comm_type or "auto",
         cost=add_closing(cost, flags, slots=home.slots, node_size=node_size, tp=flags.tp),
         node_size=node_size,
         mode=flags.mode,
-        micro_batch_multiple=math.lcm(flags.micro_batch_multiple, flags.pp if flags.vpp > 1 else 1),
+        micro_batch_multiple=math.lcm(flags.micro_batch_multiple, home.pp),
     )
 
 
-def _simulate_saved_plans(flags: CompareFlags) -> Iterator[NamedSimulation]:
-    """Yield the simulation of every saved plan under the flags' price or, without one, under the plan's own.
+def _price_saved_plans(flags: CompareFlags) -> Iterator[NamedPlan]:
+    """Yield every saved plan under the flags' price or, without one, under its own.
 
-    Plans of evaluations, whose cost is of forward passes, are simulated without backward passes.
+    Plans of evaluations, whose cost is of forward passes, are priced without backward passes.
     """
     for name, plan in _read_saved_plans(flags.plans):
+        if plan.mode == "free" and flags.pp > 1:
+            raise ConfigError(f"{name} is a plan of free mode, which has no {flags.pp} pipeline stages; leave --pp out")
         flags_price = _slot_price(flags, plan.slots, plan.mode)  # checks the flags even where it is not used
-        price = flags_price if flags.machine or flags.model or flags.tflops else plan.cost
+        price = flags_price if flags.machine or flags.model or flags.tflops or flags.cost_model else plan.cost
         price = add_closing(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
-        backward, row_bytes = plan.cost.passes != "forward" and not flags.evaluation, _row_bytes(flags, plan)
-        simulation = simulate(plan, cost=price, backward=backward, pp=flags.pp, vpp=flags.vpp, row_bytes=row_bytes)
-        yield name, simulation
+        if flags.evaluation or plan.cost.passes == "forward":
+            price = price.forward_only()
+        stages, chunks = (flags.pp, flags.vpp) if flags.pp > 1 else (plan.cost.stages, plan.cost.chunks)
+        yield name, plan.reprice(replace(price, stages=stages, chunks=chunks))
 
 
 def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
@@ -229,39 +230,31 @@ def _list_plan_files(names: Sequence[str]) -> Iterator[Path]:
         yield from files
 
 
-def _row_bytes(flags: CompareFlags, plan: Plan) -> RowBytes:
-    """Return the bytes of activations of a row of --model, or of Qwen3-8B, in bfloat16.
-
-    Depths of multi-token prediction count only in training steps. Under all-to-all a row also keeps the heads that were
-    exchanged.
-    """
-    depths = 0 if flags.evaluation else flags.mtp_depths
-    exchanged, checkpointing = "a2a" in plan_type_text(plan), flags.activation_checkpointing
-    return RowBytes.of(flags.model or QWEN3_8B, depths=depths, checkpointing=checkpointing, exchanged=exchanged)
-
-
 def _show_rows(
     flags: CompareFlags,
     title: str,
-    rows: Sequence[NamedSimulation],
+    rows: Sequence[NamedPlan],
     notes: Sequence[str] = (),
     changes: Sequence[Sensitivity] = (),
-) -> None:
+) -> int:
     """Print compared plans as a table or JSON, and write their picture where --plot asks for one.
 
     `notes` are lines below the table, `changes` is what wrong constants would change, empty without --sensitivity.
+    Returns the exit code: 2 where no plan is possible.
     """
+    possible = any(isinstance(plan, Plan) for _, plan in rows)
     if flags.json:
         print(comparison_json(title, rows, changes))
     else:
-        table = comparison_table(title, rows, flags.activation_checkpointing)
-        print("\n".join([table, *notes, *sensitivity_lines(changes)]))
-    _write_pictures(flags, title, comparison_picture(title, rows) if flags.plot else "")
+        print("\n".join([comparison_table(title, rows), *(notes if possible else ()), *sensitivity_lines(changes)]))
+    if possible:
+        _write_pictures(flags, title, comparison_picture(title, rows) if flags.plot else "")
+    return 0 if possible else NOTHING_POSSIBLE
 
 
 def _show_degrees(flags: CompareFlags, title: str, lengths: Sequence[int], home: Layout) -> None:
     """Compare the degrees of an evaluation; print their table or JSON, and write their pictures."""
-    options = _comparison_options(flags, home)
+    options = _comparison_options(flags, home, lengths)
     if options.cost.states:  # of a hybrid: contiguous rows are one run a slot, so fewest states are sent
         options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
     comparison = which_degree(
@@ -269,7 +262,6 @@ def _show_degrees(flags: CompareFlags, title: str, lengths: Sequence[int], home:
         home,
         options=options,
         accumulation=flags.accumulation or None,
-        vpp=flags.vpp,
         dynamic_degrees=(flags.min_cp, flags.max_cp),
     )
     if flags.json:

@@ -9,31 +9,20 @@ import numpy as np
 
 from longspan.cli.plans.planning import UNPRICED
 from longspan.errors import plural
-from longspan.plain_text import bytes_text, number_text, seconds_text, text_table
+from longspan.plain_text import seconds_text, text_table
 from longspan.plan import Plan, slot_rows
-from longspan.plan.simulate.compare import NamedSimulation
+from longspan.plan.simulate.compare import NamedPlan
 from longspan.plan.simulate.evaluation import DegreeComparison
-from longspan.plan.simulate.row_bytes import Checkpointing
 from longspan.plan.simulate.sensitivity import Sensitivity
-from longspan.plan.simulate.simulate import Simulation
 from longspan.plan.simulate.type_and_partition import plan_type_text
 from longspan.report.chart import Chart, Series
 from longspan.report.chart_documents import NamedBar, bar_document, chart_document
 
 _COMPARISON_NOTE = """\
-type: how groups share attention, of each plan the fastest (--cp-comm-type chooses one for all). x bound: over what no
-plan of that type can beat on these slots and stages. bubble: share of a stage's time that the pipeline leaves empty;
-idle: share that slots wait for slower ones. peak rows and kept: what the fullest slot's first stage holds for its
-backward passes, as rows of the whole model and as bytes of activations in bfloat16,
-{activations}.
-Weights, gradients, optimizer states, logits and second forward passes are not counted, and a run keeps what
-train.memory chooses: longspan plan --gpu NAME --gpus N counts all that it holds. sent: bytes of the step on all
-links."""
-_ACTIVATIONS = {
-    "full": "of layers recomputed in full only their inputs; --activation-checkpointing none keeps\nseveral times more",
-    "selective": "of layers recomputed selectively their inputs and outputs of attention",
-    "none": "of layers without recomputation all that their backward passes read",
-}
+type: how groups share attention, the fastest for each (--cp-comm-type chooses one for all). x bound: time over a lower
+bound; 1.000 cannot be improved. bubble: share of a stage's time that the pipeline leaves empty; idle: share that slots
+wait for slower ones. rows: the most that a slot holds at once; longspan plan --gpu NAME --gpus N says what fits
+memory."""
 LEAST_DIFFERENCE = 5e-4  # relative, of two plans' times; a smaller one is told as "as much time as"
 NO_MACHINE = "no machine"
 UNTIMED = (
@@ -52,56 +41,58 @@ under the fastest type of each degree (--cp-comm-type chooses one); micro-batche
 once) and bubble are the planned evaluation's. Memory of activations goes with the rows."""
 
 
-def title_saved_plans(rows: Sequence[NamedSimulation]) -> str:
+def title_saved_plans(rows: Sequence[NamedPlan]) -> str:
     """Write how many saved plans there are, their seconds together, and what they were priced for."""
-    simulations = _possible_simulations(rows)
-    total = sum(simulation.seconds for _, simulation in simulations)
+    plans = _possible_plans(rows)
+    total = sum(plan.predicted_seconds for _, plan in plans)
     total_text = f", {seconds_text(total)} together" if _have_seconds(rows) else ""
-    sources = ", ".join(dict.fromkeys(simulation.cost.source or NO_MACHINE for _, simulation in simulations))
+    sources = ", ".join(dict.fromkeys(plan.cost.source or NO_MACHINE for _, plan in plans))
     return f"{plural(len(rows), 'saved plan')}{total_text}, priced for {sources}"
 
 
-def comparison_table(title: str, rows: Sequence[NamedSimulation], checkpointing: Checkpointing) -> str:
-    """Write simulations as text: a line for each, the plans that are not possible, and notes."""
-    simulations, timed = _possible_simulations(rows), _have_seconds(rows)
-    free = [simulation for _, simulation in simulations if simulation.plan.mode == "free"]
-    names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle"]
-    names += ["peak rows", f"kept, {checkpointing}", "sent inside", "sent across", *(["closing"] if free else [])]
-    lines = [
-        (name, plan_type_text(s.plan), *_simulation_cells(s), *([_closing_share(s)] if free else []))
-        for name, s in simulations
-    ]
+def comparison_table(title: str, rows: Sequence[NamedPlan]) -> str:
+    """Write plans as text: a line for each, those that are not possible, and notes."""
+    plans, timed = _possible_plans(rows), _have_seconds(rows)
+    free = [plan for _, plan in plans if plan.mode == "free"]
     failed = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
-    notes = [_COMPARISON_NOTE.format(activations=_ACTIVATIONS[checkpointing]), *([_CLOSING_NOTE] if free else [])]
-    if not all(simulation.closing_seconds for simulation in free):
+    if not plans:
+        return "\n".join([title, "", *failed])
+    names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle", "rows"]
+    names += ["closing"] if free else []
+    lines = [(name, *_plan_cells(plan), *([_closing_share(plan)] if free else [])) for name, plan in plans]
+    notes = [_COMPARISON_NOTE, *([_CLOSING_NOTE] if free else [])]
+    if not all(plan.cost.closing_seconds for plan in free):
         notes.append(UNPRICED)
     if not timed:
         notes.append(UNTIMED)
     return "\n".join([title, "", text_table(names, lines, left=2), *failed, *compare_with_fixed(rows), "", *notes])
 
 
-def compare_with_fixed(rows: Sequence[NamedSimulation]) -> list[str]:
+def compare_with_fixed(rows: Sequence[NamedPlan]) -> list[str]:
     """Compare the dynamic plan and the fastest plan of one degree, in a line.
 
     There is no line without a plan of one degree, nor unless exactly one plan is dynamic: saved steps have several.
     """
-    possible = list(_possible_simulations(rows))
-    fixed, dynamic = ([row for row in possible if row[1].plan.planner == planner] for planner in ("fixed", "dynamic"))
+    possible = list(_possible_plans(rows))
+    fixed, dynamic = ([row for row in possible if row[1].planner == planner] for planner in ("fixed", "dynamic"))
     if not fixed or len(dynamic) != 1:
         return []
-    name, fastest_fixed = min(fixed, key=lambda row: row[1].seconds)
-    difference = dynamic[0][1].seconds / fastest_fixed.seconds - 1
+    name, fastest_fixed = min(fixed, key=lambda row: row[1].predicted_seconds)
+    difference = dynamic[0][1].predicted_seconds / fastest_fixed.predicted_seconds - 1
     difference_words = f"{abs(difference):.1%} {'less' if difference < 0 else 'more'} time than"
     words = "as much time as" if abs(difference) < LEAST_DIFFERENCE else difference_words
-    kind = f" under {plan_type_text(fastest_fixed.plan)}" if plan_type_text(fastest_fixed.plan) else ""
+    kind = f" under {plan_type_text(fastest_fixed)}" if plan_type_text(fastest_fixed) else ""
     return [f"the dynamic plan takes {words} the fastest plan of one degree ({name}{kind})"]
 
 
-def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
+def comparison_picture(title: str, rows: Sequence[NamedPlan]) -> str:
     """Draw a bar for each plan's seconds, the dynamic one in a second colour, and a line at the least bound; an SVG."""
-    simulations, timed = _possible_simulations(rows), _have_seconds(rows)
-    bars = [NamedBar(name, s.seconds, _bar_text(s, timed), int(s.plan.planner == "dynamic")) for name, s in simulations]
-    bound = min((s.lower_bound_seconds for _, s in simulations), default=0.0)
+    plans, timed = _possible_plans(rows), _have_seconds(rows)
+    bars = [
+        NamedBar(name, plan.predicted_seconds, _bar_text(plan, timed), int(plan.planner == "dynamic"))
+        for name, plan in plans
+    ]
+    bound = min((plan.lower_bound_seconds for _, plan in plans), default=0.0)
     line = (bound, f"lower bound{f', {seconds_text(bound)}' if timed else ''}")
     unit = "predicted seconds" if timed else "predicted time, of no machine"
     heading = "\n".join(
@@ -110,17 +101,15 @@ def comparison_picture(title: str, rows: Sequence[NamedSimulation]) -> str:
     return bar_document(heading, bars, unit, line)
 
 
-def _bar_text(simulation: Simulation, timed: bool) -> str:
+def _bar_text(plan: Plan, timed: bool) -> str:
     """Write the text behind a plan's bar: seconds (if `timed`), communication type, and time over its bound."""
-    bound = f"{simulation.seconds / simulation.lower_bound_seconds:.3f} x bound"
-    return " · ".join(
-        filter(None, [seconds_text(simulation.seconds) if timed else "", plan_type_text(simulation.plan), bound])
-    )
+    texts = seconds_text(plan.predicted_seconds) if timed else "", plan_type_text(plan), f"{plan.ratio:.3f} x bound"
+    return " · ".join(filter(None, texts))
 
 
-def comparison_json(title: str, rows: Sequence[NamedSimulation], changes: Sequence[Sensitivity] = ()) -> str:
-    """Write simulations as a JSON object, or why a plan is impossible; with `changes`, what wrong constants change."""
-    plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _simulation_json(s)) for name, s in rows]
+def comparison_json(title: str, rows: Sequence[NamedPlan], changes: Sequence[Sensitivity] = ()) -> str:
+    """Write plans as a JSON object, or why a plan is impossible; with `changes`, what wrong constants change."""
+    plans = [{"name": name} | ({"error": s} if isinstance(s, str) else _plan_json(s)) for name, s in rows]
     content: dict[str, Any] = {"title": title, "plans": plans}
     if changes:
         names = ("constant", "factor", "moved", "regret")
@@ -138,59 +127,65 @@ def sensitivity_lines(changes: Sequence[Sensitivity]) -> list[str]:
     return ["", "If a constant is wrong, the dynamic plan changes:", text_table(names, cells), _SENSITIVITY_NOTE]
 
 
-def _possible_simulations(rows: Sequence[NamedSimulation]) -> list[tuple[str, Simulation]]:
-    """Return the simulations with their names; plans that are not possible have a reason in place of one."""
-    return [(name, simulation) for name, simulation in rows if isinstance(simulation, Simulation)]
+def _possible_plans(rows: Sequence[NamedPlan]) -> list[tuple[str, Plan]]:
+    """Return the plans with their names; those that are not possible have a reason in place of one."""
+    return [(name, plan) for name, plan in rows if isinstance(plan, Plan)]
 
 
-def _have_seconds(rows: Sequence[NamedSimulation]) -> bool:
+def _have_seconds(rows: Sequence[NamedPlan]) -> bool:
     """Return whether times are seconds: every plan's cost names the machine it is of."""
-    return all(simulation.cost.source for _, simulation in _possible_simulations(rows))
+    return all(plan.cost.source for _, plan in _possible_plans(rows))
 
 
-def _simulation_cells(simulation: Simulation) -> tuple[str, ...]:
-    """Return the cells of a simulation, from its seconds to its bytes across nodes."""
+def _plan_cells(plan: Plan) -> tuple[str, ...]:
+    bubble, idle = _waits(plan)
     return (
-        f"{simulation.seconds:.4g}",
-        f"{simulation.seconds / simulation.lower_bound_seconds:.3f}",
-        f"{len(simulation.plan.micro_batches)}",
-        f"{100 * simulation.bubble:.1f}%",
-        f"{100 * simulation.idle:.1f}%",
-        number_text(round(float(simulation.peak_rows.max(initial=0)))),
-        bytes_text(float(simulation.activation_bytes.max(initial=0))),
-        bytes_text(simulation.inside_bytes),
-        bytes_text(simulation.across_bytes),
+        plan_type_text(plan),
+        f"{plan.predicted_seconds:.4g}",
+        f"{plan.ratio:.3f}",
+        f"{len(plan.micro_batches)}",
+        f"{bubble:.1%}",
+        f"{idle:.1%}",
+        f"{most_slot_rows(plan):,}",
     )
 
 
-def _closing_share(simulation: Simulation) -> str:
+def _waits(plan: Plan) -> tuple[float, float]:
+    """Return the shares of time in which stages wait for other stages, and slots for slower slots.
+
+    What a step takes once, its update and free mode's closing, is left out.
+    """
+    times = plan.timeline()
+    once = plan.cost.update_seconds + (plan.cost.closing_seconds if plan.mode == "free" else 0.0)
+    slots_end = max(float(times.end.max(initial=0.0)), 1e-300)  # nothing is divided by 0 where a step takes no time
+    bubble = 1 - slots_end / plan.cost.stages / max(plan.predicted_seconds - once, 1e-300)
+    return max(0.0, bubble), max(0.0, 1 - float(times.busy.sum()) / (plan.slots * slots_end))
+
+
+def _closing_share(plan: Plan) -> str:
     """Return the share of a free plan's time in which it gathers weights and sums gradients; "none" in lockstep.
 
     It is "not priced" where the cost has no seconds for them.
     """
-    if simulation.plan.mode == "lockstep":
+    if plan.mode == "lockstep":
         return "none"
-    share = simulation.closing_seconds / simulation.seconds
-    return f"{100 * share:.1f}%" if simulation.closing_seconds else "not priced"
+    closing = plan.cost.closing_seconds
+    return f"{closing / plan.predicted_seconds:.1%}" if closing else "not priced"
 
 
-def _simulation_json(simulation: Simulation) -> dict[str, Any]:
-    """Return the figures of a simulation as an object of JSON."""
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the figures of a plan as an object of JSON."""
+    bubble, idle = _waits(plan)
     return {
-        "planner": simulation.plan.planner,
-        "cp_comm_type": plan_type_text(simulation.plan),
-        "seconds": simulation.seconds,
-        "predicted_seconds": simulation.plan.predicted_seconds,
-        "lower_bound_seconds": simulation.lower_bound_seconds,
-        "micro_batches": len(simulation.plan.micro_batches),
-        "bubble": simulation.bubble,
-        "idle": simulation.idle,
-        "closing_seconds": simulation.closing_seconds,
-        "peak_rows": float(simulation.peak_rows.max(initial=0)),
-        "activation_bytes": float(simulation.activation_bytes.max(initial=0)),
-        "ring_inside_bytes": simulation.inside_bytes,
-        "ring_across_bytes": simulation.across_bytes,
-        "stage_bytes": simulation.stage_bytes,
+        "planner": plan.planner,
+        "cp_comm_type": plan_type_text(plan),
+        "seconds": plan.predicted_seconds,
+        "lower_bound_seconds": plan.lower_bound_seconds,
+        "micro_batches": len(plan.micro_batches),
+        "bubble": bubble,
+        "idle": idle,
+        "closing_seconds": plan.cost.closing_seconds if plan.mode == "free" else 0.0,
+        "rows": most_slot_rows(plan),
     }
 
 
@@ -211,24 +206,20 @@ def degrees_table(title: str, comparison: DegreeComparison, accumulation: int) -
             f"{choice.filled_steps:,}",
             f"{choice.wasted_steps:,}",
             seconds_text(choice.filled_seconds),
-            *_plan_cells(choice.planned),
+            *_evaluation_cells(choice.planned),
         )
         for choice in comparison.choices
     ]
     if dynamic := comparison.dynamic:
-        rows.append(("dynamic", "", "", "", f"{len(dynamic.plan.lengths):,}", "0", "", *_plan_cells(dynamic)))
+        rows.append(("dynamic", "", "", "", f"{len(dynamic.lengths):,}", "0", "", *_evaluation_cells(dynamic)))
     lines = [title, "", text_table(names, rows), "", _fastest_text(comparison, accumulation)]
     return "\n".join([*lines, *comparison.left_out, "", _NOTE])
 
 
-def _plan_cells(simulation: Simulation) -> tuple[str, ...]:
+def _evaluation_cells(plan: Plan) -> tuple[str, ...]:
     """Return the cells of an evaluation's plan: seconds, micro-batches, rows of a slot, bubble."""
-    return (
-        seconds_text(simulation.seconds),
-        f"{len(simulation.plan.micro_batches):,}",
-        f"{most_slot_rows(simulation.plan):,}",
-        f"{100 * simulation.bubble:.0f}%",
-    )
+    rows = f"{most_slot_rows(plan):,}"
+    return seconds_text(plan.predicted_seconds), f"{len(plan.micro_batches):,}", rows, f"{_waits(plan)[0]:.0%}"
 
 
 def _fastest_text(comparison: DegreeComparison, accumulation: int) -> str:
@@ -237,15 +228,14 @@ def _fastest_text(comparison: DegreeComparison, accumulation: int) -> str:
     A filled-up pass has `accumulation` micro-batches, in which documents are repeated to keep the pipeline full.
     """
     filled, best = comparison.choices[0], comparison.best
-    count = len(best.planned.plan.lengths)
-    speedup = filled.filled_seconds / best.planned.seconds
+    count, seconds = len(best.planned.lengths), best.planned.predicted_seconds
     return (
         f"cp {filled.cp}, filled up to {plural(accumulation, 'micro-batch', 'es')} a pass to keep the pipeline full: "
         f"{filled.filled_steps:,} document-steps for {plural(count, 'document')}, "
         f"{seconds_text(filled.filled_seconds)}.\n"
         f"cp {best.cp}, planned: each document once, {count:,} document-steps in "
-        f"{plural(len(best.planned.plan.micro_batches), 'micro-batch', 'es')}, {seconds_text(best.planned.seconds)} "
-        f"({speedup:.1f} times faster).\n{comparison.reason()}"
+        f"{plural(len(best.planned.micro_batches), 'micro-batch', 'es')}, {seconds_text(seconds)} "
+        f"({filled.filled_seconds / seconds:.1f} times faster).\n{comparison.reason()}"
     )
 
 
@@ -269,16 +259,16 @@ def degrees_json(title: str, comparison: DegreeComparison) -> str:
     return json.dumps(answer | {"left_out": list(comparison.left_out)} | dynamic, indent=1)
 
 
-def _evaluation_json(simulation: Simulation) -> dict[str, float | int | None]:
+def _evaluation_json(plan: Plan) -> dict[str, float | int | None]:
     """Return the figures of an evaluation's plan as an object of JSON."""
     return {
-        "planned_document_steps": len(simulation.plan.lengths),
-        "planned_seconds": simulation.seconds,
-        "planned_lower_bound_seconds": simulation.lower_bound_seconds,
-        "planned_micro_batches": len(simulation.plan.micro_batches),
-        "planned_max_tokens_per_slot": simulation.plan.max_tokens_per_slot,
-        "planned_rows_of_slot": most_slot_rows(simulation.plan),
-        "bubble": simulation.bubble,
+        "planned_document_steps": len(plan.lengths),
+        "planned_seconds": plan.predicted_seconds,
+        "planned_lower_bound_seconds": plan.lower_bound_seconds,
+        "planned_micro_batches": len(plan.micro_batches),
+        "planned_max_tokens_per_slot": plan.max_tokens_per_slot,
+        "planned_rows_of_slot": most_slot_rows(plan),
+        "bubble": _waits(plan)[0],
     }
 
 
@@ -300,17 +290,21 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
         "filled up, documents repeated", indices, _float_array([choice.filled_seconds for choice in choices]), 0
     )
     planned_curve = Series(
-        "planned, each once", indices, _float_array([choice.planned.seconds for choice in choices]), 1, "marks"
+        "planned, each once",
+        indices,
+        _float_array([choice.planned.predicted_seconds for choice in choices]),
+        1,
+        "marks",
     )
-    filled, dynamic = choices[0], comparison.dynamic
+    filled, dynamic, seconds = choices[0], comparison.dynamic, best.planned.predicted_seconds
     lines = [(filled.filled_seconds, f"cp {filled.cp}, filled up: {seconds_text(filled.filled_seconds)}")]
-    is_same_time = dynamic is not None and abs(dynamic.seconds / best.planned.seconds - 1) < SAME
+    is_same_time = dynamic is not None and abs(dynamic.predicted_seconds / seconds - 1) < SAME
     if dynamic and not is_same_time:
-        lines.append((dynamic.seconds, f"dynamic plan: {seconds_text(dynamic.seconds)}"))
+        lines.append((dynamic.predicted_seconds, f"dynamic plan: {seconds_text(dynamic.predicted_seconds)}"))
     kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
-    speedup_text = f"{filled.filled_seconds / best.planned.seconds:.1f} times faster than cp {filled.cp} filled up"
+    speedup_text = f"{filled.filled_seconds / seconds:.1f} times faster than cp {filled.cp} filled up"
     dynamic_text = ", as the dynamic plan" if is_same_time else ""
-    best_label = f"cp {best.cp}{kind}: {seconds_text(best.planned.seconds)}{dynamic_text}; {speedup_text}"
+    best_label = f"cp {best.cp}{kind}: {seconds_text(seconds)}{dynamic_text}; {speedup_text}"
     each_doubles = all(b.cp == 2 * a.cp for a, b in pairwise(choices))
     chart = Chart(
         title=f"Predicted time of an evaluation over its degree\n{title}",
@@ -320,7 +314,7 @@ def degrees_picture(title: str, comparison: DegreeComparison) -> str:
         width=760,
         height=340,
         references=tuple(lines),
-        notes=((float(choices.index(best)), best.planned.seconds, best_label),),
+        notes=((float(choices.index(best)), seconds, best_label),),
         x_names=tuple(f"{choice.cp}" for choice in choices),
         log=True,
     )

@@ -7,24 +7,29 @@ Its seconds depend on the number of parameters (`--weights`). Document lengths a
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from longspan.cli.flags import Switch, check_least
 from longspan.cli.plans.lengths import SourceFlags
 from longspan.cli.processes import print_note
+from longspan.config.keys import AUTO
+from longspan.config.plan_section import PLANNERS
 from longspan.errors import ConfigError
 from longspan.layout import Layout
-from longspan.plan import Cost, PlanOptions
+from longspan.plan import Cost, Plan, PlanOptions
+from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.cost_changes import CostSettings
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_cost import FORMER_FILE, read_machine
-from longspan.plan.shape.model_shape import read_query_heads
-from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
+from longspan.train.plans.own import call_planner, check_planner, own_cost
 
+USUAL_ROWS = 8192  # of a slot
 DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of
 
 NO_HEADS = (
@@ -44,6 +49,10 @@ UNPRICED = (
 class PlanningFlags(SourceFlags):
     """Documents, slots and a price: flags that one plan and a comparison both have."""
 
+    planner: str = "auto"
+    """fixed: packed, one degree; padded: one document a row, padded; dynamic: a degree for each document; auto: fixed
+    where --cp is given, else dynamic. A function of your own by its dotted name, as in train; with --compare, a row
+    beside these."""
     slots: int = 0
     """Slots of the home: ranks / (tensor-parallel degree x pipeline stages)."""
     node_size: int = 8
@@ -62,6 +71,8 @@ class PlanningFlags(SourceFlags):
     heads: int = 0
     """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with a --machine file
     of an older version, which is of one model."""
+    cost_model: str = ""
+    """A longspan.Cost of your own by its dotted name, or a function of --model that returns one, as in train."""
     mtp_depths: int = 0
     """With --model: depths of multi-token prediction behind it, which run in training steps; evaluations leave them
     out."""
@@ -79,8 +90,9 @@ class PlanningFlags(SourceFlags):
     """Largest degree that a dynamic plan may choose; 0: no limit."""
     micro_batch_multiple: int = 1
     """Round the number of micro-batches up to a multiple of this (pipelines with several chunks a stage)."""
-    max_tokens_per_slot: int = 8192
-    """Rows that a slot holds in one micro-batch, at most; 0: no limit, as if memory had none."""
+    max_tokens_per_slot: int | str = AUTO
+    """Rows that a slot holds in one micro-batch, at most; auto: 8192, or what the longest document needs if that is
+    more; 0: no limit, as if memory had none."""
     weights: float = 0.0
     """With free mode: parameters that are sharded over the slots (8.19e9 for Qwen3-8B); their gathering before a step
     and the sum of their gradients after it are added to its seconds. 0: those of the cost file, else none."""
@@ -107,6 +119,10 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
     price is DEFAULT_COST. Raises ConfigError for a file without a cost and for depths without a model,
     PlanError for a model that cannot be priced.
     """
+    if flags.cost_model:
+        if flags.machine or flags.tflops:
+            raise ConfigError("--cost-model has its own prices; leave --machine and --tflops out")
+        return own_cost(flags.cost_model, flags.model or QWEN3_8B, "--cost-model")
     # --machine next to --tflops is refused below, and its file need not be read
     machine = read_machine(flags.machine, "--machine") if flags.machine and not flags.tflops else None
     _check_depths(flags, machine)
@@ -164,19 +180,53 @@ def read_heads(flags: PlanningFlags) -> int | None:
     return flags.heads or (None if is_model_cost else DEFAULT_HEADS)
 
 
-def plan_options(flags: PlanningFlags, **options: Any) -> PlanOptions:
+def check_slots(flags: PlanningFlags) -> None:
+    """Raise ConfigError for a plan without slots, with an example of what a plan needs."""
+    if flags.slots < 1:
+        raise ConfigError(
+            f"--slots is {flags.slots}, and a plan needs documents and slots (GPUs / (tp x pp)), as in longspan plan "
+            "--same 8x8192 --slots 4; or ask what fits GPUs: longspan plan --model FOLDER --gpu h100 --gpus 4 "
+            "--same 8x8192"
+        )
+
+
+def own_planners(flags: PlanningFlags) -> dict[str, Callable[..., Plan]]:
+    """Return the planner of one's own that --planner names, by that name; none for "auto" and our own planners."""
+    if flags.planner in ("auto", *PLANNERS):
+        return {}
+    check_planner(flags.planner, "--planner")
+    return {flags.planner: partial(call_planner, flags.planner, "--planner")}
+
+
+def _row_limit(flags: PlanningFlags, lengths: Sequence[int], home: Layout, options: PlanOptions) -> int | None:
+    """Return the most rows of a slot; None: no limit. "auto": USUAL_ROWS, or what the longest document needs.
+
+    It is divided by the widest possible degree that divides the slots.
+    """
+    if flags.max_tokens_per_slot != AUTO:
+        if isinstance(flags.max_tokens_per_slot, str):
+            raise ConfigError(f"--max-tokens-per-slot is {flags.max_tokens_per_slot!r}; give an integer, or {AUTO}")
+        check_least(flags, max_tokens_per_slot=0)
+        return flags.max_tokens_per_slot or None
+    types, widest = check_comm_types(options.cp_comm_type), min(flags.max_cp or home.slots, home.slots)
+    degrees = [d for d in range(1, widest + 1) if home.slots % d == 0 and heads_allow(d, options.heads, types, home.tp)]
+    share = -(-max(lengths, default=0) // (flags.cp or degrees[-1]))
+    return max(USUAL_ROWS, -(-share // options.row_multiple) * options.row_multiple)
+
+
+def plan_options(flags: PlanningFlags, lengths: Sequence[int], home: Layout, **options: Any) -> PlanOptions:
     """Make the planners' options from flags; `options` are added, and replace those of the same names from flags.
 
     Without --cp-comm-type groups use p2p, the default of training, and those of hybrids "auto".
     """
     hybrid = (options.get("cost") or DEFAULT_COST).states is not None
     flag_options: dict[str, Any] = {
-        "max_tokens_per_slot": flags.max_tokens_per_slot or None,
         "cp_comm_type": flags.cp_comm_type or ("auto" if hybrid else "p2p"),
         "hierarchical_context_parallel_sizes": flags.hierarchical_context_parallel_sizes or None,
         "heads": read_heads(flags),
     }
-    return PlanOptions(**flag_options | options)
+    result = PlanOptions(**flag_options | options)
+    return replace(result, max_tokens_per_slot=_row_limit(flags, lengths, home, result))
 
 
 def type_notes(flags: PlanningFlags, types: str | None = None) -> Sequence[str]:

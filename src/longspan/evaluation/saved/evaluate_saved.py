@@ -195,8 +195,8 @@ class _Evaluator:
         for named_documents, entry in zip(self.fit.sets, self.fit.entries, strict=True):
             choice = PlanChoice.evaluation(self.fit.config, entry, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
-                lengths, vpp = named_documents.documents.lengths, self.fit.config.parallel.vpp
-                choice, _ = choose_degree_on_ranks(choice, lengths, self.world, log, name=named_documents.name, vpp=vpp)
+                lengths = named_documents.documents.lengths
+                choice, _ = choose_degree_on_ranks(choice, lengths, self.world, log, name=named_documents.name)
             # Only the first rank compares and writes results; counting reads all tokens.
             text_bytes = _count_text_bytes(named_documents, bytes_of_ids) if is_first_rank(self.world) else ()
             sources = named_documents.documents.origins

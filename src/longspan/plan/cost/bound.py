@@ -23,9 +23,9 @@ ROUNDING = 1e-10  # relative; a plan may meet the bound exactly and sum its seco
 class Bound:
     """Two lower bounds in seconds and the larger of them, which is rounded down by 1e-10 of itself.
 
-    `area`: all work spread evenly over all slots, and the launches of the fewest micro-batches; `crossing` is added to
-    it: the messages of documents that are longer than a slot's cap (on measured links `MessageBound`). `longest`: the
-    longest document in a group of its own at its best degree.
+    `area`: all work spread evenly over all slots and their stages, and the launches of the fewest micro-batches;
+    `crossing` is added to it: the messages of documents that are longer than a slot's cap (on measured links
+    `MessageBound`). `longest`: the longest document in a group of its own at its best degree, through all stages.
     """
 
     area: float
@@ -60,6 +60,7 @@ def lower_bound_seconds(
     area = work / slots + cost.micro_batch_seconds * _least_micro_batches(
         int(rows.sum()), slots, max_tokens_per_slot, mode
     )
+    area /= cost.stages
     if not len(rows):
         return Bound(area, 0.0)
     longest = _longest_seconds(int(rows.max()), widest, max_tokens_per_slot, cost, node_size)
@@ -69,7 +70,7 @@ def lower_bound_seconds(
         messages = MessageBound(cost, cost.network, max_tokens_per_slot, node_size, widest).slot_seconds(rows)
     else:
         messages = _ideal_message_seconds(rows, max_tokens_per_slot, attention, cost)
-    return Bound(area, longest, messages / slots)
+    return Bound(area, longest, messages / slots / cost.stages)
 
 
 def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, cost: Cost) -> float:

@@ -6,6 +6,7 @@ between pipeline stages. `machine.py` makes the cost of a model on a machine; `m
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack, cast, get_args
@@ -24,7 +25,7 @@ from longspan.plan.shape.model_shape import ModelShape
 
 Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
-_CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size")
+_CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size", "stages", "chunks")
 _NOT_CONSTANTS = ("source", "forward", "states", "network", *_CHOICES)
 _ATTENTION_FIELDS = ("attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds", "copy_seconds")
 _ROW_FIELDS = ("linear_seconds", "real_row_seconds", *_ATTENTION_FIELDS)
@@ -46,8 +47,8 @@ class Cost:
     of each micro-batch. `sharding_seconds` are those of FSDP2's messages in a micro-batch that hide behind its work: in
     lockstep it takes no less. `closing_seconds` are added to a step in free mode: sharded parameters are gathered
     before it and gradients summed after it (`with_closing`). `launch_seconds` is the least that a micro-batch takes in
-    the whole model, however few its rows, for the host to launch it; `simulate` runs no micro-batch faster through
-    pipeline stages. `update_seconds` are added to every step: the optimizer, and a step's ends. `source` names the
+    lockstep, however few its rows, for the host to launch it. `update_seconds` are added to every step: the optimizer,
+    and a step's ends. `source` names the
     constants' model and machine, for reports; "" means no machine: seconds only show how the parts of plans compare.
     `passes` "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were
     measured. `cp_comm_type` is the type under which groups are priced; "auto" is the fastest for each group, of those
@@ -56,7 +57,9 @@ class Cost:
     their gradients, which a2a exchanges. `merge_seconds` are what a ring takes to add a step to each row's output,
     `copy_seconds` what `all_gather` takes to lay out a row. `network` describes the links where they were measured or
     are known; without it they are ideal. `states` is the cost of a hybrid's state-space layers in groups of one
-    partition; None for models without. A host has `node_size` slots. Raises PlanError for values below 0 or not finite.
+    partition; None for models without. A host has `node_size` slots. A slot has `stages` pipeline stages, which
+    planners set to the home's, of `chunks` model chunks each; all seconds but those of `lockstep_seconds` and of a step
+    are of the whole model. Raises PlanError for values below 0 or not finite.
     """
 
     linear_seconds: float = 45.4e9 / 4e14  # 6 FLOPs for each of 7.57e9 weights
@@ -81,6 +84,8 @@ class Cost:
     a2a_size: int = 1
     heads: int = field(default=0, compare=False)
     node_size: int = field(default=8, compare=False)
+    stages: int = 1
+    chunks: int = 1
     states: StateCost | None = None
     network: Network | None = None
 
@@ -98,7 +103,8 @@ class Cost:
             raise PlanError(f"{refusal}; Cost.forward_only makes it")
         check_count("a2a_size, the slots that exchange heads,", self.a2a_size)
         check_count("heads of a cost", self.heads, least=0)
-        check_count("node_size of a cost", self.node_size)
+        for name in ("node_size", "stages", "chunks"):
+            check_count(f"{name} of a cost", getattr(self, name))
         for name, value in self.constants().items():
             check_number(name, value, above_zero=name.endswith("_per_second"))
 
@@ -207,6 +213,25 @@ class Cost:
             seconds = way.group_seconds(tokens, squares, degree, inside, documents, together=together)
             least = np.minimum(least, np.where(way.allows(degree), seconds, np.inf))
         return _float_array(least)
+
+    def lockstep_seconds(self, slowest: Sequence[float]) -> float:
+        """Return the seconds in lockstep of micro-batches whose slowest slots work this long, without the update.
+
+        Each of p stages takes 1 / p of a micro-batch, and fills and drains in (p − 1) / chunks turns of the longest
+        one, which itself goes through all stages (1F1B, interleaved: Narayanan et al. 2021; exact for forward passes of
+        one chunk). The sum is exact, so that every host gets the same.
+        """
+        turns = self.turn_seconds(slowest)
+        longest, bubble = max(turns, default=0.0), (self.stages - 1) / self.chunks
+        return max((math.fsum(turns) + bubble * longest) / self.stages, longest)
+
+    def turn_seconds(self, slowest: Sequence[float]) -> list[float]:
+        """Return the seconds in lockstep of each micro-batch, in the whole model, whose slowest slots work this long.
+
+        It takes no less than the messages of sharded parameters, which run meanwhile, and than the host's launches.
+        """
+        shards, launch = self.sharding_seconds, self.micro_batch_seconds
+        return [max(max(seconds, shards) + launch, self.launch_seconds) for seconds in slowest]
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
         """Return the seconds that a group of this degree waits for messages however few rows they carry."""

@@ -4,7 +4,6 @@
 wide ones, equal ones by their first slot; documents that have the same slots are one group.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush, heapreplace
@@ -127,14 +126,11 @@ class Draft:
 def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
     """Return the seconds in lockstep of micro-batches of these durations, with all launches.
 
-    Micro-batches of duration 0 have no documents and are left out. Dummy micro-batches, which fill the number up to the
-    request's multiple, are launched too.
+    Micro-batches of duration 0 have no documents and are left out. Dummy micro-batches fill the number up to the
+    request's multiple.
     """
-    multiple = problem.request.micro_batch_multiple
-    count = -(-sum(duration > 0.0 for duration in durations) // multiple) * multiple
-    cost = problem.request.cost
-    longest = [max(duration, cost.sharding_seconds * (duration > 0.0)) for duration in durations]
-    return math.fsum(longest) + count * cost.micro_batch_seconds
+    busy = [duration for duration in durations if duration > 0.0]
+    return problem.request.cost.lockstep_seconds(busy + [0.0] * (-len(busy) % problem.request.micro_batch_multiple))
 
 
 @dataclass(frozen=True, eq=False)

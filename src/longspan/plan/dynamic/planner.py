@@ -11,13 +11,12 @@ from longspan.plan.dynamic.draft import lockstep_seconds, make_micro_batches, so
 from longspan.plan.dynamic.few_documents import plan_few_items
 from longspan.plan.dynamic.free import plan_free
 from longspan.plan.dynamic.lockstep import Effort, search_draft
-from longspan.plan.dynamic.problem import DegreeSet, Ints, Problem
+from longspan.plan.dynamic.problem import DegreeSet, Problem
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import Packer
 from longspan.plan.planners.options import PlanKeywords, PlanOptions, call_options, shows_options
 from longspan.plan.planners.request import Request, check_first_size, check_heads
-from longspan.plan.timeline import timeline
 
 EffortName = Literal["fast", "balanced", "thorough"]
 Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and a function that makes the micro-batches
@@ -25,7 +24,6 @@ Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and a funct
 CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other kinds of plans
 COMPARED_SLOTS, COMPARED_DOCUMENTS = 1024, 20000  # up to which fixed degrees are tried; above, from DISTANT on
 DISTANT = 1.05
-CANDIDATES_PRICED = 4
 HALVED_SLOTS = 64  # up to which plans of degrees that are powers of two are searched too, on measured links
 
 
@@ -109,7 +107,8 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
     In order: in free mode a search without lockstep; the search in lockstep; the best of all plans of few items;
     lockstep with powers of two as degrees. Plans of one degree are compared too where few slots and documents make that
     cheap, or where all other plans stay far from the goal. Each candidate is its predicted seconds and a function that
-    makes its micro-batches. Where the cost knows the network, the best are priced once more with their messages.
+    makes its micro-batches. All are compared by the price of a plan: drafts take a group across nodes to fill all its
+    nodes but the last, which on measured links may change its seconds by more than candidates differ.
     """
     candidates = [_search_free(problem)] if problem.request.mode == "free" else []
     if not candidates or candidates[0][0] > CLOSE * goal:
@@ -119,13 +118,11 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
             candidates.append((few[0], lambda: few[1]))
         if not is_close and (powers := _keep_powers_of_two(problem)) is not None:
             candidates.append(_search_lockstep(powers, _choose_effort(effort, powers)))
-    best = min(candidates, key=_candidate_seconds)[0]
-    small = problem.request.slots <= COMPARED_SLOTS and len(problem.request.lengths) <= COMPARED_DOCUMENTS
-    if small or best > DISTANT * goal:
-        candidates.extend(_fixed_candidates(problem, best))
-    if problem.request.cost.network is None:
-        return min(candidates, key=_candidate_seconds)[1]()
-    return _choose_fastest_candidate(problem, candidates)
+    request, best = problem.request, min(candidates, key=_candidate_seconds)[0]
+    plans = [make() for _, make in candidates]
+    if (request.slots <= COMPARED_SLOTS and len(request.lengths) <= COMPARED_DOCUMENTS) or best > DISTANT * goal:
+        plans.extend(_fixed_plans(problem, min(map(request.seconds, plans))))
+    return min(plans, key=request.seconds) if len(plans) > 1 else plans[0]
 
 
 def _keep_powers_of_two(problem: Problem) -> Problem | None:
@@ -140,21 +137,6 @@ def _keep_powers_of_two(problem: Problem) -> Problem | None:
     if request.cost.network is None or request.slots > HALVED_SLOTS or len(degrees) in (0, len(problem.degrees)):
         return None
     return Problem.of(request, degrees) if max(request.lengths) <= degrees[-1] * problem.cap else None
-
-
-def _choose_fastest_candidate(problem: Problem, candidates: list[Candidate]) -> list[MicroBatch]:
-    """Choose the fastest of the best few candidates, priced with every group on its own slots.
-
-    Drafts price a group across nodes as if it filled all its nodes but the last. On measured links that may change its
-    seconds by more than candidates differ.
-    """
-    request, best = problem.request, sorted(candidates, key=_candidate_seconds)[:CANDIDATES_PRICED]
-    batches_by_candidate = [make() for _, make in best]
-    seconds = [
-        timeline(batches, request.slots, request.cost, mode=request.mode, node_size=request.node_size).step_seconds
-        for batches in map(request.resolve_types, batches_by_candidate)
-    ]
-    return batches_by_candidate[seconds.index(min(seconds))]
 
 
 def _candidate_seconds(candidate: Candidate) -> float:
@@ -188,22 +170,16 @@ def _search_free(problem: Problem) -> Candidate:
     return free.seconds, lambda: make_micro_batches(free.draft, free.division)
 
 
-def _fixed_candidates(problem: Problem, best: float) -> Iterator[Candidate]:
-    """Yield plans of one degree, where they could be better than `best` seconds.
+def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
+    """Yield the micro-batches of plans of one degree, where they could be better than `best` seconds.
 
     Such a plan takes the mean work of a slot and the launches and waits of the fewest micro-batches, or longer.
     """
     request = problem.request
     for cp in problem.degrees:
         launch = request.cost.micro_batch_seconds + float(request.cost.latency_seconds(cp))
-        least = problem.mean_seconds + problem.least_micro_batches * launch
-        if request.slots % cp or max(request.lengths) > cp * problem.cap or least >= best:
+        least = (problem.mean_seconds + problem.least_micro_batches * launch) / request.cost.stages
+        if request.slots % cp or max(request.lengths) > cp * problem.cap or least + request.cost.update_seconds >= best:
             continue
         packer = Packer.of(request, cp)
-        places = min(packer.assignments(), key=packer.seconds)
-        yield packer.seconds(places), lambda packer=packer, places=places: _fixed_micro_batches(packer, places)
-
-
-def _fixed_micro_batches(packer: Packer, places: Ints) -> list[MicroBatch]:
-    """Make the micro-batches of a plan of one degree, whose documents are at these places."""
-    return [sort_documents(batch) for batch in packer.micro_batches(places)]
+        yield [sort_documents(batch) for batch in packer.micro_batches(packer.fastest_assignment())]

@@ -254,6 +254,6 @@ def _count_waiting_micro_batches(
     if settings.schedule == "gpipe":
         return float(micro_batches)
     chunks, ranks_behind = settings.vpp, home.pp - pipeline_rank - 1
-    # As `plan/simulate/simulate.py` orders a stage's actions, interleaved where a rank has several chunks.
+    # As 1F1B orders a stage's actions, interleaved where a rank has several chunks.
     warm_up = ranks_behind if chunks == 1 else 2 * ranks_behind + (chunks - 1) * home.pp
     return min(warm_up + 1, micro_batches * chunks) / chunks

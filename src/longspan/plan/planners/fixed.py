@@ -64,8 +64,7 @@ def plan_fixed(
     packer = Packer.of(request, request.check_degree(home, cp))
     if not request.lengths:
         return request.plan((), "fixed")
-    fastest = min(packer.assignments(), key=packer.seconds)
-    return request.plan(packer.micro_batches(fastest), "fixed")
+    return request.plan(packer.micro_batches(packer.fastest_assignment()), "fixed")
 
 
 def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
@@ -129,14 +128,17 @@ class Packer:
     def seconds(self, assignment: Ints) -> float:
         """Return the seconds of the step; sums are exactly rounded, so that all hosts prefer the same assignment.
 
-        In lockstep the slowest group of each micro-batch counts, or the messages of sharded parameters if they take
-        longer (`sharding_seconds`). In free mode the busiest group does, without the
+        In lockstep the slowest group of each micro-batch counts. In free mode the busiest group does, without the
         micro-batches in which it has no documents.
         """
         matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
         if self.request.mode == "lockstep":
-            return math.fsum(np.maximum(matrix.max(axis=1), self.request.cost.sharding_seconds) + launch)
+            return self.request.cost.lockstep_seconds(matrix.max(axis=1).tolist())
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
+
+    def fastest_assignment(self) -> Ints:
+        """Return the assignment of the shortest step."""
+        return min(self.assignments(), key=self.seconds)
 
     def micro_batches(self, assignment: Ints) -> list[MicroBatch]:
         """Make the micro-batches of an assignment: for each place with documents a group, with rising ids."""

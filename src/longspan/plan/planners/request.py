@@ -26,7 +26,7 @@ from longspan.plan.hierarchy import level_sizes
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.timeline import GroupTable
+from longspan.plan.timeline import GroupTable, timeline
 
 SAME = 1e-9  # relative; of types as fast as each other every host takes the first
 
@@ -59,7 +59,7 @@ class Request(PlanOptions):
         request = cls(lengths=documents, slots=home.slots, tp=home.tp, **values)
         request._check_numbers()
         request._check_mode(home)
-        return replace(request, cost=request.group_cost())
+        return replace(request, cost=replace(request.group_cost(), stages=home.pp))
 
     def group_cost(self) -> Cost:
         """Return the cost of groups of the request's type, partition and node size.
@@ -183,13 +183,10 @@ class Request(PlanOptions):
         the seconds of the update and of free mode's closing, as the prediction has. `max_cp` is the highest degree of
         the plans that the bound is of (None: all slots).
         """
-        micro_batches = self.resolve_types(micro_batches)
-        count = max(1, len(micro_batches)) + (-max(1, len(micro_batches)) % self.micro_batch_multiple)
-        batches = (*micro_batches, *[MicroBatch()] * (count - len(micro_batches)))
         plan = Plan(
             slots=self.slots,
             lengths=self.lengths,
-            micro_batches=batches,
+            micro_batches=self._complete(micro_batches),
             targets=sum(self.lengths) - len(self.lengths) if self.targets is None else self.targets,
             mode=self.mode,
             max_tokens_per_slot=self.max_tokens_per_slot,
@@ -198,11 +195,20 @@ class Request(PlanOptions):
             planner=planner,
             cost=self.cost,
         ).check()
-        seconds, bound = plan.timeline().step_seconds, self.lower_bound(max_cp).seconds
-        bound += self.cost.update_seconds + (self.cost.closing_seconds if self.mode == "free" else 0.0)
-        return replace(plan, predicted_seconds=seconds, lower_bound_seconds=bound)
+        return plan.reprice(self.cost, max_cp=max_cp)
 
-    def resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    def seconds(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Return the seconds of a plan of these micro-batches."""
+        batches = self._complete(micro_batches)
+        return timeline(batches, self.slots, self.cost, mode=self.mode, node_size=self.node_size).step_seconds
+
+    def _complete(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+        """Choose the types of groups, and add dummy micro-batches up to the multiple."""
+        count = max(1, len(micro_batches))
+        dummies = count + -count % self.micro_batch_multiple - len(micro_batches)
+        return (*self._resolve_types(micro_batches), *[MicroBatch()] * dummies)
+
+    def _resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Replace "auto" by the fastest type of each group of several slots, with its levels (on a tie the first).
 
         Where neither the options nor the cost's network, made for one model, know the query heads, the groups keep

@@ -1,1 +1,1 @@
-"""What planners and degrees would cost on a machine: simulation of plans, types, partitions, evaluations."""
+"""Planners, types, partitions and degrees of an evaluation, compared by the price of their plans."""

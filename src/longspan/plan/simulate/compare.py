@@ -1,10 +1,10 @@
-"""Planners on the same documents: padded, fixed at several degrees, and dynamic, each simulated at its fastest type.
+"""Planners on the same documents: padded, fixed at several degrees, one's own, and dynamic, under the fastest types.
 
 Degrees of an evaluation are compared in `evaluation.py`, which also prices documents that are repeated.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,51 +17,55 @@ from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed, plan_padded
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
-from longspan.plan.simulate.row_bytes import RowBytes
 from longspan.plan.simulate.sensitivity import Sensitivity, plan_sensitivity
-from longspan.plan.simulate.simulate import Simulation, simulate
-from longspan.plan.simulate.type_and_partition import list_type_options, plan_with_partition
+from longspan.plan.simulate.type_and_partition import plan_with_partition
 
 MOST_DEGREES = 5  # of fixed plans in a comparison
-NamedSimulation = tuple[str, Simulation | str]  # a plan's name; its simulation, or why there is no such plan
+NamedPlan = tuple[str, Plan | str]  # its name; the plan, or why there is none
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerComparison:
-    """What every planner plans for: documents, a home, options, and how a plan is simulated.
+    """What every planner plans for: documents, a home and options.
 
     >>> comparison = PlannerComparison(lengths=lengths, home=Layout(32), options=PlanOptions(cp_comm_type="auto"))
-    >>> [name for name, _ in comparison.simulations()]  # doctest: +SKIP
+    >>> [name for name, _ in comparison.plans()]  # doctest: +SKIP
     ['padded, cp 16', 'fixed, cp 16', 'fixed, cp 32', 'dynamic']
 
-    An `evaluation` runs forward passes only. `row_bytes` gives the bytes that a row of a plan takes. `cp` is the only
-    degree of padded and fixed plans (0: several, `degrees`); `min_cp` and `max_cp` (0: no limit) are those of dynamic
-    plans.
+    An `evaluation` runs forward passes only. `cp` is the only degree of padded and fixed plans (0: several, `degrees`);
+    `min_cp` and `max_cp` (0: no limit) are those of dynamic plans. `own` are planners of one's own, by name.
     """
 
     lengths: Sequence[int]
     home: Layout
     options: PlanOptions
-    vpp: int = 1
     evaluation: bool = False
-    row_bytes: Callable[[Plan], RowBytes] = lambda plan: RowBytes()
     cp: int = 0
     min_cp: int = 1
     max_cp: int = 0
+    own: Mapping[str, Callable[..., Plan]] = field(default_factory=dict[str, Callable[..., Plan]])
 
-    def simulations(self) -> Iterator[NamedSimulation]:
+    def plans(self) -> Iterator[NamedPlan]:
         """Yield every plan with its name: the padded one, at the lowest degree only, fixed ones, and the dynamic one.
 
         The padded batch is a baseline for the others.
         """
-        lengths, home = self.lengths, self.home
         degrees = self.degrees()
-        padded = partial(plan_padded, lengths, home, degrees[0])
-        yield f"padded, cp {degrees[0]}", self._fastest_simulation(padded, degrees[0])
-        for cp in degrees:
-            yield f"fixed, cp {cp}", self._fastest_simulation(partial(plan_fixed, lengths, home, cp), cp)
-        dynamic = partial(plan_dynamic, lengths, home, min_cp=self.min_cp, max_cp=self.max_cp or None)
-        yield "dynamic", self._fastest_simulation(dynamic, None)
+        planners: list[tuple[str, Callable[..., Plan], int]] = [
+            (f"padded, cp {degrees[0]}", partial(plan_padded, cp=degrees[0]), degrees[0]),
+            *((f"fixed, cp {cp}", partial(plan_fixed, cp=cp), cp) for cp in degrees),
+            *((name, planner, self.home.slots) for name, planner in self.own.items()),
+            (
+                "dynamic",
+                partial(plan_dynamic, min_cp=self.min_cp, max_cp=self.max_cp or None),
+                widest_degree(self.home, self.options, self.max_cp),
+            ),
+        ]
+        for name, planner, widest in planners:
+            try:
+                yield name, self._make_plan(planner, widest)
+            except LongspanError as error:  # the other rows are worth printing all the same
+                yield name, str(error)
 
     def sensitivity(self) -> Iterator[Sensitivity]:
         """Yield how the dynamic plan changes if one constant of the cost is wrong, constant by constant."""
@@ -70,52 +74,33 @@ class PlannerComparison:
             degrees: dict[str, Any] = {"min_cp": self.min_cp, "max_cp": self.max_cp or None}
             return plan_dynamic(self.lengths, self.home, options=replace(self.options, cost=cost), **degrees)
 
-        def plan_seconds(plan: Plan) -> float:
-            return simulate(plan, cost=self.options.cost, pp=self.home.pp, vpp=self.vpp).seconds
-
-        return plan_sensitivity(make_plan, self.options.cost, plan_seconds)
+        return plan_sensitivity(make_plan, self.options.cost)
 
     def degrees(self) -> list[int]:
         """List the degrees to compare: the one that is given, or the lowest powers of two that are possible.
 
-        Possible degrees divide the slots, hold the longest document and suit the query heads. If there is none, the
-        only degree is that of all slots.
+        Possible degrees divide the slots, hold the longest document, suit the query heads and are in the range of the
+        dynamic plan. If there is none, the only degree is that of all slots.
         """
         if self.cp:
             return [self.cp]
         slots, cap, heads = self.home.slots, self.options.rows, self.options.heads
         types = check_comm_types(self.options.cp_comm_type)
         powers = [1 << i for i in range(slots.bit_length()) if slots % (1 << i) == 0]
-        allowed = [cp for cp in powers if heads_allow(cp, heads, types, self.home.tp)]
+        allowed = [
+            cp
+            for cp in powers
+            if self.min_cp <= cp <= (self.max_cp or slots) and heads_allow(cp, heads, types, self.home.tp)
+        ]
         return [cp for cp in allowed if not cap or max(self.lengths) <= cap * cp][:MOST_DEGREES] or [slots]
 
-    def _fastest_simulation(self, planner: Callable[..., Plan], cp: int | None) -> Simulation | str:
-        """Return the fastest simulation over communication types, at a degree or (None) of dynamic degrees.
-
-        If no type has a plan, the first type's error is returned, as text. A hybrid's types are compared together with
-        partitions, by `plan_with_partition` in `_simulate_planner`.
-        """
-        hybrid = self.options.cost.states is not None
-        choices = [self.options] if hybrid else list_type_options(self.options, self.home, cp)
-        if cp is None and len(choices) > 1:
-            choices.append(self.options)  # "auto": a type for each group
-        simulations, refusals = list[Simulation](), list[str]()
-        for options in choices:
-            try:
-                simulations.append(self._simulate_planner(planner, options, cp))
-            except LongspanError as error:  # the other rows are worth printing all the same
-                refusals.append(str(error))
-        return min(simulations, key=lambda simulation: simulation.seconds) if simulations else refusals[0]
-
-    def _simulate_planner(self, planner: Callable[..., Plan], options: PlanOptions, cp: int | None) -> Simulation:
-        """Make a plan by a planner under these options, with `plan_evaluation` for an evaluation, and simulate it."""
+    def _make_plan(self, planner: Callable[..., Plan], widest: int) -> Plan:
+        """Make a plan by a planner, whose groups have up to `widest` slots, at the best partition of a hybrid."""
 
         def make_plan(options: PlanOptions) -> Plan:
-            return planner(options=options)
+            return planner(self.lengths, self.home, options=options)
 
         def make_evaluation(options: PlanOptions) -> Plan:
-            widest = cp or widest_degree(self.home, options, self.max_cp)
             return plan_evaluation(make_plan, self.lengths, self.home, options, widest)
 
-        plan, _ = plan_with_partition(make_evaluation if self.evaluation else make_plan, options)
-        return simulate(plan, pp=self.home.pp, vpp=self.vpp, row_bytes=self.row_bytes(plan))
+        return plan_with_partition(make_evaluation if self.evaluation else make_plan, self.options)[0]

@@ -22,9 +22,8 @@ from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.simulate.simulate import Simulation, run_pipeline, simulate
 from longspan.plan.simulate.type_and_partition import list_type_options, type_text
-from longspan.plan.timeline import timeline
+from longspan.plan.timeline import predicted_seconds
 
 MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline gains less than a ninth
 
@@ -46,12 +45,11 @@ def plan_evaluation(
     fastest = make(options)
     if home.pp == 1 or not lengths:
         return fastest
-    seconds = simulate(fastest, pp=home.pp).seconds
     for rows in _lower_limits(lengths, home, options, widest):
         plan = make(replace(options, max_tokens_per_slot=rows))
-        if (simulated_seconds := simulate(plan, pp=home.pp).seconds) > seconds:
+        if plan.predicted_seconds > fastest.predicted_seconds:
             break
-        fastest, seconds = plan, simulated_seconds
+        fastest = plan
     return fastest
 
 
@@ -98,13 +96,13 @@ class DegreeChoice:
     passes: int
     filled_steps: int
     filled_seconds: float
-    planned: Simulation
+    planned: Plan
     options: PlanOptions
 
     @property
     def wasted_steps(self) -> int:
         """Document-steps whose result is thrown away."""
-        return self.filled_steps - len(self.planned.plan.lengths)
+        return self.filled_steps - len(self.planned.lengths)
 
     @property
     def cp_comm_type(self) -> str:
@@ -117,13 +115,13 @@ class DegreeComparison:
     """Every degree at which an evaluation is possible, the dynamic plan, and what was left out and why."""
 
     choices: tuple[DegreeChoice, ...]
-    dynamic: Simulation | None
+    dynamic: Plan | None
     left_out: tuple[str, ...]
 
     @property
     def best(self) -> DegreeChoice:
         """The degree whose planned evaluation is fastest; of equally fast ones the first that was tried."""
-        return min(self.choices, key=lambda choice: choice.planned.seconds)
+        return min(self.choices, key=lambda choice: choice.planned.predicted_seconds)
 
     def reason(self, name: str = "") -> str:
         """Return why the best degree is the best, of the evaluation set of this name, in one line of numbers.
@@ -132,11 +130,11 @@ class DegreeComparison:
         evaluation at cp 4, p2p: 1,024 documents in 0.173 s predicted; cp 1 0.366 s, cp 2 0.234 s, cp 8 0.211 s; ...
         """
         best = self.best
-        by_time = sorted(self.choices, key=lambda choice: choice.planned.seconds)
+        by_time = sorted(self.choices, key=lambda choice: choice.planned.predicted_seconds)
         named_choices = [choice for choice in self.choices if choice in by_time[1 : 1 + NAMED]]  # by degree, not time
         further_count = len(by_time) - 1 - len(named_choices)
         kind = f", {best.cp_comm_type}" if best.cp > 1 else ""
-        documents = plural(len(best.planned.plan.lengths), "document")
+        documents = plural(len(best.planned.lengths), "document")
         slower = ", ".join(f"cp {choice.cp} {self._time_text(choice.planned)}" for choice in named_choices)
         slower += f", {further_count} more slower" if further_count else ""
         dynamic = [f"dynamic plan {self._time_text(self.dynamic)}"] if self.dynamic else []
@@ -145,11 +143,11 @@ class DegreeComparison:
             choice_text += f" in {self._time_text(best.planned)} predicted"
         return "; ".join([choice_text, *filter(None, [slower]), *dynamic, *self.left_out])
 
-    def _time_text(self, simulation: Simulation) -> str:
-        """Write a simulation's seconds, or under a cost that is of no machine their ratio to the best degree's."""
-        if simulation.cost.source:
-            return f"{simulation.seconds:.3g} s"
-        return f"{simulation.seconds / self.best.planned.seconds:.2f} x as long"
+    def _time_text(self, plan: Plan) -> str:
+        """Write a plan's seconds, or under a cost that is of no machine their ratio to the best degree's."""
+        if plan.cost.source:
+            return f"{plan.predicted_seconds:.3g} s"
+        return f"{plan.predicted_seconds / self.best.planned.predicted_seconds:.2f} x as long"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +158,6 @@ class _Evaluation:
     home: Layout
     options: PlanOptions
     accumulation: int
-    vpp: int
 
     @property
     def cap(self) -> int:
@@ -171,10 +168,6 @@ class _Evaluation:
         """Return the least rows of a slot, in whole row multiples, at which `cp` slots hold the longest document."""
         return -(-max(self.lengths) // (cp * self.options.row_multiple)) * self.options.row_multiple
 
-    def simulation(self, plan: Plan) -> Simulation:
-        """Simulate the forward passes of a plan of this evaluation through the stages."""
-        return simulate(plan, pp=self.home.pp, vpp=self.vpp, backward=False)
-
 
 def which_degree(
     lengths: Sequence[int],
@@ -183,7 +176,6 @@ def which_degree(
     options: PlanOptions | None = None,
     degrees: Sequence[int] | None = None,
     accumulation: int | None = None,
-    vpp: int = 1,
     dynamic_degrees: tuple[int, int] = (1, 0),
 ) -> DegreeComparison:
     """Price an evaluation of these documents at each degree, and by a dynamic plan.
@@ -204,7 +196,6 @@ def which_degree(
         home=home,
         options=replace(options, cost=options.cost.forward_only()),
         accumulation=accumulation or home.pp,
-        vpp=vpp,
     )
     degrees_to_try = list(degrees or (d for d in range(1, home.slots + 1) if home.slots % d == 0))
     refused = {cp: reason for cp in degrees_to_try if (reason := _refusal_text(evaluation, cp))}
@@ -217,7 +208,7 @@ def which_degree(
         )
     choices = tuple(_price_degree(evaluation, cp) for cp in degrees_to_try if cp not in refused)
     comparison = DegreeComparison(choices, None, tuple(refused.values()))
-    dynamic, why_not = _simulate_dynamic_plan(evaluation, comparison.best.options, *dynamic_degrees)
+    dynamic, why_not = _dynamic_plan(evaluation, comparison.best.options, *dynamic_degrees)
     return replace(comparison, dynamic=dynamic, left_out=(*comparison.left_out, *why_not))
 
 
@@ -236,8 +227,7 @@ def _price_degree(evaluation: _Evaluation, cp: int) -> DegreeChoice:
     planned, options = _find_fastest_type(evaluation, cp)
     slots, accumulation = evaluation.home.slots, evaluation.accumulation
     batches = _fill_passes(evaluation.lengths, slots, cp, accumulation, options)
-    seconds = timeline(batches, slots, planned.cost, node_size=options.node_size).busy.max(axis=1).tolist()
-    filled_seconds = run_pipeline(seconds, None, evaluation.home.pp).seconds
+    filled_seconds = predicted_seconds(batches, slots, planned.cost, node_size=options.node_size)
     steps = sum(len(batch.groups) for batch in batches)
     return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled_seconds, planned, options)
 
@@ -263,35 +253,34 @@ def _fill_passes(
     return batches
 
 
-def _find_fastest_type(evaluation: _Evaluation, cp: int) -> tuple[Simulation, PlanOptions]:
-    """Simulate a plan under each communication type; return the fastest simulation and the options of its type.
+def _find_fastest_type(evaluation: _Evaluation, cp: int) -> tuple[Plan, PlanOptions]:
+    """Make a plan under each communication type; return the fastest and the options of its type.
 
-    The limit of rows that suits the pipeline is searched under the first type only, as each limit takes a plan and a
-    simulation; the other types get the same limit.
+    The limit of rows that suits the pipeline is searched under the first type only, as each limit takes a plan; the
+    other types get the same limit.
     """
     lengths, home = evaluation.lengths, evaluation.home
     first_options, *further_options = list_type_options(evaluation.options, home, cp)
     plan = plan_evaluation(
         lambda options: plan_fixed(lengths, home, cp, options=options), lengths, home, first_options, cp
     )
-    simulations = [(evaluation.simulation(plan), first_options)]
+    plans = [(plan, first_options)]
     for options in further_options:
         limited_options = replace(evaluation_options(options), max_tokens_per_slot=plan.max_tokens_per_slot)
-        simulations.append((evaluation.simulation(plan_fixed(lengths, home, cp, options=limited_options)), options))
-    return min(simulations, key=lambda pair: pair[0].seconds)
+        plans.append((plan_fixed(lengths, home, cp, options=limited_options), options))
+    return min(plans, key=lambda pair: pair[0].predicted_seconds)
 
 
-def _simulate_dynamic_plan(
+def _dynamic_plan(
     evaluation: _Evaluation, options: PlanOptions, min_cp: int, max_cp: int
-) -> tuple[Simulation | None, tuple[str, ...]]:
-    """Return the simulation of the dynamic plan of these degrees under these options, and (); or None, and why."""
+) -> tuple[Plan | None, tuple[str, ...]]:
+    """Return the dynamic plan of these degrees under these options, and (); or None, and why."""
     lengths, home = evaluation.lengths, evaluation.home
 
     def make_plan(options: PlanOptions) -> Plan:
         return plan_dynamic(lengths, home, min_cp=min_cp, max_cp=max_cp or None, options=options)
 
     try:
-        plan = plan_evaluation(make_plan, lengths, home, options, widest_degree(home, options, max_cp))
+        return plan_evaluation(make_plan, lengths, home, options, widest_degree(home, options, max_cp)), ()
     except PlanError as error:
         return None, (f"no dynamic plan: {error}",)
-    return evaluation.simulation(plan), ()

@@ -40,28 +40,22 @@ class Sensitivity:
     regret: float
 
 
-def plan_sensitivity(
-    make: Callable[[Cost], Plan], cost: Cost, price: Callable[[Plan], float] | None = None, share: float = SHARE
-) -> Iterator[Sensitivity]:
+def plan_sensitivity(make: Callable[[Cost], Plan], cost: Cost, share: float = SHARE) -> Iterator[Sensitivity]:
     """Make a plan with each constant of a cost a share lower and higher, and compare it with the plan of the cost.
 
     >>> make = lambda cost: plan_dynamic(lengths, home, cost=cost, max_tokens_per_slot=8192)
     >>> max(changed.regret for changed in plan_sensitivity(make, Cost()))  # doctest: +SKIP
     0.004
-
-    `price` gives the seconds of a plan at the right cost (None: those of a step without pipeline stages).
     """
-
-    def plan_seconds(plan: Plan) -> float:
-        return price(plan) if price else plan.timeline(cost).step_seconds
-
     right_plan = make(cost)
-    right_rows, right_seconds = rows_by_way(right_plan), plan_seconds(right_plan)
+    right_rows = rows_by_way(right_plan)
     for constant, factor, wrong_cost in wrong_costs(cost, share):
         plan = make(wrong_cost)
         rows = rows_by_way(plan)
         moved = sum((right_rows - rows).values()) / max(1, right_plan.tokens)
-        yield Sensitivity(constant, factor, plan, moved, plan_seconds(plan) / right_seconds - 1)
+        yield Sensitivity(
+            constant, factor, plan, moved, plan.timeline(cost).step_seconds / right_plan.predicted_seconds - 1
+        )
 
 
 def rows_by_way(plan: Plan) -> Counter[tuple[int, str]]:

@@ -41,14 +41,6 @@ def home_of(parallel: ParallelConfig, ranks: int) -> Layout:
     return Layout(ranks, pp=parallel.pp, tp=parallel.tp, ep=parallel.ep, dp_replicate=parallel.dp_replicate)
 
 
-def pipeline_parts(parallel: ParallelConfig) -> tuple[int, int]:
-    """Return the stages of a run's pipeline and the chunks of each, as its seconds are predicted.
-
-    Schedules that split backward passes take no longer than 1F1B of one chunk, by which they are priced.
-    """
-    return parallel.pp, parallel.vpp if parallel.pipeline_schedule == "1f1b" else 1
-
-
 def query_heads(model_config: Any) -> int | None:
     """Return how many query heads each layer of a transformers configuration has; None if none attends."""
     return getattr(model_config.get_text_config(), "num_attention_heads", None)
@@ -281,14 +273,15 @@ def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads:
 
     Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either way.
     A limit of rows "auto" is none yet. Hosts of size "auto" have the usual 8 slots until a world is open and
-    `set_node_size` sets theirs: plans before that are only checks, whose result does not depend on it.
+    `set_node_size` sets theirs: plans before that are only checks, whose result does not depend on it. Schedules that
+    split backward passes take no longer than 1F1B of one chunk, by which they are priced.
     """
-    cap, node_size = section.max_tokens_per_slot, config.context.node_size
+    cap, node_size, parallel = section.max_tokens_per_slot, config.context.node_size, config.parallel
     return PlanOptions(
         max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
         cp_comm_type=section.cp_comm_type or "p2p",
         hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes,
-        cost=cost,
+        cost=replace(cost, chunks=parallel.vpp if parallel.pipeline_schedule == "1f1b" else 1),
         node_size=PlanOptions.node_size if isinstance(node_size, str) else node_size,
         row_multiple=plan_row_multiple(config.parallel),
         partition="contiguous" if section.partition == "contiguous" else "zigzag",

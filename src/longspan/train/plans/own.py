@@ -111,52 +111,52 @@ def check_cost(name: str, file: str) -> None:
     """Raise ConfigError for a cost that does not exist, and if `file`, the value of run.machine, is given as well."""
     if file:
         raise ConfigError(f"{COST_KEY} is {name!r} and run.machine is {file!r}; give one of them")
-    _import_cost(name)
+    _import_cost(name, COST_KEY)
 
 
-def _import_cost(name: str) -> Any:
+def _import_cost(name: str, key: str) -> Any:
     """Import the cost of this name, or the function that makes one from a model's configuration.
 
     Raises ConfigError for anything else.
     """
     if "." not in name or name.endswith(".json"):
         raise ConfigError(
-            f"{COST_KEY} is {name!r}; give a longspan.Cost or a function that returns one by its dotted name, as in "
+            f"{key} is {name!r}; give a longspan.Cost or a function that returns one by its dotted name, as in "
             "'my_module.my_cost'; a file of longspan bench calibrate is the value of run.machine"
         )
-    cost = import_object(name, f"{COST_KEY} is {name!r}")
+    cost = import_object(name, f"{key} is {name!r}")
     if not isinstance(cost, Cost) and not callable(cost):
         module, _, attribute = name.rpartition(".")
         lack = f"has no {attribute}" if cost is None else f"has {attribute}, which is neither a Cost nor a function"
         raise ConfigError(
-            f"{COST_KEY} is {name!r}, and {module} {lack}; name a longspan.Cost, or a function of the model's "
+            f"{key} is {name!r}, and {module} {lack}; name a longspan.Cost, or a function of the model's "
             "configuration that returns one"
         )
     return cost
 
 
-def own_cost(name: str, model_config: Any) -> Cost:
-    """Return the cost with a dotted name, for a model.
+def own_cost(name: str, model_config: Any, key: str = COST_KEY) -> Cost:
+    """Return the cost with a dotted name, for a model; `key` names it in errors.
 
     Raises ConfigError for what is no cost, and for a cost whose prices are not finite numbers from 0.
 
     >>> own_cost("my_costs.measured", model.config)  # doctest: +SKIP
     """
-    cost = _import_cost(name)
+    cost = _import_cost(name, key)
     if not isinstance(cost, Cost):
         try:
             cost = cost(model_config)
         except Exception as error:  # whatever somebody's function raises
             raise ConfigError(
-                f"{COST_KEY} {name!r} failed for the model's configuration: {type(error).__name__}: {error}"
+                f"{key} {name!r} failed for the model's configuration: {type(error).__name__}: {error}"
             ) from error
     if not isinstance(cost, Cost):
-        raise ConfigError(f"{COST_KEY} {name!r} returned {type(cost).__name__}; it must return a longspan.Cost")
-    _try_cost(cost, name)
+        raise ConfigError(f"{key} {name!r} returned {type(cost).__name__}; it must return a longspan.Cost")
+    _try_cost(cost, name, key)
     return cost
 
 
-def _try_cost(cost: Cost, name: str) -> None:
+def _try_cost(cost: Cost, name: str, key: str) -> None:
     """Raise ConfigError unless a cost's methods give finite numbers of at least 0, in arrays of the arguments' shape.
 
     They are tried on three numbers of tokens (3, 1), their squares, and three degrees (3,).
@@ -174,9 +174,9 @@ def _try_cost(cost: Cost, name: str) -> None:
         try:
             values = np.asarray(getattr(cost, method)(*arguments), dtype=np.float64)
         except Exception as error:
-            raise ConfigError(f"{COST_KEY} {name!r}: {method} failed: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{key} {name!r}: {method} failed: {type(error).__name__}: {error}") from error
         if values.shape != shape or not np.isfinite(values).all() or (values < 0).any():
             raise ConfigError(
-                f"{COST_KEY} {name!r}: {method} of arrays that broadcast to {shape} gave {values.shape}, from "
+                f"{key} {name!r}: {method} of arrays that broadcast to {shape} gave {values.shape}, from "
                 f"{values.min(initial=np.inf):g} to {values.max(initial=0.0):g}; give that shape, finite and at least 0"
             )

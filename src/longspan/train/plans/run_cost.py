@@ -16,7 +16,7 @@ from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.cost_changes import CostSettings
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_cost import read_machine
-from longspan.plan.simulate.row_bytes import QWEN3_8B
+from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.train.plans.own import own_cost
 
 KEY = "run.machine"
