@@ -1,12 +1,15 @@
 """What images take of a rank's memory, and that the rows of a slot leave room for it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from longspan import EncoderHome, Layout, World, prepare
 from longspan.errors import ConfigError
 from longspan.testing import run_ranks
+from longspan.train.memory import images_held
 from longspan.train.memory.images_held import ImageBytes, measure_images
 from tests.model.vision.models import tiny
 
@@ -35,6 +38,21 @@ def test_activations_and_rows_are_measured(shard: bool) -> None:
             50 * again.row_bytes, abs=1
         )
         assert kept.row_bytes > 4 * 3 * 16 * 8  # four patches of a row, the input of every layer
+
+
+@pytest.mark.parametrize("order", [("wide", "narrow"), ("narrow", "wide")])
+def test_a_wave_is_that_of_the_encoder_that_needs_most(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advice of how many rows fit divides by the bytes of a row of that encoder, on the rank that needs most."""
+    world: Any = SimpleNamespace(home=Layout(2), control=SimpleNamespace(largest_of=lambda values, _: values))
+    module, rows = nn.Linear(2, 2), {"wide": 50, "narrow": 0}
+    settings = {"world": world, "deep_layers": 0, "module": module, "recompute": False, "frozen": True}
+    encoders = {name: SimpleNamespace(name=name, max_rows_per_slot=rows[name], **settings) for name in order}
+    text = SimpleNamespace(hidden_size=8)
+    model: Any = SimpleNamespace(encoder_settings=encoders, config=SimpleNamespace(get_text_config=lambda: text))
+    sizes = {"wide": 1000.0, "narrow": 100.0}
+    monkeypatch.setattr(images_held, "image_tokens", lambda _: None)
+    monkeypatch.setattr(images_held, "_measure_row_bytes", lambda encoder, _: sizes[encoder.name])
+    assert measure_images(model, 160.0, world) == ImageBytes(2 * 2 * 8 * 4 * 100, 50_000, 50, 1000.0)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from longspan.comm import World
 from longspan.config.sections import RunConfig
@@ -74,6 +75,28 @@ def test_a_probe_fills_every_slot(tmp_path: Path, planner: str, degree: int, wid
     plan = probe_plan(config, Layout(ranks=4), 64)
     assert plan.timeline().rows.tolist() == [[64] * 4] and plan.efficiency == 1
     assert {group.degree for group in plan.micro_batches[0].groups} == {widest}
+
+
+@pytest.mark.parametrize(("positions", "documents"), [(1000, 1), (256, 1), (255, 2), (100, 3), (64, 4), (20, 16)])
+@pytest.mark.parametrize("rows", [64, 61, 1001])
+def test_a_probe_has_documents_that_a_model_s_positions_allow(
+    tmp_path: Path, positions: int, documents: int, rows: int
+) -> None:
+    config = small_config(tmp_path, context__planner="dynamic", parallel__pp=2)
+    plan = probe_plan(config, Layout(ranks=8, pp=2), rows, positions=positions)
+    assert max(plan.lengths) <= positions and len({*plan.lengths}) == 1 and len(plan.micro_batches) == 2
+    assert all(rows <= n < rows + 2 * len(plan.lengths) for n in plan.timeline().rows.flatten())
+    if rows == 64:
+        assert len(plan.micro_batches[0].documents) == documents and plan.efficiency == 1
+
+
+def test_a_step_is_measured_within_a_table_of_positions(tmp_path: Path) -> None:
+    drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=40, **drops)
+    with World(Layout(ranks=1), backend=backend()) as world:
+        model = prepare(GPT2LMHeadModel(config), world)
+        few, many = (measure_step_bytes(small_config(tmp_path), model, world, rows) for rows in (32, 128))
+    assert many > 2 * few
 
 
 def test_probes_suit_rows_that_are_split_over_tp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ UNEVEN = 1.25  # times the mean rows of a step, for steps with more images
 class ImageBytes:
     """Bytes of a rank: `held_bytes` while the language model runs, `wave_bytes` while a wave of `wave_rows` is encoded.
 
-    `row_bytes` are those of the encoder's activations for one row.
+    `row_bytes` are those of the activations for one row, of the encoder with the largest wave.
     """
 
     held_bytes: int
@@ -58,8 +58,7 @@ def measure_images(model: MultimodalModel, rows: float, world: World, *, uses: i
     `rows` are the rows of images of a step on all slots together. `uses` is how often a rank holds such a row: once for
     the row's own place, and once for each depth of multi-token prediction. Each use has a gradient as well.
     """
-    held_bytes = wave_bytes = row_bytes = 0.0
-    wave_rows = 0
+    held_bytes, waves = 0.0, list[tuple[float, int, float]]()
     for encoder in model.encoder_settings.values():
         slot_rows = UNEVEN * rows / encoder.world.home.slots  # an encoder may have other slots than the language model
         tokens = image_tokens(model.config)
@@ -67,13 +66,12 @@ def measure_images(model: MultimodalModel, rows: float, world: World, *, uses: i
         width = model.config.get_text_config().hidden_size * (1 + encoder.deep_layers)
         itemsize = next(encoder.module.parameters()).element_size()
         held_bytes += 2 * uses * width * itemsize * UNEVEN * rows / world.home.slots  # rows and their gradients
-        row_bytes = _measure_row_bytes(encoder, tokens)
+        (row_bytes,) = world.control.largest_of([_measure_row_bytes(encoder, tokens)], "bytes of images")
         wave_rows = math.ceil(min(encoder.max_rows_per_slot or slot_rows, slot_rows))
-        wave_bytes = max(wave_bytes, row_bytes * wave_rows)
+        waves.append((row_bytes * wave_rows, wave_rows, row_bytes))
         if not (encoder.recompute or encoder.frozen):
             held_bytes += row_bytes * slot_rows
-    figures = [held_bytes, wave_bytes, row_bytes]
-    held_bytes, wave_bytes, row_bytes = world.control.largest_of(figures, "bytes of images")
+    wave_bytes, wave_rows, row_bytes = max(waves)
     return ImageBytes(round(held_bytes), round(wave_bytes), wave_rows, row_bytes)
 
 

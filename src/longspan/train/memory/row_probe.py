@@ -22,9 +22,10 @@ from longspan.errors import ConfigError
 from longspan.files import read_json, write_atomically
 from longspan.layout import Layout
 from longspan.model.prepared import vocabulary_size
+from longspan.model.seams.call_rules import call_rules
 from longspan.plan import Plan
 from longspan.train.memory.live_bytes import LiveBytes
-from longspan.train.plans import PlanChoice, query_heads
+from longspan.train.plans import PlanChoice, plan_row_multiple, query_heads
 from longspan.train.step import run_step
 from longspan.train.terms.mtp import mtp_loss
 
@@ -71,7 +72,8 @@ def measure_step_bytes(config: RunConfig, model: nn.Module, world: World, rows: 
 
     Raises ConfigError on the rank whose memory does not suffice; the others raise CommError, which quotes it.
     """
-    plan = probe_plan(config, world.home, rows, query_heads(model.config))
+    table = call_rules(model).position_table
+    plan = probe_plan(config, world.home, rows, query_heads(model.config), positions=table and table.positions)
     # 0 and 1 are token ids of every model, also of one that does not say its vocabulary.
     random, vocabulary = np.random.default_rng(0), vocabulary_size(model) or 2
     documents = [random.integers(0, vocabulary, size=n) for n in plan.lengths]
@@ -98,19 +100,24 @@ def _measure_peak(config: RunConfig, model: nn.Module, world: World, plan: Plan,
     return live_bytes.peak
 
 
-def probe_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
+def probe_plan(
+    config: RunConfig, home: Layout, rows: int, heads: int | None = None, *, positions: int | None = None
+) -> Plan:
     """Make a plan in which every slot holds `rows` rows in each micro-batch, of documents in the widest groups.
 
     A pipeline gets as many micro-batches as it holds at once. Under sequence parallelism `rows` is a multiple of tp.
+    A group has one document, or several alike where one would be longer than a model's `positions`; slots then hold a
+    few rows more, so that no part of a document is padded.
     """
     choice = PlanChoice.training(config, heads=heads)
-    degree = choice.widest_even_degree(home)
+    degree, unit = choice.widest_even_degree(home), 2 * plan_row_multiple(config.parallel)
     in_flight = max(1, home.pp * config.parallel.vpp)  # micro-batches that a pipeline holds at once
-    lengths = [rows * degree] * (home.slots // degree * in_flight)
-    probe = replace(choice, options=replace(choice.options, max_tokens_per_slot=rows)).at_degree(
-        degree, longest=rows * degree
-    )
-    return probe.plan(lengths, home)
+    most = rows if positions is None else min(rows, max(unit, positions // (degree * unit) * unit))
+    count = -(-rows // most)  # documents of a group
+    document_rows = min(most, -(-rows // (count * unit)) * unit)
+    lengths = [document_rows * degree] * (home.slots // degree * in_flight * count)
+    options = replace(choice.options, max_tokens_per_slot=document_rows * count)
+    return replace(choice, options=options).at_degree(degree, longest=lengths[0]).plan(lengths, home)
 
 
 def _record_too_many_rows(config: RunConfig, world: World, rows: int, error: BaseException) -> ConfigError:
