@@ -70,7 +70,7 @@ def measure(rank: int, ranks: int, options: argparse.Namespace) -> list[dict[str
             dtype=options.dtype,
             seed=0,
             vocab_size=32768 if not options.model and options.preset.endswith("tiny") else None,
-            sharded=None,
+            sharded=True,
         )
         compute = torch.bfloat16 if world.device.type == "cuda" else None  # as a run computes
         model = prepare(loaded, world, compute_dtype=compute)

@@ -135,7 +135,10 @@ CASES: dict[str, tuple[Any, str]] = {
     ),
     "pp": (lambda: _make(longspan={"pp": 2}), "pp is 2: a longspan trainer runs no pipelines"),
     "device_map": (lambda: _make(model=_model(hf_device_map={"a": 0, "b": 1})), "a device_map over 2 devices"),
-    "quantized": (lambda: _make(model=_model(is_quantized=True)), "is quantized, which a longspan trainer"),
+    "quantized": (
+        lambda: _make(model=_model(is_quantized=True)),
+        "is quantized (transformers), and whole weights are trained",
+    ),
     "no causal model": (
         lambda: _make(model=BertForMaskedLM(_bert())),
         "BertForMaskedLM is no causal language model",

@@ -6,8 +6,9 @@ and writing many gigabytes does: the ranks wait for each other as long as each o
 """
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import Event, Thread
 from typing import Any, TypeVar
@@ -98,6 +99,11 @@ LogLine = Callable[[str], None]
 def is_first_rank(world: World) -> bool:
     """Return whether this rank is the one that writes and prints."""
     return world.rank == world.home.ranks[0]
+
+
+def first_rank_warns(world: World) -> AbstractContextManager[Any]:
+    """Leave out warnings that are the same on all ranks, on all but the first."""
+    return nullcontext() if is_first_rank(world) else warnings.catch_warnings(action="ignore")
 
 
 def run_on_every_rank(world: World, work: Callable[[], Result], os_error_as: type[LongspanError]) -> Result:

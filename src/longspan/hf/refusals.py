@@ -15,6 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 from longspan.errors import ConfigError, ModelError
 from longspan.hf.arguments import LongspanArguments
 from longspan.model.adapters import unwrap_model
+from longspan.model.exactness.declared_rules import refuse_quantized
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 _LAYOUT = "the layout is in longspan's own keys (docs/trainer.md)"
@@ -110,10 +111,7 @@ def refuse_kind(maybe_wrapped: Any) -> None:
             f"{name} was loaded with a device_map over {len(set(model.hf_device_map.values()))} devices, and a "
             "longspan trainer places parameters itself; load it without device_map"
         )
-    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None):
-        raise ModelError(
-            f"{name} is quantized, which a longspan trainer does not shard; load it in bfloat16 or float32"
-        )
+    refuse_quantized(model)
     config = getattr(model, "config", None)
     causal = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is ForCausalLMLoss
     if not causal or getattr(config, "is_encoder_decoder", False) or not _has_head(model):

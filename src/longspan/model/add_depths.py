@@ -24,7 +24,6 @@ from longspan.model.seams.call_rules import is_prepared
 from longspan.model.seams.refusals import find_set_forwards
 from longspan.model.weights.fill import WeightSource, empty_model, is_empty, persistent_buffers
 from longspan.model.weights.folder import FolderWeights
-from longspan.model.weights.hf_folder import weight_files
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.random import draw_copy
 from longspan.plan.shape.layers import depth_types
@@ -43,7 +42,7 @@ def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
     layers = model.config.get_text_config().num_hidden_layers
     rename = partial(translate_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
     # Publishers have names of their own for the weights, and one of them another order of a projection's columns.
-    source = FolderWeights(folder, weight_files(folder), model, rename=rename, view=order_columns)
+    source = FolderWeights(folder, model, rename=rename, view=order_columns)
     names = [f"{PREFIX}.{name}" for name in mtp.state_dict()]
     available = source.names()
     if missing := [name for name in names if name not in available]:

@@ -29,6 +29,7 @@ from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import expert_modules, use_experts
 from longspan.model.float8_layers import float8_error, use_float8
 from longspan.model.lora.without_adapter import redirect_peft_model
+from longspan.model.parts import is_tied
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.placement import Placement
@@ -156,6 +157,9 @@ def prepare_language_model(
     evidence = check_model(model, placement, connect_layers, stages=stages, kernel=kernel, probe=options.probe)
     assert isinstance(model, PreTrainedModel)  # others were refused
     model.config.use_cache = False  # no call goes on from keys and values of an earlier one
+    if evidence.adapter is None and not is_tied(model):  # transformers keeps two matrices that a folder has, if unequal
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False  # so that a saved folder has both too
     execution = _make_execution(model, placement, evidence.calls, options)
     execution = replace(execution, float8=use_float8(model) if options.float8 else "")
     if placement.recomputation.exchanges_again and world.home.slots > 1:

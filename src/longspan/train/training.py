@@ -4,10 +4,8 @@ Nothing here needs a corpus or a run's folder: `longspan train` (`run/set_up/set
 `longspan bench step` build on the same functions, so that neither can do what the other cannot.
 """
 
-import warnings
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
+from longspan.comm.all_ranks import first_rank_warns
 from longspan.config.defaults import compute_dtype, encoder_default
 from longspan.config.memory_keys import key_checkpointing
 from longspan.config.plan_section import EvalConfig
@@ -69,8 +68,8 @@ def load_run_model(
     presets, which are drawn here.
     """
     configuration = configuration or model_configuration(config, vocabulary)
-    if folder := config.model.path:  # sharded=None: read in parts if its files allow it
-        model = load_model(folder, config=configuration, dtype=config.model.dtype, sharded=None, images=images)
+    if folder := config.model.path:
+        model = load_model(folder, config=configuration, dtype=config.model.dtype, sharded=True, images=images)
         return add_configured_depths(config, model)
     tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows  # it has no vocabulary of its own
     dtype, seed = config.model.dtype, config.train.seed
@@ -123,8 +122,7 @@ def prepare_run_model(
     """
     _check_layers(config, model)
     computed_dtype = compute_dtype(config.model, world.device.type)
-    # Warnings about the adapter are the same on all ranks; the first one shows them.
-    with nullcontext() if world.rank == world.home.ranks[0] else warnings.catch_warnings(action="ignore"):
+    with first_rank_warns(world):  # about the adapter
         adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
     # Parameters of an adapter may be in another dtype than the model's.
     dtypes = (

@@ -58,7 +58,7 @@ def _refused(rank: int, folder: Path) -> list[str]:
     with World(Layout(ranks=1), backend=backend(), timeout=60) as world:
         ways: list[dict[str, Any]] = [{}, {"low_cpu_mem_usage": True}]
         for more in ways:
-            base: Any = load_model(folder / "base", sharded=None)
+            base: Any = load_model(folder / "base", sharded=True)
             model = peft.PeftModel.from_pretrained(base, str(folder / "adapter"), is_trainable=True, **more)
             with pytest.raises(ModelError) as error:
                 prepare(model, world)

@@ -224,7 +224,7 @@ def test_of_fused_experts_no_more_than_one_is_whole(
     folder = folders / "6 experts"
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
     names = [name for name, x in whole.items() if x.dim() == 3]
-    weights = FolderWeights(folder, sorted(folder.glob("*.safetensors")), empty_model(_config("6 experts"), dtype))
+    weights = FolderWeights(folder, empty_model(_config("6 experts"), dtype))
     with _LargestMade() as largest:
         parts = dict(weights.read({name: LocalPart(block, dtype) for name in names}, torch.device("cpu")))
     assert len(names) == 6 and parts.keys() == set(names)
@@ -294,20 +294,3 @@ def test_what_one_stage_cannot_read_every_rank_refuses(folders: Path, tmp_path: 
     _edit(tmp_path / "model", GATE, lambda x: x[:5].clone())
     for refusal in run_ranks(_refused, 2, str(tmp_path / "model")):
         assert f"{GATE} is (5, 32) in the files, (48, 32) by the configuration" in refusal
-
-
-def test_files_that_have_no_parts_are_refused(tmp_path: Path) -> None:
-    _config("tied").save_pretrained(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"pytorch_model.bin, of which no part can be read alone; .*sharded=False"):
-        load_model(tmp_path, sharded=True)
-
-
-def test_the_files_decide_whether_parts_are_read(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_config(_config("tied"))
-    model.save_pretrained(tmp_path)
-    assert {p.device.type for p in load_model(tmp_path, sharded=None).parameters()} == {"meta"}
-    (tmp_path / "model.safetensors").rename(tmp_path / "adapter.safetensors")  # no part of the model
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    loaded = load_model(tmp_path, sharded=None)
-    assert all(p.equal(q) for p, q in zip(loaded.parameters(), model.float().parameters(), strict=True))

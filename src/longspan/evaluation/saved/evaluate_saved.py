@@ -58,9 +58,9 @@ def evaluate_saved(
     """
     starts, deadline = starts or Starts(), time.monotonic() + (request.seconds or math.inf)
     metrics = run_on_every_rank(world, partial(_load_set_metrics, request), ConfigError)
-    checked_weights = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
-    sets = choose_sets(request, checked_weights, world, log)
-    pairs = zip(checked_weights, sets, strict=True)
+    compare_weights = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
+    sets = choose_sets(request, compare_weights, world, log)
+    pairs = zip(compare_weights, sets, strict=True)
     fits = [run_on_every_rank(world, partial(_fit_subject, request, *pair, world, log), ConfigError) for pair in pairs]
     if line := changes_line(fits[0].changes, len(world.home.ranks)):
         log(line)

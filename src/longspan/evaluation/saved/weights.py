@@ -11,15 +11,16 @@ from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, ho
 from longspan.checkpoint.files import read_state
 from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import LogLine, first_rank_warns, run_on_every_rank, run_on_first_rank
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
 from longspan.corpus.tokenizer_files import vocabulary_files
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.evaluation.saved.request import Subject
 from longspan.model import load_model
+from longspan.model.load import check_folder
 from longspan.model.seams.rope import position_limit, smallest_factor
-from longspan.model.weights.hf_folder import read_configuration, weight_files
+from longspan.model.weights.hf_folder import read_configuration
 from longspan.train.long_documents import scale_positions
 from longspan.train.training import AnyModel, load_run_model, model_configuration, prepare_run_model, unread_model
 
@@ -42,7 +43,7 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
     """
     weights, checkpoint = subject.weights, subject.weights.checkpoint
     if weights.run_dir is None:
-        run_on_every_rank(world, lambda: weight_files(weights.path), ModelError)
+        run_on_every_rank(world, lambda: check_folder(weights.path), ModelError)
     elif checkpoint is not None:
         check_checkpoint(checkpoint, world)
     else:
@@ -131,8 +132,9 @@ def load_saved_model(
     """
     checkpoint = checked.checkpoint
     if checkpoint is None:
-        load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=None)
-        model = run_on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
+        load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=True)
+        with first_rank_warns(world):
+            model = run_on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
         return prepare_run_model(config, world, model, training=False, images=images), 0
     images = run_on_first_rank(world, lambda: _look_for_encoders(checkpoint, needed=images), CheckpointError)
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)

@@ -127,7 +127,7 @@ def _value_reasons(model: nn.Module) -> Iterator[str]:
         return
     if "weights_to_come" in vars(model):
         yield (
-            "prepare reads its base model's weights (sharded=True or None), before which peft gives an adapter no "
+            "prepare reads its base model's weights (sharded=True), before which peft gives an adapter no "
             "values; load the base with sharded=False: load_model(folder, sharded=False)"
         )
     elif without_values := [name for name, p in adapter_parameters(model) if p.is_meta]:

@@ -19,6 +19,7 @@ from longspan.model.seams.forwards.rope_by_length import depends_on_length, type
 from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers, is_mixer
 from longspan.model.seams.refusals import doctor_hint, find_set_forwards, is_wrapped_by_others, items_text
 from longspan.model.seams.rope import rope_types
+from longspan.model.weights.hf_folder import DEQUANTIZE
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -34,6 +35,7 @@ def refuse_unsupported(model: nn.Module) -> None:
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
             "a model of your own calls longspan.attend itself and needs no prepare"
         )
+    refuse_quantized(model)
     reasons = [reason for rule in (_architecture_reasons, _output_reasons, _forward_reasons) for reason in rule(model)]
     text_rules = (_rope_reasons, _temperature_reasons, _layer_type_reasons, _convolution_reasons)
     reasons += [reason for rule in text_rules for reason in rule(text_model(model))]
@@ -42,6 +44,15 @@ def refuse_unsupported(model: nn.Module) -> None:
             f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}"
             f"{doctor_hint(model)}"
         )
+
+
+def refuse_quantized(model: nn.Module) -> None:
+    """Raise ModelError for a model whose parameters are codes of weights, by transformers' mark or their own type."""
+    method = getattr(model, "is_quantized", False) and (getattr(model, "quantization_method", None) or "transformers")
+    codes = (name for name, p in model.named_parameters() if not p.is_floating_point() or p.element_size() == 1)
+    if reason := method or next(codes, ""):
+        name = getattr(reason, "value", reason)
+        raise ModelError(f"{type(model).__name__} is quantized ({name}), and whole weights are trained; {DEQUANTIZE}")
 
 
 def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:

@@ -13,15 +13,16 @@ vLLM's `mimo_mtp.py`; the others are as in `qwen3_next_mtp.py`, `deepseek_mtp.py
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from longspan.errors import ModelError
+from longspan.model.weights.folder import open_tensors
 from longspan.model.weights.hf_folder import weight_files
 
 PREFIX = "mtp"  # of the depths' weights in a state_dict and in files
@@ -96,23 +97,22 @@ def publication_names(model_type: str, layers: int, depths: int, blocks: int = 1
 def count_depths(folder: Path, layers: int) -> int:
     """Count the depths 0, 1, … without a gap whose weights a folder has, for a model of so many `layers`.
 
-    It is 0 for files other than safetensors.
-
     Raises ModelError for files that are missing or cannot be read.
     """
-    depths_here, names = set[int](), list[str]()
-    for file in weight_files(folder):
-        if file.suffix != ".safetensors":
-            return 0
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                names += tensors.keys()
-        except Exception as error:  # safetensors raises errors of its own kind
-            raise ModelError(f"{file} cannot be read: {error}") from error
-    for name in names:
-        if match := re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.eh_proj\.weight", translate_name(name, layers)):
-            depths_here.add(int(match[1]))
-    return next(depth for depth in range(len(depths_here) + 1) if depth not in depths_here)
+    with ExitStack() as stack:
+        names = {translate_name(name, layers) for name in open_tensors(weight_files(folder), stack)}
+    return next(depth for depth in count() if f"{PREFIX}.layers.{depth}.eh_proj.weight" not in names)
+
+
+def names_of_depths(keys: Iterable[str], layers: int) -> set[str]:
+    """Select, of names in files of a model of so many layers, those of depths: of a layer with a depth's projection.
+
+    >>> names_of_depths(["model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight", "model.layers.3.x"], layers=2)
+    {...'model.layers.2.enorm.weight'...}
+    """
+    names = {key: translate_name(key, layers) for key in keys}
+    depths = tuple(name.removesuffix("eh_proj.weight") for name in names.values() if name.endswith("eh_proj.weight"))
+    return {key for key, name in names.items() if name.startswith(depths) or re.match(r"(model\.)?mtp", key)}
 
 
 class _HalvesExchanged:
@@ -121,9 +121,9 @@ class _HalvesExchanged:
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
 
-    def get_shape(self) -> Any:
-        """Return the shape that the tensor has in the file."""
-        return self._tensor.get_shape()
+    def __getattr__(self, name: str) -> Any:
+        """Return what the tensor has in the file: its shape and its type."""
+        return getattr(self._tensor, name)
 
     def __getitem__(self, block: Any) -> Tensor:
         """Read a block; the whole matrix is read for it."""

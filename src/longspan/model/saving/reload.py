@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_entries, model_adapter
+from longspan.model.check_folder import compare_weights
 from longspan.model.lora.save import WEIGHTS, stock_name
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.saving.save import empty_stock_model
 from longspan.model.weights.fill import DeferredWeights, persistent_buffers
-from longspan.model.weights.folder import FolderWeights
-from longspan.model.weights.hf_folder import weight_files
+from longspan.model.weights.folder import check_type
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
 
 
@@ -46,15 +46,9 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
 
 
 def _whole_model_source(model: PreTrainedModel | PipelineModel, folder: Path) -> DeferredWeights:
-    """Return the source of a folder's weights, by the names of the whole stock model.
-
-    Raises ModelError for files other than safetensors.
-    """
-    files = weight_files(folder)
-    if files[0].suffix != ".safetensors":
-        raise ModelError(f"{folder} has {files[0].name}, of which no part can be read alone; save it as safetensors")
+    """Return the source of a folder's weights, by the names of the whole stock model."""
     empty = empty_stock_model(model)
-    return DeferredWeights(empty, FolderWeights(folder, files, empty))
+    return DeferredWeights(empty, compare_weights(folder, empty))
 
 
 @torch.no_grad()
@@ -79,6 +73,7 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
             values = stored.get_slice(name)
             if tuple(values.get_shape()) != tuple(tensor.shape):
                 raise ModelError(f"{name} is {tuple(values.get_shape())} in {file}, and {tuple(tensor.shape)} here")
+            check_type(name, values.get_dtype(), tensor.dtype, folder)
             local_tensor(tensor).copy_(values[LocalPart.of(tensor).block])
 
 

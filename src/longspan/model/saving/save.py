@@ -30,7 +30,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.weights.fill import empty_model
-from longspan.model.weights.hf_folder import no_progress_bars
+from longspan.model.weights.hf_folder import no_progress_bars, plain_configuration
 from longspan.model.weights.write import (
     OF_ADAPTER,
     OF_MODEL,
@@ -282,7 +282,7 @@ def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype
 
 def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of a prepared model's configuration with transformers' own attention and cache, to be saved."""
-    config = deepcopy(config)
+    config = plain_configuration(deepcopy(config))
     config._attn_implementation = "eager"
     config.use_cache = True
     return config

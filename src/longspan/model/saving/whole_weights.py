@@ -21,6 +21,7 @@ from longspan.model.lora.save import stock_name
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared_model
+from longspan.model.weights.ties import tied_names
 
 _BASE = ".base_layer."
 
@@ -84,12 +85,12 @@ class _WholeWeights:
         entries = list[_Entry]()
         position = world.coordinates.pp
         for stage in stages:
-            state, scalings, tied_names = stage.state_dict(), self._adapter_scalings(stage), _tied_names(stage)
+            state, scalings, tied = stage.state_dict(), self._adapter_scalings(stage), tied_names(stage)
             for name, value in state.items():
-                if name not in tied_names and name not in self._local:
+                if name not in tied and name not in self._local:
                     self._local[name] = value
                     scaling = scalings.get(name.partition(_BASE)[0]) if _BASE in name else None
-                    is_tied = name in tied_names.values()
+                    is_tied = name in tied.values()
                     entries.append(_Entry(name, tuple(value.shape), value.dtype, position, is_tied, scaling))
         entries = self._collect_entries(entries)
         self._tied = {entry.name for entry in entries if entry.tied}
@@ -205,10 +206,3 @@ def _merge_adapter(weight: Tensor, parts: Mapping[str, Tensor], scaling: float) 
     if "magnitude" in wide:  # DoRA: the directions of rows, times lengths that are trained
         total = total * (wide["magnitude"] / total.norm(dim=1)).unsqueeze(1)
     return total.to(weight.dtype)
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Map each further name of a tied parameter to the parameter's first name."""
-    first = dict[int, str]()
-    names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-    return {name: first_name for name, first_name in names.items() if name != first_name}

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder, read a part at a time and converted to a model's own names and shapes.
+"""The weights of a Hugging Face folder, compared with a model, read a part at a time and converted to its names.
 
 transformers says which file tensors become which parameter, and how (its weight conversions: renamed keys, fused
 experts). Its conversions run here for one parameter at a time, so that at most one is whole in memory; of stacked
@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
@@ -27,10 +28,14 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from longspan.errors import ModelError
+from longspan.errors import ModelError, plural
+from longspan.model.weights.hf_folder import DEQUANTIZE, OWN_MODEL, refusal_reason, weight_files
 from longspan.model.weights.local_tensors import LocalPart
+from longspan.model.weights.ties import tied_names
 
-_Slices = Mapping[str, Any]  # by file tensor: what safetensors reads a part of when it is indexed
+_Slices = Mapping[str, Any]  # by file tensor: what is read, a part of it, when it is indexed
+_REAL_NUMBERS = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"})
+_ROWS = 4096  # of two matrices that are compared at once
 
 
 class _Recipe:
@@ -43,6 +48,12 @@ class _Recipe:
         """Begin without tensors; `sources` maps a pattern to the names of its file tensors."""
         self.converter: Any = None
         self.sources: dict[str, list[str]] = defaultdict(list)
+
+    def target_names(self, name: str) -> set[str]:
+        """Return the parameters that the recipe listed under `name` makes: of a converter perhaps several."""
+        targets = [] if self.converter is None else self.converter.target_patterns
+        parts = next((name.partition(target) for target in targets if target in name), None)
+        return {name} if parts is None else {f"{parts[0]}{target}{parts[2]}" for target in targets}
 
     def stacks_experts(self, count: int) -> bool:
         """Return whether the converter stacks `count` experts in dim 0, so that each can be converted by itself.
@@ -64,7 +75,7 @@ def _leaves_first_dim(operation: Any) -> bool:
 
 
 class FolderWeights:
-    """A source of weights from the safetensors files of a folder, for a model of `model`'s names and shapes.
+    """A source of weights from the files of a folder, for a model of `model`'s names, shapes and types.
 
     `rename` maps the files' names to those of a folder that `save_model` writes; `view` wraps each tensor of a file,
     given its name there, for example to exchange columns as it is read.
@@ -73,17 +84,30 @@ class FolderWeights:
     def __init__(
         self,
         folder: Path,
-        files: Sequence[Path],
         model: PreTrainedModel,
         *,
         rename: Callable[[str], str] = lambda key: key,
         view: Callable[[str, Any], Any] = lambda key, tensor: tensor,
     ) -> None:
-        self._folder, self._files, self._config = folder, files, model.config
+        """Read the headers of the files; `unread` maps what the model does not take to its name for it.
+
+        Raises ModelError for files that cannot be read, and for tensors of another shape or type than the model's.
+        """
+        self._folder, self._files, self._config = folder, weight_files(folder), model.config
         self._rename, self._view = rename, view
-        self._shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+        state = model.state_dict()
+        self._shapes = {name: tuple(x.shape) for name, x in state.items()}
+        self._dtypes = {name: x.dtype for name, x in state.items()}
+        self._tied = tied_names(model)
         self._conversions: list[Any] = get_model_conversion_mapping(model)
         self._prefix = model.base_model_prefix
+        self.unread: dict[str, str] = {}
+        with ExitStack() as stack:
+            slices = self._open_slices(stack)
+            self._recipes = self._find_recipes(slices)
+            for name, recipe in self._recipes.items():
+                if recipe.converter is None:
+                    self._check_shape(name, slices[self._single_key(name)].get_shape())
 
     def __str__(self) -> str:
         return f"the model in {self._folder}"
@@ -95,32 +119,57 @@ class FolderWeights:
         """
         with ExitStack() as stack:
             slices = self._open_slices(stack)
-            for name, recipe in self._find_recipes(slices).items():
+            for name, recipe in self._recipes.items():
                 if recipe.converter is not None:
                     yield from self._convert_part(name, recipe, slices, parts)
                 elif part := parts.get(name):
-                    ((key,),) = recipe.sources.values()
-                    self._check_shape(name, slices[key].get_shape())
-                    yield name, slices[key][part.block or ...].to(part.dtype)  # a scalar's block is empty
+                    tensor = slices[self._single_key(name)]
+                    yield name, tensor[part.block or ...].to(part.dtype)  # a scalar's block is empty
 
     def names(self) -> set[str]:
         """Return the model's parameters that the files have."""
+        return {target for name, recipe in self._recipes.items() for target in recipe.target_names(name)}
+
+    def check_complete(self) -> None:
+        """Raise ModelError unless the files have every weight of the model.
+
+        Values are read only of two matrices that the model ties, if the files hold both: they must be equal.
+        """
+        if missing := sorted(self._shapes.keys() - self._tied.keys() - self.names()):
+            raise ModelError(
+                f"{self} lacks {len(missing)} weights that its config.json asks for, which would be random: "
+                f"{', '.join(missing[:4])}; complete the folder, or correct config.json"
+            )
         with ExitStack() as stack:
-            return set(self._find_recipes(self._open_slices(stack)))
+            slices = self._open_slices(stack)
+            for name in self._tied.keys() & self._recipes.keys():
+                self._check_tie(name, (self._single_key(name), self._single_key(self._tied[name])), slices)
+
+    def _check_tie(self, name: str, keys: tuple[str, str], slices: _Slices) -> None:
+        for row in range(0, self._shapes[name][0], _ROWS):
+            pair = (slices[key][row : row + _ROWS].to(self._dtypes[name]) for key in keys)
+            if not torch.equal(*pair):
+                raise ModelError(
+                    f"the files of {self._folder} hold {keys[0]}, which differs from {keys[1]}, and config.json ties "
+                    "the two; set tie_word_embeddings to false in it, which keeps both"
+                )
+
+    def _single_key(self, name: str) -> str:
+        keys = [key for keys in self._recipes[name].sources.values() for key in keys]
+        if len(keys) > 1:
+            raise ModelError(f"{self._folder} holds {' and '.join(keys)}, which are both {name}; keep one of them")
+        return keys[0]
 
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
         """Open the files until `stack` closes; return their tensors, which are read when indexed, by renamed names."""
-        slices = dict[str, Any]()
-        for file in self._files:
-            tensors = stack.enter_context(_open_file(file))
-            for name in tensors.keys():  # noqa: SIM118
-                slices[self._rename(name)] = self._view(name, tensors.get_slice(name))
-        return slices
+        tensors = open_tensors(self._files, stack)
+        return {self._rename(name): self._view(name, tensor) for name, tensor in tensors.items()}
 
     def _find_recipes(self, slices: _Slices) -> dict[str, _Recipe]:
         """Find the recipe of each parameter that the files have, by name, in the order of layers.
 
-        A recipe that makes several parameters is listed under the first of them.
+        A recipe that makes several parameters is listed under the first of them. A tied parameter that the files hold
+        under its second name only is found under its first.
         """
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
@@ -130,9 +179,15 @@ class FolderWeights:
             name, pattern = rename_source_key(key, renamings, converters, self._prefix, self._shapes)
             if name not in self._shapes:  # a name that a renaming for older files matches by chance
                 name, pattern = rename_source_key(key, [], [], self._prefix, self._shapes)
-            if name in self._shapes:
-                recipes[name].converter = None if pattern is None else by_pattern[pattern]
-                recipes[name].sources[pattern or key].append(key)
+            if name not in self._shapes:
+                self.unread[key] = name
+                continue
+            check_type(key, slices[key].get_dtype(), self._dtypes[name], self._folder)
+            recipes[name].converter = None if pattern is None else by_pattern[pattern]
+            recipes[name].sources[pattern or key].append(key)
+        for name, first in self._tied.items():
+            if name in recipes and first not in recipes:
+                recipes[first] = recipes.pop(name)
         return dict(recipes)
 
     def _convert_part(
@@ -184,13 +239,57 @@ class FolderWeights:
             )
 
 
-def _open_file(file: Path) -> Any:
-    """Open a file of safetensors. Raises ModelError, with its size, if it cannot be read."""
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except Exception as error:  # safetensors raises errors of its own kind
-        size = file.stat().st_size if file.is_file() else 0
-        raise ModelError(f"{file} ({size} bytes) cannot be read, perhaps it was cut short: {error}") from error
+def check_type(key: str, stored: str, dtype: torch.dtype, folder: Path) -> None:
+    """Raise ModelError for codes (integers, float8), stored in a folder's files, in place of real numbers."""
+    if stored not in _REAL_NUMBERS and dtype.is_floating_point:
+        raise ModelError(f"{key} in {folder} is quantized ({stored} for {dtype}); {DEQUANTIZE}")
+
+
+def open_tensors(files: Sequence[Path], stack: ExitStack) -> dict[str, Any]:
+    """Open files of weights until `stack` closes; return their tensors by name, each read when it is indexed.
+
+    Raises ModelError for a file that cannot be read, with its size, and for a tensor that two files hold.
+    """
+    tensors = dict[str, Any]()
+    for file in files:
+        try:
+            slices = _open_file(file, stack)
+        except Exception as error:  # safetensors and torch raise errors of their own kinds
+            size = file.stat().st_size if file.is_file() else 0
+            reason = refusal_reason(error, OWN_MODEL)
+            raise ModelError(f"{file} ({size} bytes) cannot be read, perhaps it was cut short: {reason}") from error
+        if twice := sorted(slices.keys() & tensors.keys()):
+            raise ModelError(
+                f"{file.parent} holds {', '.join(twice[:4])} in {file.name} and in another file too "
+                f"({plural(len(twice), 'tensor')}); keep one of each"
+            )
+        tensors |= slices
+    return tensors
+
+
+def _open_file(file: Path, stack: ExitStack) -> dict[str, Any]:
+    """Open a file of safetensors or of torch.save; the latter is mapped into memory unless it is from before 2020."""
+    if file.suffix == ".safetensors":
+        opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+        return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+    state = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
+    return {name: _MappedTensor(tensor) for name, tensor in state.items()}
+
+
+class _MappedTensor:
+    """A tensor of a file of torch.save, as safetensors gives those of its files."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return [*self._tensor.shape]
+
+    def get_dtype(self) -> str:
+        return str(self._tensor.dtype).removeprefix("torch.")
+
+    def __getitem__(self, block: Any) -> Tensor:
+        return self._tensor[block]
 
 
 def _make_reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
@@ -42,12 +43,17 @@ OWN_MODEL = (
     "use a folder in transformers' own format, or make the model in a program of your own and give it to "
     "longspan.prepare"
 )
+DEQUANTIZE = (
+    "load it in transformers, dequantize it (dequantize=True of its quantization configuration, or "
+    "model.dequantize()), save it by save_pretrained and use that folder"
+)
+_QUANTIZED = "quantization_config"
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def read_configuration(path: Path) -> PreTrainedConfig:
-    """Read the configuration in a folder, or in a config.json itself.
+    """Read the configuration in a folder, or in a config.json itself, without what it says of quantized weights.
 
     Raises ModelError for a path that is missing and for what transformers cannot read.
     """
@@ -60,22 +66,23 @@ def read_configuration(path: Path) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(file, **FOLDER_OPTIONS)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
         raise ModelError(f"the model in {path} cannot be loaded: {refusal_reason(error, OWN_MODEL)}") from error
-    _remove_code_settings(config)
-    return config
+    return plain_configuration(config)
 
 
-def _remove_code_settings(config: PreTrainedConfig) -> None:
-    """Remove settings that would have transformers run code of the folder (auto_map) or of a kernel from the hub.
+def plain_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Remove from a configuration, and return it, what longspan neither runs nor writes.
 
-    A kernel of the hub is named OWNER/NAME, with a slash.
+    That is code of its folder (auto_map), kernels of the hub, which are named OWNER/NAME, and quantized weights.
     """
-    vars(config).pop("auto_map", None)
+    for key in ("auto_map", _QUANTIZED):
+        vars(config).pop(key, None)
     for key in ("_attn_implementation", "_experts_implementation"):
         if "/" in str(getattr(config, key, None)):
             setattr(config, key, None)
     for sub_config in (getattr(config, name, None) for name in config.sub_configs):
         if isinstance(sub_config, PreTrainedConfig):
-            _remove_code_settings(sub_config)
+            plain_configuration(sub_config)
+    return config
 
 
 def refusal_reason(error: Exception, instead: str) -> str:
@@ -91,8 +98,8 @@ def refusal_reason(error: Exception, instead: str) -> str:
 def weight_files(folder: Path) -> list[Path]:
     """List a folder's files of weights.
 
-    Raises ModelError if it has none, if files of its index are missing or outside the folder, and if an adapter lies
-    beside the weights: transformers would then load the model that the adapter names instead.
+    Raises ModelError if it has none, if they are quantized, if files of its index are missing or outside the folder,
+    and if an adapter lies beside the weights: transformers would then load the model that the adapter names instead.
     """
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}; {_folder_advice()}")
@@ -108,7 +115,21 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(
             f"{folder} has no weights; expected one of {', '.join(_WEIGHTS)} (model.config = FOLDER draws random ones)"
         )
+    if method := _quantization_method(folder):
+        raise ModelError(f"{folder} is quantized ({method}, by its config.json), which is not read; {DEQUANTIZE}")
     return _index_files(folder, folder / weights) if weights.endswith(".index.json") else [folder / weights]
+
+
+def _quantization_method(folder: Path) -> str:
+    try:
+        values: dict[str, Any] = read_json(folder / "config.json")
+        parts = values, *values.values()  # the text configuration, say
+    except (ValueError, AttributeError):  # whoever reads the configuration says so
+        return ""
+    for part in parts:
+        if isinstance(part, dict) and (settings := part.get(_QUANTIZED)):
+            return str(settings.get("quant_method", "by a method without a name"))
+    return ""
 
 
 def _index_files(folder: Path, index: Path) -> list[Path]:

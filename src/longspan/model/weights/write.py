@@ -14,12 +14,13 @@ from tempfile import mkdtemp
 from typing import NamedTuple
 
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from longspan.errors import ModelError
 from longspan.model.weights.hf_folder import TOKENIZER_FILES
+from longspan.model.weights.ties import tied_names
 
 # Names of files that a saved adapter or model replaces. A saved model replaces an adapter's files too: transformers
 # would load the adapter, with the model that it belongs to, instead of the weights beside it.
@@ -104,8 +105,9 @@ class WeightWriter:
         self._folder, self._empty, self._cast, self._limit = folder, empty, cast, file_bytes
         self._rename = rename
         self._expected = dict(empty.state_dict())
-        # names that `write_unit` skips: those that files do not hold, and from then on those that are written
-        self._left_out = _second_names(empty) | set(empty._keys_to_ignore_on_save or ())
+        # names that `write_unit` skips: second ones of tied parameters and others that files do not hold, and from then
+        # on those that are written
+        self._left_out = tied_names(empty).keys() | set(empty._keys_to_ignore_on_save or ())
         self._to_come = self._expected.keys() - self._left_out
         self._file: dict[str, Tensor] = {}
         self._files: list[dict[str, int]] = []  # for each file that is written, the elements of its tensors
@@ -178,10 +180,3 @@ def weight_unit(name: str) -> str:
     """
     layer = re.match(r".*?\.\d+(?=\.)", name)
     return layer.group() if layer else name
-
-
-def _second_names(model: nn.Module) -> set[str]:
-    """Return the names of tied parameters other than their first: safetensors holds each tensor once."""
-    first_names = dict[int, str]()
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in parameters if first_names.setdefault(id(parameter), name) != name}

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from longspan.checkpoint.checkpoint import load_checkpoint
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import LogLine, first_rank_warns, run_on_every_rank, run_on_first_rank
 from longspan.config.defaults import warn_about_lost_updates
 from longspan.config.file import to_toml
 from longspan.config.sections import LoraSection, ModelConfig, RunConfig
@@ -28,11 +28,11 @@ from longspan.data.documents import Corpus
 from longspan.errors import ConfigError, ModelError, RunFolderError
 from longspan.evaluation.auto_degree import choose_degrees
 from longspan.files import write_atomically
-from longspan.model.load import torch_dtype
+from longspan.model.load import check_folder, torch_dtype
 from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.fill import empty_model, images_class
-from longspan.model.weights.hf_folder import no_progress_bars, weight_files
+from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.cost_changes import with_spans
 from longspan.run.checks.check_model import check_image_keys
@@ -146,7 +146,8 @@ def set_up_model(
             return unread_model(config, configuration=configuration, images=images)
         return load_run_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
 
-    model = run_on_every_rank(world, load, ModelError)
+    with first_rank_warns(world):
+        model = run_on_every_rank(world, load, ModelError)
     directory, architecture = Path(config.run.dir), type(model).__name__
     run_on_first_rank(
         world, lambda: keep_model_files(directory, config.model, configuration, architecture, log), RunFolderError
@@ -226,8 +227,8 @@ def _open_run_documents(
     config = drop_old_node_size(keep_held_out_count(config, checkpoint, world), checkpoint, world, log)
     node_size, config = config.context.node_size, set_node_size(config, world)
     use_machine(config, world, log)
-    if config.model.path and checkpoint is None:  # missing weights are found before a corpus is made
-        run_on_every_rank(world, lambda: weight_files(Path(config.model.path)), ModelError)
+    if config.model.path and checkpoint is None:  # what its files lack is found before a corpus is made
+        run_on_every_rank(world, lambda: check_folder(config.model.path), ModelError)
     model_config = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
