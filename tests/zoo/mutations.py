@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from longspan.doctor.zoo import layers
 from tests.mutation import Change, mutated
+from tests.zoo import layers
 
 MUTATIONS: dict[str, Change] = {
     # losses and gradients

@@ -3,25 +3,27 @@
 `make test` puts every sixth error in, `make test-all` all of them.
 """
 
-import json
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 from longspan import World
-from longspan.cli.doctor_zoo import zoo_text
-from longspan.cli.main import main
-from longspan.doctor.zoo import GROUPS, KNOWN_ERRORS, LIMIT
-from longspan.doctor.zoo.known_error import RANKS
-from longspan.doctor.zoo.page import zoo_page
-from longspan.doctor.zoo.run import ZooResult, measure_error, run_zoo
 from longspan.errors import LongspanError
 from longspan.testing import run_ranks
+from tests.zoo import GROUPS, KNOWN_ERRORS, LIMIT
+from tests.zoo.known_error import RANKS, KnownError
 from tests.zoo.mutations import MUTATIONS, with_error
+from tests.zoo.page import zoo_page
 
 NOTICED = 1000 * LIMIT
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
+
+
+def measure_error(known: KnownError, world: World) -> float:
+    """The worst relative error that a check finds on any rank; infinite for one that is no number."""
+    errors = world.control.gather_objects(known.check(world), "errors of a check")
+    return max(error if error == error else float("inf") for error in errors)
 
 
 def _both_errors(rank: int, title: str, mutated: set[str]) -> dict[str, tuple[float, float]]:
@@ -61,35 +63,4 @@ def test_every_error_has_a_mutation_and_a_thread_of_its_own() -> None:
 
 
 def test_the_page_is_made_from_the_records() -> None:
-    assert PAGE.read_text(encoding="utf-8") == zoo_page(), "run: python -m longspan.doctor.zoo.page docs/zoo.md"
-
-
-QUICK = [n for n, known in enumerate(KNOWN_ERRORS) if known.name in ("offsets of 32 bits", "epochs times the degree")]
-
-
-def test_results_of_some_checks() -> None:
-    results = run_zoo(QUICK)
-    assert [result.known for result in results] == [KNOWN_ERRORS[n] for n in QUICK]
-    assert all(result.good and result.seconds > 0 for result in results)
-    assert "all 2 checks pass" in zoo_text(results, 1.0)
-
-
-def test_a_failure_is_shown_and_is_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = [ZooResult(KNOWN_ERRORS[0], 1e-15, 0.5), ZooResult(KNOWN_ERRORS[1], float("inf"), 0.5)]
-    results.append(ZooResult(KNOWN_ERRORS[2], None, 0.0, "CommError: a rank was lost"))
-    monkeypatch.setattr("longspan.cli.doctor_zoo.run_zoo", lambda timeout: results)
-    assert main(["doctor", "--zoo"]) == 1
-    text = capsys.readouterr().out
-    assert "2 of 3 checks failed" in text and "a rank was lost" in text and "NVIDIA/Megatron-LM#673" in text
-    assert main(["doctor", "--zoo", "--json"]) == 1
-    answer = json.loads(capsys.readouterr().out)
-    assert [case["passed"] for case in answer["cases"]] == [True, False, False] and not answer["good"]
-    assert answer["cases"][1]["error"] == "inf" and answer["cases"][0]["link"].endswith("/issues/673")
-
-
-@pytest.mark.whole
-def test_the_command_runs_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--zoo", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["cases"]) == len(KNOWN_ERRORS)
+    assert PAGE.read_text(encoding="utf-8") == zoo_page(), "run: python -m tests.zoo.page docs/zoo.md"

@@ -40,8 +40,6 @@ class DoctorFlags:
 
     longspan doctor --model Qwen3-8B             is this model exact here?
 
-    longspan doctor --zoo                        do silent errors of other systems happen here?
-
     longspan doctor --kernels --json             which attention kernels run here, for a script
     """
 
@@ -58,10 +56,6 @@ class DoctorFlags:
 
     kernels: Switch = False
     """Print the tables of attention kernels and communication types, with what this machine lacks, and nothing else."""
-
-    zoo: Switch = False
-    """Run a check for each silent error of docs/zoo.md, and nothing else: errors that happened in other systems without
-    a message. It takes two processes on the CPU and about a minute. The exit code is 1 if a check fails."""
 
     world: int = 0
     """Local processes of the comparison; 0: one for each GPU up to 4 where there are several, else 4 on the CPU."""
@@ -89,10 +83,6 @@ def main(argv: Sequence[str]) -> int:
     if flags.kernels:
         print(kernel_report(as_json=flags.json))
         return 0
-    if flags.zoo:
-        from longspan.cli.doctor_zoo import check_zoo
-
-        return check_zoo(as_json=flags.json, timeout=flags.timeout_seconds)
     if flags.model:
         return _prove_named_model(flags)
     began = time.perf_counter()

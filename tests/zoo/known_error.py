@@ -12,6 +12,7 @@ from longspan.layout import Layout
 
 LIMIT = 1e-10  # of every check's relative error: all of them compute in float64, or compare integers
 RANKS = 2
+HOME = Layout(ranks=RANKS)
 
 # Entered by every rank of the world; returns this rank's relative error, infinity if a result is missing.
 Check = Callable[[World], float]
@@ -38,7 +39,7 @@ class KnownError:
     prevented: str
     check: Check
     pull: bool = False
-    home: Layout = Layout(ranks=RANKS)  # noqa: RUF009
+    home: Layout = HOME
 
     @property
     def link(self) -> str:

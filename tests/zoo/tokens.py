@@ -5,7 +5,9 @@ import numpy as np
 from longspan.comm import World
 from longspan.data.batch_documents import documents_of
 from longspan.doctor.stock import loss_error, whole_float64
-from longspan.doctor.zoo.dense import (
+from longspan.evaluation.evaluate import evaluate
+from longspan.train.step import token_log_probs
+from tests.zoo.dense import (
     dense_answer,
     dense_log_probs,
     draw_documents,
@@ -14,9 +16,7 @@ from longspan.doctor.zoo.dense import (
     step_error,
     tiny_configuration,
 )
-from longspan.doctor.zoo.known_error import KnownError
-from longspan.evaluation.evaluate import evaluate
-from longspan.train.step import token_log_probs
+from tests.zoo.known_error import KnownError
 
 
 def _compare_log_probs(world: World) -> float:

@@ -5,7 +5,10 @@ Most checks compare a step over two ranks with the dense model in float64: the l
 
 from longspan.comm import World
 from longspan.doctor.stock import collect_gradients, loss_error, whole_float64
-from longspan.doctor.zoo.dense import (
+from longspan.layout import Layout
+from longspan.train.gradients import clip_grad_norm
+from longspan.train.step import run_step, token_log_probs
+from tests.zoo.dense import (
     dense_answer,
     dense_log_probs,
     draw_documents,
@@ -14,10 +17,7 @@ from longspan.doctor.zoo.dense import (
     step_error,
     tiny_configuration,
 )
-from longspan.doctor.zoo.known_error import KnownError
-from longspan.layout import Layout
-from longspan.train.gradients import clip_grad_norm
-from longspan.train.step import run_step, token_log_probs
+from tests.zoo.known_error import KnownError
 
 TP = Layout(ranks=2, tp=2)
 

@@ -17,10 +17,10 @@ from longspan.checkpoint.files import (
 )
 from longspan.comm import World
 from longspan.data.step_order import StepOrder
-from longspan.doctor.zoo.dense import draw_documents, plan_documents, step_error, tiny_configuration
-from longspan.doctor.zoo.known_error import KnownError
 from longspan.layout import Layout
 from longspan.plan.planners.fixed import plan_fixed
+from tests.zoo.dense import draw_documents, plan_documents, step_error, tiny_configuration
+from tests.zoo.known_error import KnownError
 
 
 def _compare_tied_embeddings(world: World) -> float:

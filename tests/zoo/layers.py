@@ -20,15 +20,6 @@ from longspan.doctor.stock import (
     loss_error,
     whole_float64,
 )
-from longspan.doctor.zoo.dense import (
-    draw_documents,
-    make_model,
-    model_error,
-    plan_documents,
-    tensor_error,
-    tiny_configuration,
-)
-from longspan.doctor.zoo.known_error import KnownError
 from longspan.model import add_mtp, prepare
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.seams.forwards.norms import fuse_norms
@@ -37,6 +28,15 @@ from longspan.plan.planners.fixed import plan_fixed
 from longspan.ssm import causal_conv, linear_scan
 from longspan.train.step import run_step
 from longspan.train.terms.mtp import MtpLoss
+from tests.zoo.dense import (
+    draw_documents,
+    make_model,
+    model_error,
+    plan_documents,
+    tensor_error,
+    tiny_configuration,
+)
+from tests.zoo.known_error import KnownError
 
 _LENGTHS = (9, 14, 5)
 

@@ -1,13 +1,13 @@
 """The page docs/zoo.md, made from the records of the zoo: each error's thread, and its three sentences.
 
-python -m longspan.doctor.zoo.page docs/zoo.md
+python -m tests.zoo.page docs/zoo.md
 """
 
 import sys
 from pathlib import Path
 
-from longspan.doctor.zoo import GROUPS, KNOWN_ERRORS
-from longspan.doctor.zoo.known_error import KnownError
+from tests.zoo import GROUPS, KNOWN_ERRORS
+from tests.zoo.known_error import KnownError
 
 _HEAD = """# Silent errors of others
 
@@ -16,15 +16,9 @@ This page lists {count} errors that happened in other systems without a message,
 They are no blame: the threads are where people found, measured and mostly repaired them, and each of them could have
 been ours. What a thread says is as of September 2026.
 
-```bash
-longspan doctor --zoo           # a check for each on this machine: two processes on the CPU, about a minute
-longspan doctor --zoo --json
-```
-
 A check computes in float64 and compares with a dense model, or compares integers: loss and every gradient within 1e-10.
-The exit code is 1 if one fails. The same checks are tests ([tests/zoo](../tests/zoo/test_zoo.py)). There each of them
-runs once more with the other system's error put into our source, and must fail. The text below is made from the records
-next to the checks ([doctor/zoo](../src/longspan/doctor/zoo/__init__.py)).
+The checks are tests ([tests/zoo](../tests/zoo/test_zoo.py)): each of them runs once more with the other system's error
+put into our source, and must fail. The text below is made from the records next to the checks.
 """
 
 

@@ -6,15 +6,15 @@ import torch
 
 from longspan.attention import attend
 from longspan.comm import World, bind
-from longspan.doctor.zoo.dense import (
+from longspan.plan.planners.fixed import plan_fixed
+from tests.zoo.dense import (
     dense_attention,
     draw_documents,
     step_error,
     tensor_error,
     tiny_configuration,
 )
-from longspan.doctor.zoo.known_error import KnownError
-from longspan.plan.planners.fixed import plan_fixed
+from tests.zoo.known_error import KnownError
 
 
 def _attention_error(world: World, lengths: Sequence[int], *, causal: bool = True) -> float:
