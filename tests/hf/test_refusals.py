@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import BertConfig, BertForMaskedLM, ProcessorMixin, Trainer, TrainingArguments
+from transformers import BertConfig, BertForMaskedLM, ProcessorMixin, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 from trl import GRPOConfig
 
 from longspan.errors import LongspanError, ModelError
@@ -82,6 +83,23 @@ def _grpo(lora: Any = None, **settings: Any) -> None:
     with_longspan(RuledGRPO)(model=model_of(), args=args, **data, longspan=LongspanArguments())
 
 
+def _unsaved(folder: str = "unused", **values: Any) -> None:
+    model, keywords = model_of(), dict[str, Any]()
+    for name, value in values.items():
+        if name in ("callbacks", "processing_class"):
+            keywords[name] = value
+        else:
+            setattr(model.generation_config if name == "temperature" else model.config, name, value)
+    _make(model=model, args={"save_strategy": "steps", "output_dir": folder}, **keywords)
+
+
+class Unwritable(TrainerCallback, ExportableState):
+    """Whose state is no JSON."""
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"seen": {1, 2}}, "attributes": {}}
+
+
 def _other_batch(**values: Any) -> None:
     trainer = _make()
     trainer.data_collator = lambda rows: pad(rows) | values
@@ -150,6 +168,11 @@ CASES: dict[str, tuple[Any, str]] = {
     "first of outputs": (_reads_first, "a loss reads 0 of the model's output; under longspan it may read loss, and"),
     "images": (lambda: _other_batch(pixel_values=torch.zeros(1)), "pixel_values"),
     "processor of images": (_sees, "Qwen3ForCausalLM with ProcessorMixin reads images, which a longspan trainer"),
+    "generation config": (lambda: _unsaved(temperature=0.7), "a save into unused would fail, tried before training: "),
+    "config": (lambda: _unsaved(own=open), "a save into unused would fail, tried before training: TypeError: Object"),
+    "tokenizer": (lambda: _unsaved(processing_class=pad), "AttributeError: 'function' object has no attribute 'save_p"),
+    "callback": (lambda: _unsaved(callbacks=[Unwritable()]), "TypeError: Object of type set is not JSON serializable"),
+    "folder": (lambda: _unsaved(__file__), "test_refusals.py"),
     "no Trainer": (lambda: with_longspan(dict), "with_longspan takes a Trainer class, and got <class 'dict'>"),
     "planner": (lambda: _make(longspan={"planner": "fixt"}), "planner"),
 }

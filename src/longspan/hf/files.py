@@ -12,8 +12,10 @@ middle of an epoch: its loader had drawn a batch ahead.
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,18 @@ from transformers.utils import logging
 import longspan
 from longspan.checkpoint.files import complete_checkpoints, read_state
 from longspan.checkpoint.storage import not_data_text, read_values
-from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
-from longspan.errors import CheckpointError, ConfigError
+from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
+from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
 from longspan.hf.order import EpochOrder, order_states, set_order_states
+from longspan.model.adapters import find_adapter, unwrap_model
+from longspan.model.lora.save import write_adapter
 from longspan.model.saving.reload import load_weights
+from longspan.model.saving.save import stock_configuration, write_configuration
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 
 UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "scheduler.pt", "rng", "trainer_state.json"
-ORDER = "order.pt"
+ORDER, ARGUMENTS = "order.pt", "training_args.bin"
 _log = logging.get_logger(__name__)
 
 
@@ -46,13 +51,46 @@ class FilesPart(StockTrainer):
 
     # ---- a model
 
+    def _try_saving(self) -> None:
+        """Write what a save writes beside weights into a folder that is removed at once; entered by all ranks.
+
+        Raises ModelError on all ranks where that fails, or warns if only the script itself would save.
+        """
+
+        def write() -> None:
+            """Write on the first rank."""
+            with tempfile.TemporaryDirectory(prefix=".", dir=self.args.output_dir) as name:
+                model, folder = copy(unwrap_model(self.model)), Path(name)
+                if (adapter := find_adapter(model)) is not None:
+                    write_adapter(folder, adapter, {}, self._model_tokenizer)
+                else:
+                    model.config = stock_configuration(model.config)
+                    write_configuration(model, folder, self._model_tokenizer)
+                torch.save(self._stock_arguments, folder / ARGUMENTS)
+                self.state.save_to_json(str(folder / STATE))
+
+        def saving_error(error: Exception) -> ModelError:
+            """Return the error that all ranks raise."""
+            text = f"a save into {self.args.output_dir} would fail, tried before training: {type(error).__name__}"
+            return ModelError(f"{text}: {error}")
+
+        try:
+            result_or_first_error(self.world, lambda: write() if is_first_rank(self.world) else None, saving_error)
+        except ModelError as error:
+            if self.args.save_strategy != SaveStrategy.NO:
+                raise
+            _log.warning(str(error))
+
+    @property
+    def _model_tokenizer(self) -> Any:
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the model, its tokenizer and the arguments; entered by all ranks."""
         folder = Path(output_dir or self.args.output_dir)
         self._prepare_once()
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        longspan.save_model(self._facade.inner_model, folder, self.world, tokenizer)
-        arguments = folder / "training_args.bin"
+        longspan.save_model(self._facade.inner_model, folder, self.world, self._model_tokenizer)
+        arguments = folder / ARGUMENTS
         # The arguments as they were given: `args` has the batch of all ranks.
         run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
 

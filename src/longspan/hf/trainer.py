@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -9,7 +10,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import longspan
 from longspan.comm import World
-from longspan.errors import ConfigError
+from longspan.comm.all_ranks import run_on_first_rank
+from longspan.errors import CheckpointError, ConfigError
 from longspan.hf.arguments import LongspanArguments
 from longspan.hf.construction import GivenArguments
 from longspan.hf.evaluation import EvaluationPart
@@ -46,6 +48,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._one_process = OneProcess.add_trainer(self.longspan.home)
         self._is_open = True
         try:
+            folder = Path(arguments.output_dir or ".")
+            run_on_first_rank(self.world, lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)
             self._stock_arguments = arguments
             arguments_here = _turn_off_checkpointing(self._one_process.arguments_for_all_ranks(arguments))
             if isinstance(model, str):  # TRL loads it by its name, and must not spread it over all GPUs
@@ -57,6 +61,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
                 super().__init__(*positional, **keyword_arguments)
             refuse_model(self)
             self._refuse_reference()
+            self._try_saving()
         except BaseException:
             self._leave_one_process()
             raise
