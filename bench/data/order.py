@@ -86,9 +86,9 @@ def measured(case: str, folder: Path) -> dict[str, Any]:
     return {"seconds": {name: round(value, 6) for name, value in seconds.items()}, **memory, "objects": objects}
 
 
-def _order(folder: Path) -> StepOrder:
+def _order(folder: Path, epochs: float = 0.0) -> StepOrder:
     lengths = np.load(folder / "lengths.npy", mmap_mode="r")
-    return StepOrder(lengths, tokens_per_step=TOKENS_PER_STEP, seed=SEED, eval_documents=HELD_OUT)
+    return StepOrder(lengths, tokens_per_step=TOKENS_PER_STEP, seed=SEED, eval_documents=HELD_OUT, epochs=epochs)
 
 
 def _make(folder: Path, seconds: dict[str, float]) -> StepOrder:
@@ -113,9 +113,9 @@ def _late(folder: Path, seconds: dict[str, float]) -> StepOrder:
 
 
 def _epoch(folder: Path, seconds: dict[str, float]) -> StepOrder:
-    order = _order(folder)
+    order = _order(folder, epochs=1.0)
     with _timed(seconds, "to the last step of the epoch"):
-        last = order.steps_of_epochs(1.0) - 1
+        last = order.count_steps() - 1
         order.documents_of_step(last - 64)
     slowest = 0.0
     for step in range(last - 63, last + 65):

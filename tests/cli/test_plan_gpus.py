@@ -192,8 +192,8 @@ def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.Ca
     words += ["--cp-comm-type", "p2p"]
     picture = tmp_path / "run.svg"
     answer = ask([*words, "--epochs", "3", "--plot", str(picture)], capsys)
-    config = load_config(None, {"model.path": model, "train.tokens_per_step": 4000})
-    assert answer["steps"] == order_lengths(config, sizes).steps_of_epochs(3.0)
+    config = load_config(None, {"model.path": model, "train.tokens_per_step": 4000, "train.epochs": 3})
+    assert answer["steps"] == order_lengths(config, sizes).count_steps()
     assert answer["hours"] == pytest.approx(answer["steps"] * answer["step_seconds"] / 3600)
     assert answer["gpu_hours"] == pytest.approx(4 * answer["hours"])
     assert sum(degree["share"] for degree in answer["degrees"]) == pytest.approx(1.0)

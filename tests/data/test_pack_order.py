@@ -1,5 +1,6 @@
 """Packs: documents end to end, cut every so many tokens, with the loss of the same texts in one dense process."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,8 +35,10 @@ LENGTHS = (13, 2, 30, 7, 2, 18, 5, 9)
 PACK = 16
 
 
-def packed(lengths: Any, *, across: bool, pack_to: int = PACK, tokens: int = 2 * PACK) -> PackOrder:
-    order = StepOrder(lengths, tokens_per_step=tokens, seed=2, eval_documents=1)
+def packed(
+    lengths: Any, *, across: bool, pack_to: int = PACK, tokens: int = 2 * PACK, epochs: float = 0.0
+) -> PackOrder:
+    order = StepOrder(lengths, tokens_per_step=tokens, seed=2, eval_documents=1, epochs=epochs)
     return PackOrder(order, pack_to=pack_to, tokens_per_step=tokens, across=across)
 
 
@@ -68,12 +71,22 @@ def test_packs_are_the_stream_cut_at_equal_distances(
         assert some.tolist() == text[ends[-2] :][1::2].tolist()
 
 
-@pytest.mark.parametrize("epochs", [0.5, 1.0, 2.0])
-def test_the_steps_of_epochs_hold_all_tokens_so_often(epochs: float) -> None:
-    order = packed(LENGTHS, across=True)
-    steps, place = order.steps_of_epochs(epochs), order.stream.place_after(epochs)
-    assert (steps - 1) * 2 * PACK < order.stream.tokens_before(place) <= steps * 2 * PACK
-    assert order.source_tokens(steps) == [2 * PACK]
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("packs", [1, 2, 99])
+@pytest.mark.parametrize("epochs", [0.5, 1, 2])
+def test_epochs_of_packs_hold_all_tokens_so_often(epochs: float, packs: int, across: bool) -> None:
+    order = packed(LENGTHS, across=across, tokens=packs * PACK, epochs=epochs)
+    corpus = [np.arange(length) + 100 * document for document, length in enumerate(LENGTHS)]
+    steps = [order.select(corpus, step) for step in range(order.count_steps())]
+    tokens = [[token for document in step for token in document[np.arange(len(document))].tolist()] for step in steps]
+    assert all(len(set(step)) == len(step) for step in tokens)
+    ids = order.stream.part_at(0).ids[: math.ceil(epochs * 7)]
+    assert [token for step in tokens for token in step] == np.concatenate(
+        [corpus[document] for document in ids]
+    ).tolist()
+    lengths = [order.lengths_of_step(step) for step in range(len(steps))]
+    assert lengths == [[len(document) for document in step] for step in steps] and max(map(max, lengths)) <= PACK
+    assert [order.begin_of_step(step) for step in range(len(steps))] == np.cumsum([0, *map(sum, lengths)])[:-1].tolist()
 
 
 def masked() -> list[Document]:

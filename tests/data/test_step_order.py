@@ -18,8 +18,8 @@ from longspan.errors import DataError
 LENGTHS = np.array([2 + i * i * 37 % 898 for i in range(101)])
 
 
-def order(seed: int = 3, tokens: int = 2000, held_out: int = 11) -> StepOrder:
-    return StepOrder(LENGTHS, tokens_per_step=tokens, seed=seed, eval_documents=held_out)
+def order(seed: int = 3, tokens: int = 2000, held_out: int = 11, epochs: float = 0.0) -> StepOrder:
+    return StepOrder(LENGTHS, tokens_per_step=tokens, seed=seed, eval_documents=held_out, epochs=epochs)
 
 
 def training(found: StepOrder) -> list[int]:
@@ -47,16 +47,39 @@ def test_a_step_takes_as_many_documents_as_fit_and_at_least_one(tokens: int) -> 
         assert found.lengths_of_step(step) == LENGTHS[list(now)].tolist()
 
 
-@pytest.mark.parametrize("epochs", [0.25, 1.0, 1.5, 3.0])
-def test_the_steps_of_epochs_are_the_first_that_take_every_document_so_often(epochs: float) -> None:
-    full = order(tokens=700)
-    steps, wanted = full.steps_of_epochs(epochs), math.ceil(epochs * full.stream.documents)
-    taken = [len(full.documents_of_step(step)) for step in range(steps)]
-    assert sum(taken) >= wanted > sum(taken[:-1])
-    assert full.steps_of_epochs(0.0) == 0
-    if epochs == 3.0:
-        seen = [document for step in range(steps) for document in full.documents_of_step(step)]
-        assert min(seen.count(document) for document in training(full)) == 3
+@pytest.mark.parametrize("tokens", [2, 700, 30_000, 10**6])
+@pytest.mark.parametrize("epochs", [0.25, 1, 1.5, 3])
+def test_epochs_train_every_document_so_often_and_no_step_has_one_twice(epochs: float, tokens: int) -> None:
+    full, endless = order(tokens=tokens, epochs=epochs), order(tokens=tokens)
+    steps = [full.documents_of_step(step) for step in range(full.count_steps())]
+    stream = [document for step in steps for document in step]
+    assert len(stream) == math.ceil(epochs * 90) and all(len(set(step)) == len(step) for step in steps)
+    assert {stream.count(document) for document in training(full)} <= {math.floor(epochs), math.ceil(epochs)}
+    begins = [full.begin_of_step(step) for step in range(len(steps) + 1)]
+    assert np.diff(begins).tolist() == [len(step) for step in steps]
+    for step, then in enumerate(steps[1:], 1):  # the one before is as long as it may be, or ends an epoch
+        assert LENGTHS[[*steps[step - 1], then[0]]].sum() > tokens or begins[step] % 90 == 0
+    first = [step for step, end in zip(steps, begins[1:], strict=True) if end < min(90, len(stream))]
+    assert first == [endless.documents_of_step(step) for step in range(len(first))]
+    assert stream == [endless.stream.part_at(0).ids[place] for place in range(len(stream))]
+
+
+def test_a_text_is_held_out_with_all_of_its_documents() -> None:
+    draw = np.random.default_rng(0)
+    texts = np.repeat(np.arange(40, dtype=np.int32), draw.integers(1, 6, 40))
+    lengths = draw.integers(2, 60, len(texts))
+    for seed in range(5):
+        found = StepOrder(lengths, tokens_per_step=99, seed=seed, eval_documents=7, texts=texts)
+        held_out = {*texts[[*found.evaluation]].tolist()}
+        assert len(held_out) == 7 == found.held_out_texts and found.texts == 33
+        assert found.evaluation == tuple(np.flatnonzero(np.isin(texts, [*held_out])).tolist())
+        trained = {document for step in range(200) for document in found.documents_of_step(step)}
+        assert trained == set(range(len(texts))) - {*found.evaluation}
+        # Where every document is a text, the same are drawn with the numbers of texts and without.
+        whole = StepOrder(np.ones(40), tokens_per_step=99, seed=seed, eval_documents=7)
+        assert {*whole.evaluation} == held_out
+    with pytest.raises(DataError, match=r"eval_documents 40 leaves nothing .* 40 texts; hold out at most 39"):
+        StepOrder(lengths, tokens_per_step=99, seed=0, eval_documents=40, texts=texts)
 
 
 def test_order_is_a_function_of_seed_and_step_alone() -> None:
@@ -107,7 +130,7 @@ def test_an_order_holds_nothing_of_a_corpus_and_travels_as_the_name_of_its_file(
 @pytest.mark.parametrize("held_out", [101, 500])
 def test_holding_out_everything_is_refused(held_out: int) -> None:
     with pytest.raises(
-        DataError, match=rf"eval_documents {held_out} leaves nothing .* 101 documents; hold out at most 100"
+        DataError, match=rf"eval_documents {held_out} leaves nothing .* 101 texts; hold out at most 100"
     ):
         order(held_out=held_out)
 

@@ -432,10 +432,10 @@ def test_a_resumed_run_holds_out_what_it_began_with_and_tells_of_another_rate(
     config = small_config(tmp_path, data__eval_documents="auto", train__steps=3, train__eval_every=0, **alone)
     first = lines_of(config)
     count = load_config(tmp_path / "run" / "config.toml").data.eval_documents
-    assert f"; {count} held out (data.eval_documents)" in first and "the schedule now ends" not in first
+    assert f"; {count} text held out (data.eval_documents)" in first and "the schedule now ends" not in first
     monkeypatch.setattr(order, "ONE_IN", 3)
     longer = lines_of(replace(config, train=replace(config.train, steps=5)))
-    assert f"; {count} held out (data.eval_documents)" in longer, "and not a third, as a run that begins now would"
+    assert f"; {count} text held out (data.eval_documents)" in longer, "and not a third, as a run that begins now would"
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
     assert (
         f"the schedule now ends at step 5: lr {rows[3]['lr']:.3g} at step 4, where it had 0.0006 (train.steps was 3)"

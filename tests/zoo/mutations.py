@@ -147,8 +147,8 @@ MUTATIONS: dict[str, Change] = {
     ),
     "epochs times the degree": (
         "data.step_order",
-        "place = self.stream.place_after(epochs)",
-        "place = self.stream.place_after(2 * epochs)",
+        "self.stream.place_after(epochs))",
+        "self.stream.place_after(2 * epochs))",
     ),
     "a resumed run repeats the first epoch's order": (
         "data.permutation",

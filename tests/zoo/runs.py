@@ -36,28 +36,22 @@ def _compare_split_layers(world: World) -> float:
     return step_error(world, tiny_configuration(), documents, plan_documents(documents, world, 1))
 
 
-def _make_order() -> StepOrder:
-    """Make the order of 60 documents of random lengths, of which 3 are held out for evaluation."""
+def _make_order(epochs: float) -> StepOrder:
+    """Make the order of a run of 60 documents of random lengths, of which 3 are held out for evaluation."""
     lengths = np.random.default_rng(0).integers(4, 40, size=60)
-    return StepOrder(lengths, tokens_per_step=96, seed=7, eval_documents=3)
+    return StepOrder(lengths, tokens_per_step=96, seed=7, eval_documents=3, epochs=epochs)
 
 
 def _count_wrong_documents(world: World) -> float:
-    """Count documents that one epoch leaves out, or has twice before its last step, under plans for 1 to 8 slots.
-
-    The last step may go on into the next epoch, so its documents may be there again, but none may be missing.
-    """
-    order = _make_order()
-    expected = set(range(60)) - set(order.evaluation)
-    wrong = 0
+    """Count documents that two epochs do not take twice, under plans for 1 to 8 slots."""
+    order, wrong = _make_order(2.0), 0
+    trained = set(range(60)) - set(order.evaluation)
     for slots, cp in ((1, 1), (8, 1), (8, 2), (8, 8)):
         counts = Counter[int]()
-        last = order.steps_of_epochs(1.0) - 1
-        for step in range(last):
+        for step in range(order.count_steps()):
             ids, plan = order.documents_of_step(step), plan_fixed(order.lengths_of_step(step), Layout(slots), cp)
             counts.update(ids[d] for batch in plan.micro_batches for group in batch.groups for d in group.documents)
-        missing = expected - set(counts) - set(order.documents_of_step(last))
-        wrong += len(missing) + sum(count != 1 for count in counts.values())
+        wrong += sum(counts[document] != 2 for document in trained) + len(counts.keys() - trained)
     return float(wrong)
 
 
@@ -66,10 +60,10 @@ def _count_wrong_steps(world: World) -> float:
 
     A run is resumed before each step: its order is pickled and read again.
     """
-    order = _make_order()  # of 60 documents
-    steps = order.steps_of_epochs(3.0)
+    order = _make_order(3.0)
+    steps = order.count_steps()
     documents_of_steps = [order.documents_of_step(step) for step in range(steps)]
-    resumed = [pickle.loads(pickle.dumps(_make_order())).documents_of_step(step) for step in range(steps)]
+    resumed = [pickle.loads(pickle.dumps(order)).documents_of_step(step) for step in range(steps)]
     epoch_size = 60 - len(order.evaluation)
     stream = [document for step in documents_of_steps for document in step]
     repeated = sum(stream[:epoch_size] == stream[i * epoch_size : (i + 1) * epoch_size] for i in (1, 2))

@@ -91,7 +91,8 @@ class DataConfig:
     """Longer texts are cut into documents of at most this many tokens; 0: none is cut, and one that fits no group of
     slots is an error that names it. Default: 0; tiny presets: 2048."""
     eval_documents: Annotated[int | str, AtLeast(0)] = AUTO
-    """Documents held out for evaluation, chosen by the seed; 0: no evaluation; auto: one in ten, at most 32."""
+    """Texts (rows, conversations) held out for evaluation, chosen by the seed, with all documents that they are cut or
+    split into; 0: no evaluation; auto: one text in ten, at most 32."""
     pack_to: NonNegativeInt = 0
     """Training documents stand end to end and are cut every so many tokens, and a step takes whole packs; 0: documents
     stay whole. Held-out documents are never packed."""

@@ -64,7 +64,8 @@ class TrainConfig:
     eval_every: NonNegativeInt = 100
     """Steps between evaluations; 0: only after the last step."""
     epochs: NonNegativeFloat = 0.0
-    """How often every training document is trained on, in place of steps; 0: steps counts."""
+    """How often each training document is trained on, exactly, in place of steps: a step ends where an epoch does; 0:
+    steps counts. Not with several data.sources, whose weights say how often."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """From the warm-up to the last step: cosine, linear, constant, or wsd (constant, then decay_steps along a line)."""
     decay_steps: NonNegativeInt = 0
@@ -125,7 +126,7 @@ class TrainConfig:
     router_z_loss: NonNegativeFloat = 0.0
     """Weight of the z-loss of experts' routers: the mean square of the logsumexp of their logits."""
     seed: NonNegativeInt = 0
-    """Of weights, document order and held-out documents."""
+    """Of weights, document order and held-out texts."""
     eval_seconds: NonNegativeFloat = 0.0
     """An evaluation that takes longer is broken off with a line of output, and training goes on; 0: no limit."""
     eval_metrics: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ Documents are built in `store/`, once for all runs with the same files and setti
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -96,7 +96,16 @@ class _CorpusOfRun:
         if tokenizer is None:
             tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
-        if (recorded := self._old_record) is not None and not changes:
+        recorded = self._old_record
+        if resumed and recorded is not None and recorded.key != recipe.key:
+            earlier = replace(recipe, by_text=False)
+            if recorded.key == earlier.key:
+                recipe = earlier
+                self._log(
+                    "the run began when documents were held out, not texts: it keeps them, and a text that was cut or "
+                    "split may be trained on in part"
+                )
+        if recorded is not None and not changes:
             was_stored = recorded.documents != ROWS
             is_same = recorded.key == recipe.key and was_stored == recipe.stored
             if is_same and _is_whole(self._folder / recorded.documents):

@@ -14,7 +14,7 @@ from longspan.corpus.image_documents import show_images
 from longspan.corpus.rows.kinds import display_kind
 from longspan.corpus.store.streamed import open_corpus
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
-from longspan.corpus.tokenizer_files import vocabulary_files
+from longspan.corpus.tokenizer_folder import tokenizer_folder
 from longspan.data.documents import Corpus
 from longspan.errors import DataError, plural
 from longspan.files import name_file_in_errors
@@ -71,7 +71,7 @@ def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> No
     """Raise DataError if a tokenizer has more ids (`size`) than the embedding of this configuration has rows."""
     source = config.model.source
     tokenizer = (
-        config.data.tokenizer or (_tokenizer_folder(config) and source) or "trained on the corpus (data.vocab_size)"
+        config.data.tokenizer or (tokenizer_folder(config) and source) or "trained on the corpus (data.vocab_size)"
     )
     rows = model.get_text_config().vocab_size
     check_vocabulary(size, rows, tokenizer=str(tokenizer), model=source or config.model.preset_name)
@@ -79,9 +79,7 @@ def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> No
 
 def configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
     """Load the tokenizer that data.tokenizer names, else the model folder's; None: one must be trained."""
-    if config.data.tokenizer:
-        return load_tokenizer(config.data.tokenizer)
-    if (folder := _tokenizer_folder(config)) is not None:
+    if (folder := tokenizer_folder(config)) is not None:
         return load_tokenizer(folder)
     if config.model.path:
         raise DataError(
@@ -89,13 +87,6 @@ def configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
             "tokenizer alone; put the files of its tokenizer there, or name their folder with data.tokenizer"
         )
     return None
-
-
-def _tokenizer_folder(config: RunConfig) -> Path | None:
-    """Return the model's folder, or that of its config.json; None if no tokenizer is there, and for a preset."""
-    source = Path(config.model.source)
-    folder = source.parent if source.is_file() else source
-    return folder if config.model.source and vocabulary_files(folder) else None
 
 
 def open_shared_corpus(folder: Path) -> Corpus:

@@ -22,11 +22,13 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pieces, encode_with_spans
-from longspan.corpus.tokenizer_files import copy_tokenizer_files, ends_of_generation, vocabulary_files
+from longspan.corpus.tokenizer_files import copy_tokenizer_files, ends_of_generation
+from longspan.corpus.tokenizer_folder import vocabulary_files
 from longspan.errors import DataError
 from longspan.files import read_json
 from longspan.layout import Integers
-from longspan.model.weights.hf_folder import FAST_TOKENIZER, FOLDER_OPTIONS, refusal_reason
+from longspan.model.weights.file_names import FAST_TOKENIZER
+from longspan.model.weights.hf_folder import FOLDER_OPTIONS, refusal_reason
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # what sentencepiece writes for a space

@@ -6,14 +6,9 @@ from pathlib import Path
 from longspan.corpus.images.without_torchvision import FILES
 from longspan.errors import DataError, short_text
 from longspan.files import read_json
-from longspan.model.weights.hf_folder import TOKENIZER_FILES, VOCABULARIES
+from longspan.model.weights.file_names import TOKENIZER_FILES
 
 GENERATION = "generation_config.json"
-
-
-def vocabulary_files(folder: Path) -> list[str]:
-    """List the vocabulary files of a folder, of any kind of tokenizer; empty if it has no tokenizer."""
-    return [name for name in VOCABULARIES if (folder / name).is_file()]
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:

@@ -3,7 +3,8 @@
 A folder of documents has `lengths.npy`, `origins.npy` (the file of each document), `corpus.json` and `sources.jsonl`
 (those files as they were). `tokens.bin` and `offsets.npy` have the tokens. Without them `positions.npy` and
 `starts.npy` have the places of rows in their files, from which the tokens are made again. `targets.npy` and `codes.bin`
-exist only if some tokens are no targets. A run's folder names the folder of its documents.
+exist only if some tokens are no targets, `texts.npy` (the number of each document's row) only if a row gave several
+documents. A run's folder names the folder of its documents.
 
 Nothing here writes: `longspan.corpus` builds a corpus, and makes tokens again that are not stored.
 """
@@ -50,9 +51,10 @@ class Corpus:
     >>> corpus[3][np.array([0, 1, 2])]          # reads three rows, and no more
     array([ 12, 907,   4])
 
-    `lengths` are the documents' tokens, `targets` how many of them are predicted (None: all but the first of each), and
-    `source_of` is the number of each document's table [[data.sources]]: arrays that are mapped into memory. `sources`
-    are the files of the documents. `rows_read` counts the rows that were read in this process. Tokens that are not
+    `lengths` are the documents' tokens, `targets` how many of them are predicted (None: all but the first of each),
+    `texts` the number of the text (the row) that each is a part of (None: each is one), and `source_of` is the number
+    of each document's table [[data.sources]]: arrays that are mapped into memory. `sources` are the files of the
+    documents. `rows_read` counts the rows that were read in this process. Tokens that are not
     stored (data.cache "none") are made by `make_tokens`; `longspan.corpus.store.streamed.open_corpus` passes it.
     Raises DataError if the folder is missing or damaged.
     """
@@ -93,10 +95,12 @@ class Corpus:
         self.sources: Sequence[SourceFile] = SourceLines(documents_folder)
         self._origins = map_array(documents_folder / "origins.npy")
         self.lengths: npt.NDArray[Any] = map_array(documents_folder / "lengths.npy")
-        source_file, target_file = (documents_folder / name for name in ("source_of.npy", "targets.npy"))
+        names = ("source_of.npy", "targets.npy", "texts.npy")
+        source_of, self.targets, self.texts = (
+            map_array(documents_folder / name) if (documents_folder / name).is_file() else None for name in names
+        )
         zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
-        self.source_of: npt.NDArray[Any] = map_array(source_file) if source_file.is_file() else zero
-        self.targets: npt.NDArray[Any] | None = map_array(target_file) if target_file.is_file() else None
+        self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
         self.images: ImageTable | None = ImageTable.of(documents_folder)
 
     def _choose_token_source(

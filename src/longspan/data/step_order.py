@@ -22,9 +22,17 @@ from longspan.data.arrays import as_pickled, from_pickled
 from longspan.data.document import Pack, Piece, make_pack
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.permutation import shuffled_sample
-from longspan.data.stream import EVAL_SET, HELD_OUT, DocumentStream, Mixture, shuffled_sources
+from longspan.data.stream import (
+    ENDLESS,
+    EVAL_SET,
+    HELD_OUT,
+    DocumentStream,
+    EpochEnds,
+    Mixture,
+    shuffled_sources,
+)
 from longspan.data.uncut import EqualBorders, UncutBorders, UncutSpans
-from longspan.errors import DataError
+from longspan.errors import DataError, plural
 from longspan.layout import Integers
 
 _STRIDE = 64  # steps; the start of every 64th is kept
@@ -37,10 +45,12 @@ class StepOrder:
     >>> order.evaluation, len(order.documents_of_step(0))
     ((3,), 1)
 
-    `targets` are the tokens that each document predicts (None: all but its first), by which a plan counts.
-    `evaluation` are the held-out documents, chosen by the seed before anything else and never trained on.
+    `targets` are the tokens that each document predicts (None: all but its first), by which a plan counts. `texts` are
+    the numbers of the texts that documents are parts of, ascending (None: each is a text). The seed chooses
+    `eval_documents` texts before anything else; their documents are `evaluation`, and never trained on.
     Several sources are a `mixture`: tokens of sources are in proportion to their weights, and each source has epochs of
-    its own. A step may reach into the next epoch. An order pickles without the arrays that are in files. Raises
+    its own. A step may reach into the next epoch, except in a run of `epochs` (0: steps without end), which trains each
+    document so often: its steps end where an epoch does. An order pickles without the arrays that are in files. Raises
     DataError if no document is left to train on.
     """
 
@@ -53,20 +63,28 @@ class StepOrder:
         eval_documents: int,
         targets: npt.NDArray[Any] | None = None,
         mixture: Mixture | None = None,
+        texts: npt.NDArray[Any] | None = None,
+        epochs: float = 0.0,
     ) -> None:
-        """Choose the held-out documents, and begin the stream of the others."""
+        """Choose the held-out texts, and begin the stream of the other documents."""
         self.lengths, self.targets = np.asarray(lengths), targets
-        if eval_documents >= len(self.lengths):
+        all_texts = count_texts(self.lengths, texts)
+        if eval_documents >= all_texts:
             raise DataError(
                 f"data.eval_documents {eval_documents} leaves nothing to train on: the corpus has "
-                f"{len(self.lengths)} documents; hold out at most {max(0, len(self.lengths) - 1)}"
+                f"{plural(all_texts, 'text')}; hold out at most {max(0, all_texts - 1)}"
             )
-        held_out = np.sort(shuffled_sample(len(self.lengths), eval_documents, seed, HELD_OUT))
+        held_out = np.sort(shuffled_sample(all_texts, eval_documents, seed, HELD_OUT))
+        held_out = held_out if texts is None else _documents_of_texts(texts, held_out)
         self.evaluation: tuple[int, ...] = tuple(held_out.tolist())
+        self.texts, self.held_out_texts = all_texts - eval_documents, eval_documents
         self.stream: DocumentStream = DocumentStream(
             self.lengths, shuffled_sources(self.lengths, mixture, held_out, seed)
         )
         self._budget = tokens_per_step
+        self.ends: EpochEnds = ENDLESS
+        if epochs:
+            self.ends = EpochEnds(self.stream.documents, self.stream.place_after(epochs))
         self._clear_steps()
 
     def _clear_steps(self) -> None:
@@ -106,25 +124,32 @@ class StepOrder:
         ids = self._document_ids(step)
         return self.stream.tokens_of_sources(ids, self.lengths[ids])
 
-    def steps_of_epochs(self, epochs: float) -> int:
-        """Count the steps in which every document is trained on `epochs` times; the last step may begin another epoch.
+    def count_steps(self) -> int:
+        """Count the steps of the run's epochs.
 
-        >>> StepOrder([4, 4, 4, 4, 4], tokens_per_step=8, seed=0, eval_documents=0).steps_of_epochs(1.0)
-        3
+        >>> StepOrder([4, 4, 4, 4, 4], tokens_per_step=8, seed=0, eval_documents=0, epochs=2).count_steps()
+        6
         """
-        place = self.stream.place_after(epochs)
+        place = self.ends.last
         while self._block_starts[-1] < place:  # each call computes the next block of steps
             self._starts(len(self._block_starts) - 1)
         block = bisect_left(self._block_starts, place) - 1
-        # Place 0, of no epochs, is before every block.
-        return 0 if block < 0 else block * _STRIDE + bisect_left(self._starts(block), place)
+        return block * _STRIDE + bisect_left(self._starts(block), place)
 
-    def _document_ids(self, step: int) -> Integers:
-        """Return the documents of a step. Each call of `_starts` in the loop computes the next block of steps."""
+    def begin_of_step(self, step: int) -> int:
+        """Return how many documents the steps before a step take."""
+        return self._bounds_of_step(step)[0]
+
+    def _bounds_of_step(self, step: int) -> list[int]:
+        """Return where a step begins and ends. Each call of `_starts` in the loop computes the next block of steps."""
         block, index = divmod(step, _STRIDE)
         while len(self._block_starts) <= block:
             self._starts(len(self._block_starts) - 1)
-        start, end = self._starts(block)[index : index + 2]
+        return self._starts(block)[index : index + 2]
+
+    def _document_ids(self, step: int) -> Integers:
+        """Return the documents of a step."""
+        start, end = self._bounds_of_step(step)
         ids = list[Integers]()
         while start < end:
             stream_part = self.stream.part_at(start)
@@ -142,19 +167,32 @@ class StepOrder:
         return starts
 
     def _end_of_step(self, start: int) -> int:
-        """Return where the step that begins at a place ends: after all documents that fit, at least one.
+        """Return where the step that begins at a place ends: after all documents of its epoch that fit, at least one.
 
         `ends` of a part are the tokens before each of its documents, and before the next part. A step that reaches the
         end of a part goes on in the next with the tokens that are left.
         """
         stream_part, tokens_left = self.stream.part_at(start), self._budget
-        index = start - stream_part.first
+        index, last_end = start - stream_part.first, self.ends.after(start)
         while True:
             end_index = int(np.searchsorted(stream_part.ends, stream_part.ends[index] + tokens_left, side="right")) - 1
-            if end_index < len(stream_part.ids):
-                return max(stream_part.first + end_index, start + 1)
+            end = stream_part.first + end_index
+            if end_index < len(stream_part.ids) or end >= last_end:
+                return min(max(end, start + 1), last_end)
             tokens_left -= int(stream_part.ends[end_index] - stream_part.ends[index])
             stream_part, index = self.stream.next_part(stream_part), 0
+
+
+def count_texts(lengths: Sequence[int] | npt.NDArray[Any], texts: npt.NDArray[Any] | None) -> int:
+    """Count the texts of a corpus; `texts` has the number of each document's text (None: each document is one)."""
+    return len(lengths) if texts is None else int(texts[-1]) + 1
+
+
+def _documents_of_texts(texts: npt.NDArray[Any], numbers: Integers) -> Integers:
+    """Return the documents of the texts of these numbers, both ascending."""
+    numbers = numbers.astype(texts.dtype)  # another type would copy the array
+    firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
+    return np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
 
 
 def sample_documents(count: int, most: int, seed: int) -> tuple[int, ...]:
@@ -185,7 +223,8 @@ class PackOrder:
     [5120, 3072, 811]
 
     Packs are cut from the endless stream of epochs, so each has `pack_to` tokens, and the last one of an epoch
-    continues in the next. `evaluation` are the documents that `order` holds out: they are not packed.
+    continues in the next; in a run of epochs it is shorter, and the last one of its step. `evaluation` are the
+    documents that `order` holds out: they are not packed.
 
     A cut inside a span of `uncut` is moved back to its start, and the next pack begins there: packs have at most
     `pack_to` tokens, and fewer if a span does not fit.
@@ -197,19 +236,22 @@ class PackOrder:
         """Cut the stream of `order` into packs, as many a step as fit `tokens_per_step`, at least one."""
         self.stream: DocumentStream = order.stream
         self.evaluation: tuple[int, ...] = order.evaluation
-        self._across, packs = across, max(1, tokens_per_step // pack_to)
-        self._equal_lengths = [pack_to] * packs if uncut is None else None  # of packs, where no span must stay whole
+        self.texts, self.held_out_texts = order.texts, order.held_out_texts
+        self._across, packs, self.ends = across, max(1, tokens_per_step // pack_to), ENDLESS
+        if order.ends != ENDLESS:
+            self.ends = EpochEnds(self.stream.tokens, self.stream.tokens_before(order.ends.last))
         self._borders = (
-            EqualBorders(pack_to, packs) if uncut is None else UncutBorders(order.stream, uncut, pack_to, packs)
+            EqualBorders(pack_to, packs, self.ends)
+            if uncut is None
+            else UncutBorders(order.stream, uncut, pack_to, packs, self.ends)
         )
 
     def lengths_of_step(self, step: int) -> list[int]:
         """Return the tokens of what a planner sees as documents of a step: packs under `across`, else pieces."""
-        if self._across and self._equal_lengths is not None:
-            return list(self._equal_lengths)
+        if self._across:
+            return np.diff(self._borders.step_borders(step)).tolist()
         pieces = self._pieces_of_step(step)
-        lengths = pieces.stops - pieces.starts
-        return (np.bincount(pieces.packs, lengths).astype(np.int64) if self._across else lengths).tolist()
+        return (pieces.stops - pieces.starts).tolist()
 
     def targets_of_step(self, step: int) -> int | None:
         """Return None: the targets of pieces with labels are counted when they are read (`LabelledPack.targets`)."""
@@ -229,14 +271,19 @@ class PackOrder:
         pieces = self._pieces_of_step(step)
         return self.stream.tokens_of_sources(pieces.documents, pieces.stops - pieces.starts)
 
-    def steps_of_epochs(self, epochs: float) -> int:
-        """Count the steps in which every document is trained on `epochs` times; the last may begin another epoch."""
-        return self._borders.steps_to(self.stream.tokens_before(self.stream.place_after(epochs)))
+    def count_steps(self) -> int:
+        """Count the steps of the run's epochs."""
+        return self._borders.steps_to(self.ends.last)
+
+    def begin_of_step(self, step: int) -> int:
+        """Return how many tokens the steps before a step take."""
+        return int(self._borders.step_borders(step)[0])
 
     def mean_pack(self, steps: int = 64) -> float:
-        """Return the mean tokens of a pack in the first `steps` steps: the last border over the number of packs."""
-        borders = self._borders.step_borders(steps - 1)
-        return float(borders[-1]) / (steps * (len(borders) - 1))
+        """Return the mean tokens of a pack in the first `steps` steps; `pack_to` where spans shorten none."""
+        if isinstance(self._borders, EqualBorders):
+            return self._borders.size
+        return float(np.concatenate([np.diff(self._borders.step_borders(step)) for step in range(steps)]).mean())
 
     def _pieces_of_step(self, step: int) -> _StepPieces:
         """Cut the documents of a step at its borders, and return their pieces in order.

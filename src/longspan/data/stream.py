@@ -6,6 +6,7 @@ documents and tokens each source gave before it, and only the beginnings of part
 is in `step_order.py`.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from longspan.errors import DataError, plural
 from longspan.layout import Integers
 
 HELD_OUT, EPOCH, EVAL_SET = 0, 1, 2  # which of the seed's streams
-ORDER = 3  # the number of this order of documents, which checkpoints hold
+ORDER = (
+    4  # the number of this order of documents, which checkpoints hold; in order 3 steps reached over all epochs' ends
+)
 
 
 class Mixture(NamedTuple):
@@ -85,6 +88,26 @@ def shuffled_sources(
 
 
 _DOCUMENTS = 2**14  # about as many are in a part
+
+
+class EpochEnds(NamedTuple):
+    """Where no step goes on: at the end of each epoch of `size` documents or tokens, and at `last`, where a run ends.
+
+    >>> ends = EpochEnds(90, 135)
+    >>> [ends.after(place) for place in (0, 89, 90, 135)]
+    [90, 90, 135, 180]
+    """
+
+    size: int
+    last: int
+
+    def after(self, place: int) -> int:
+        """Return the first end behind a place."""
+        end = (place // self.size + 1) * self.size
+        return min(end, self.last) if place < self.last else end
+
+
+ENDLESS = EpochEnds(1 << 62, 1 << 62)
 
 
 class StreamPart(NamedTuple):
@@ -169,25 +192,12 @@ class DocumentStream:
         return np.bincount(of_source, weights=tokens, minlength=len(self.sources)).astype(np.int64).tolist()
 
     def place_after(self, epochs: float) -> int:
-        """Return the first place before which every source gave each of its documents `epochs` times.
+        """Return the place before which each document stands `epochs` times; a part of an epoch is rounded up.
 
-        Parts are made until every source has given its count of documents. The place is behind the last of these
-        documents, which is in the last part.
+        Rounding errors of the product do not count. Several sources have no epochs in common.
         """
-        needed_counts = [_round_up(epochs * source.documents) for source in self.sources]
-        if len(needed_counts) == 1 or not any(needed_counts):  # a place of one source is its count of documents
-            return sum(needed_counts)
-        number = 0
-        while any(map(int.__lt__, self._marks[number].documents, needed_counts)):
-            number += 1
-            if number == len(self._marks):
-                self._part(number - 1)
-        last_part, counts_before = self._part(number - 1), self._marks[number - 1].documents
-        return last_part.first + max(
-            int(np.flatnonzero(last_part.source == source)[count - count_before - 1]) + 1
-            for source, (count_before, count) in enumerate(zip(counts_before, needed_counts, strict=True))
-            if count > count_before
-        )
+        assert len(self.sources) == 1
+        return math.ceil(round(epochs * self.documents, 6))
 
     def tokens_before(self, place: int) -> int:
         """Return the tokens of all documents before a place."""
@@ -250,8 +260,3 @@ class _Run(NamedTuple):
 def _join_beginnings(arrays: Sequence[npt.NDArray[Any]], counts: Sequence[int]) -> npt.NDArray[Any]:
     """Concatenate the first values of each array, as many as its count says."""
     return np.concatenate([array[:count] for array, count in zip(arrays, counts, strict=True)])
-
-
-def _round_up(documents: float) -> int:
-    """Round up a product of a fraction and a count; rounding errors of the product do not count."""
-    return int(np.ceil(round(documents, 6)))

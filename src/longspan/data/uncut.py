@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.data.stream import DocumentStream, StreamPart
+from longspan.data.stream import ENDLESS, DocumentStream, EpochEnds, StreamPart
 from longspan.layout import Integers
 
 _STRIDE = 64  # steps; the beginning of every 64th is kept
@@ -46,38 +46,48 @@ class EqualBorders:
 
     >>> EqualBorders(8, packs=2).step_borders(1)
     array([16, 24, 32])
+
+    No pack goes on beyond one of the `ends`: a step that reaches one has fewer packs, and a shorter last one.
     """
 
-    def __init__(self, size: int, packs: int) -> None:
-        self._size, self._packs = size, packs
+    def __init__(self, size: int, packs: int, ends: EpochEnds = ENDLESS) -> None:
+        self.size, self._packs, self._ends = size, packs, ends
 
     def step_borders(self, step: int) -> Integers:
         """Return where the packs of a step begin, and where the last one ends (packs + 1,)."""
-        return np.arange(step * self._packs, (step + 1) * self._packs + 1) * self._size
+        epoch, step = divmod(step, self._steps_of(self._ends.size))
+        begin = epoch * self._ends.size + step * self._packs * self.size
+        return np.unique(np.minimum(begin + np.arange(self._packs + 1) * self.size, self._ends.after(begin)))
 
     def steps_to(self, token: int) -> int:
         """Return how many steps take the first `token` tokens of the stream."""
-        return -(-token // (self._packs * self._size))
+        epochs, tokens = divmod(token, self._ends.size)
+        return epochs * self._steps_of(self._ends.size) + self._steps_of(tokens)
+
+    def _steps_of(self, tokens: int) -> int:
+        return -(-tokens // (self._packs * self.size))
 
 
 class UncutBorders:
     """Borders of packs of a stream, at most `size` tokens apart and never inside a span.
 
     A border inside a span is moved back to the span's start, and the next pack begins there: a pack is shorter only if
-    an image does not fit into its rest. So the beginning of a step depends on all steps before it: borders are
-    computed in order, and the beginning of every 64th step is kept. A span must not be longer than `size`; this is not
-    checked here.
+    an image does not fit into its rest, or the step reaches one of the `ends`. So the beginning of a step depends on
+    all steps before it: borders are computed in order, and the beginning of every 64th step is kept. A span must not be
+    longer than `size`; this is not checked here.
     """
 
-    def __init__(self, stream: DocumentStream, spans: UncutSpans, size: int, packs: int) -> None:
+    def __init__(
+        self, stream: DocumentStream, spans: UncutSpans, size: int, packs: int, ends: EpochEnds = ENDLESS
+    ) -> None:
         """Begin with no borders computed; `_begins` is where each block of 64 steps begins, as far as known."""
-        self._stream, self._spans, self._size, self._packs = stream, spans, size, packs
+        self._stream, self._spans, self._size, self._packs, self._ends = stream, spans, size, packs, ends
         self._begins = array("q", [0])
         self._block_borders = lru_cache(maxsize=2)(self._compute_borders)
         self._part_spans = lru_cache(maxsize=2)(self._find_spans)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UncutBorders, (self._stream, self._spans, self._size, self._packs)
+        return UncutBorders, (self._stream, self._spans, self._size, self._packs, self._ends)
 
     def step_borders(self, step: int) -> Integers:
         """Return where the packs of a step begin, and where the last one ends (packs + 1,).
@@ -87,7 +97,7 @@ class UncutBorders:
         block, index = divmod(step, _STRIDE)
         while len(self._begins) <= block:
             self._block_borders(len(self._begins) - 1)
-        return self._block_borders(block)[index * self._packs : (index + 1) * self._packs + 1]
+        return np.unique(self._block_borders(block)[index * self._packs : (index + 1) * self._packs + 1])
 
     def steps_to(self, token: int) -> int:
         """Return how many steps take the first `token` tokens of the stream.
@@ -103,12 +113,15 @@ class UncutBorders:
     def _compute_borders(self, block: int) -> Integers:
         """Return the borders of the packs of 64 steps, and the border at which the next steps begin.
 
-        A border that would lie inside a span is moved to the span's start.
+        A border that would lie inside a span is moved to the span's start. A step that reaches the end of an epoch has
+        the same border for all packs that it lacks.
         """
-        border, borders = self._begins[block], array("q", [self._begins[block]])
+        border, borders, end = self._begins[block], array("q", [self._begins[block]]), 0
         stream_part = self._stream.part_at_token(border)
         while len(borders) <= _STRIDE * self._packs:
-            border += self._size
+            if (len(borders) - 1) % self._packs == 0:  # a step begins here
+                end = self._ends.after(border)
+            border = min(border + self._size, end)
             while border >= stream_part.before + stream_part.ends[-1]:
                 stream_part = self._stream.next_part(stream_part)
             starts, stops = self._part_spans(stream_part.first)

@@ -28,7 +28,7 @@ from longspan.plan.refinement import Refinement
 from longspan.run.checks.check_plans import check_longest, check_longest_of_set
 from longspan.train.long_documents import check_set_length
 from longspan.train.plans import query_heads
-from longspan.train.plans.order import documents_line, make_step_order
+from longspan.train.plans.order import documents_line, largest_step, make_step_order
 from longspan.train.reading.gather import share_documents
 from longspan.train.reading.step_inputs import count_pack_targets
 from longspan.train.terms import plan_waves_ahead
@@ -156,12 +156,12 @@ class RunData:
         set_images = [len(getattr(s.documents, "items", ())) for s in self.sets]  # texts alone have no items
         return len(self.corpus.images or ()) + sum(set_images)
 
-    def image_rows(self, tokens_per_step: int) -> float:
+    def image_rows(self, config: RunConfig) -> float:
         """Return the mean number of rows of images in a step, of all slots together; 0.0 without images."""
         if self.corpus.images is None or not len(self.corpus.images):
             return 0.0
         share = float(self.corpus.images.column("rows").sum()) / float(self.corpus.lengths.sum())
-        return share * tokens_per_step
+        return share * largest_step(config, self.order)
 
     def check_fit(self, config: RunConfig, world: World) -> None:
         """Raise ConfigError if the longest document of the corpus or of a set fits no group of slots.

@@ -20,6 +20,7 @@ from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
 from longspan.train.gradients import counted_parameters
 from longspan.train.plans import PlanChoice
+from longspan.train.plans.order import largest_step
 from longspan.train.step_figures import device_name
 
 
@@ -86,8 +87,8 @@ def _data_facts(run: TrainingRun) -> dict[str, int]:
 def _step_facts(run: TrainingRun) -> dict[str, Any]:
     """Return the facts of the steps: how many there are and are done, their tokens, the optimizer and its rate."""
     train = run.config.train
-    names = ("steps", "tokens_per_step", "optimizer", "lr")
-    return {"done": run.done, **{name: getattr(train, name) for name in names}}
+    values = {name: getattr(train, name) for name in ("steps", "optimizer", "lr")}
+    return {"done": run.done, "tokens_per_step": largest_step(run.config, run.order), **values}
 
 
 def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:

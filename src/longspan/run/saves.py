@@ -96,6 +96,7 @@ class Saves:
         """Begin a checkpoint of the weights as they are; all ranks call it. With `keep_all` no old one is removed."""
         run = self._run
         state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": ORDER}
+        state["begin"] = run.order.begin_of_step(self.done)
         state |= {STATE: run.refinement.to_json()} if run.refinement else {}
         self.saver.keep = 0 if keep_all else run.config.run.keep_checkpoints
         self.saver.save(run.model, run.optimizer, step=self.done, state=state)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.run.loggers.metrics_log import read_metrics
-from longspan.train.plans.order import count_held_out, make_step_order, set_epoch_steps
+from longspan.train.plans.order import count_held_out, make_step_order, order_lengths, set_epoch_steps
 from tests.corpus.test_formats import rows_as
 from tests.run.runs.homes import losses_of_run
 from tests.run.runs.test_lora_run import write_base
@@ -106,7 +107,7 @@ def test_one_text_in_every_form_gives_the_same_losses(tmp_path: Path, base: Path
 
 
 FEW = [  # tokens a step -> what is logged, where two epochs have 3,800 tokens in documents of 50
-    (4096, "few updates: 1 step of up to 4,096 tokens .*; --train.tokens_per_step 76 makes at least 50 of"),
+    (4096, "few updates: 2 steps of up to 1,900 tokens .*; --train.tokens_per_step 76 makes at least 50 of"),
     (120, "few updates: 38 steps of up to 120 tokens .*; --train.tokens_per_step 76 makes at least 50 of"),
     (64, ""),
     (50, ""),
@@ -116,8 +117,8 @@ FEW = [  # tokens a step -> what is logged, where two epochs have 3,800 tokens i
 @pytest.mark.parametrize(("tokens_per_step", "words"), FEW)
 def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_per_step: int, words: str) -> None:
     config = small_config(tmp_path, train__epochs=2.0, train__tokens_per_step=tokens_per_step, train__warmup_steps=0)
-    lengths, lines = np.full(40, 50), list[str]()
-    set_epoch_steps(config, StepOrder(lengths, tokens_per_step=tokens_per_step, seed=0, eval_documents=2), lines.append)
+    config, lines = replace(config, data=replace(config.data, eval_documents=2)), list[str]()
+    set_epoch_steps(config, order_lengths(config, np.full(40, 50)), lines.append)
     assert len(lines) == 1 + bool(words) and re.match(words, lines[-1] if words else ""), lines
 
 

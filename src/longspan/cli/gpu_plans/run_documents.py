@@ -18,12 +18,12 @@ from longspan.cli.plans.lengths import BYTES_PER_TOKEN, cut_lengths
 from longspan.config.sections import RunConfig
 from longspan.corpus.files import STDLIB, CorpusFile, find_files
 from longspan.corpus.first_rows import text_sizes
+from longspan.corpus.tokenizer_folder import tokenizer_folder
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, plural
-from longspan.train.plans.order import documents_line, make_step_order, order_lengths, set_epoch_steps
+from longspan.train.plans.order import documents_line, largest_step, make_step_order, order_lengths, set_epoch_steps
 
 Log = Callable[[str], None]
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,14 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
 
     Without `estimate` a tokenizer is trained, as the run does. Raises ConfigError and DataError as the run does.
     """
-    tokenizer = _tokenizer_folder(config)
-    if tokenizer is None and estimate:
+    if estimate and tokenizer_folder(config) is None:
         yield _estimate_documents(config, log)
         return
     from longspan.corpus.build import ensure_corpus
     from longspan.corpus.corpus_settings import CorpusSettings
-    from longspan.corpus.tokenizer import load_tokenizer
+    from longspan.corpus.run_corpus import configured_tokenizer
 
-    engine = None if tokenizer is None else load_tokenizer(tokenizer)
+    engine = configured_tokenizer(config)
     with TemporaryDirectory(prefix="longspan-plan-") as folder:
         corpus = ensure_corpus(CorpusSettings(config.data), Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus)
@@ -81,21 +80,12 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
         share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
         rows, images = 0.0, dict[int, list[int]]()
         if corpus.images is not None and len(corpus.images):
-            rows = float(corpus.images.column("rows").sum()) / tokens * config.train.tokens_per_step
+            rows = float(corpus.images.column("rows").sum()) / tokens * largest_step(config, order)
             columns = (np.asarray(corpus.images.column(name)).tolist() for name in ("document", "rows"))
             for document, image_rows in zip(*columns, strict=True):
                 images.setdefault(document, []).append(image_rows)
         longest_tokens, line = _longest_planned_length(config, order, lengths), documents_line(config, order)
         yield RunDocuments(config, order, longest_tokens, share, rows, line, images)
-
-
-def _tokenizer_folder(config: RunConfig) -> Path | None:
-    """Return the folder of the tokenizer that the keys name, or the model's if it holds one; None if neither does."""
-    if config.data.tokenizer:
-        return Path(config.data.tokenizer).expanduser()
-    source = Path(config.model.source).expanduser()
-    folder = source.parent if source.is_file() else source
-    return folder if config.model.source and any((folder / name).is_file() for name in TOKENIZERS) else None
 
 
 def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:

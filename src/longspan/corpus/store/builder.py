@@ -26,6 +26,7 @@ from longspan.data.images import ImageWriter
 from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFile, SourceLines
 from longspan.errors import DataError, plural
 from longspan.launch.launch import usable_cores
+from longspan.layout import Integers
 
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
@@ -44,7 +45,8 @@ class Recipe:
     `files` and `sources` correspond: a path, and its size, time and SHA-256 sum. `encodings` has the encoding of each
     source's rows, by number of source. `longest` is the most tokens of a document (0: any). A row of more than
     `most_bytes` (0: any) is a bad one. A bad row is an error, or left out with `skip_bad`. `workers` is a number of
-    processes (0: one for each core). `path` names the corpus in messages.
+    processes (0: one for each core). `path` names the corpus in messages. `by_text` False: as earlier versions built
+    it, without a record of which documents are parts of one text.
     """
 
     path: str
@@ -56,6 +58,7 @@ class Recipe:
     most_bytes: int = MAX_TEXT_BYTES
     workers: int = 0
     stored: bool = True
+    by_text: bool = True
 
     @cached_property
     def key(self) -> str:
@@ -64,8 +67,9 @@ class Recipe:
         Equal files give equal keys wherever they are, unless rows may have images.
         """
         digests = [encoding.digest for encoding in self.encodings]
-        # Defaults add nothing, so that these two settings change the key only of a corpus that uses them.
+        # Defaults add nothing, so that these settings change the key only of a corpus that uses them.
         further_settings = ["pixels"] * self.checks_pixels + [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
+        further_settings += ["texts"] * self.records_texts
         digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *further_settings]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
             digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
@@ -82,6 +86,12 @@ class Recipe:
     def checks_pixels(self) -> bool:
         """Return whether the build decodes images."""
         return self.images and any(encoding.check_pixels for encoding in self.encodings)
+
+    @property
+    def records_texts(self) -> bool:
+        """Return whether a text may become several documents, and it is recorded which."""
+        splits = any(encoding.settings.turns == "split" for encoding in self.encodings)
+        return self.by_text and (splits or self.longest > 0)
 
     @property
     def encoder(self) -> DocumentEncoder:
@@ -144,6 +154,8 @@ class _Writer:
         columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4"}
         if len(recipe.encodings) > 1:
             columns["source_of"] = "<i2"
+        if recipe.records_texts:
+            columns["texts"] = "<i4"
         columns |= {"offsets": "<i8"} if recipe.stored else {"positions": "<i8", "starts": "<i4"}
         self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
@@ -151,7 +163,7 @@ class _Writer:
         self._codes, self._has_codes = GrowingCodes(folder / "codes.bin"), False
         self._images = ImageWriter(folder) if recipe.images else None
         self._notes = Notes()
-        self.tokens = self._targets = 0  # written so far
+        self.tokens = self._targets = self._texts = 0  # written so far
 
     def __enter__(self) -> "_Writer":
         return self
@@ -174,6 +186,7 @@ class _Writer:
             "offsets": self.tokens + np.cumsum(encoded.lengths) - encoded.lengths,
             "positions": encoded.positions,
             "starts": encoded.starts,
+            "texts": self._texts + _text_numbers(encoded),
         }
         if self._images is not None:  # before the columns grow: `images` count documents from 0 in these rows
             self._images.append(encoded.images, self._columns["lengths"].count)
@@ -185,12 +198,18 @@ class _Writer:
             self._codes.append(encoded.codes, len(encoded.ids))
         self.tokens += len(encoded.ids)
         self._targets += int(encoded.targets.sum())
+        self._texts = int(values["texts"][-1]) + 1 if len(encoded.lengths) else self._texts
         self._notes.add_notes(encoded.notes)
 
     def finish_manifest(self) -> Manifest:
-        """Return the manifest of the closed files, and remove `targets.npy` if all tokens are targets."""
+        """Return the manifest of the closed files.
+
+        Removes `targets.npy` if all tokens are targets, and `texts.npy` if each document is a text.
+        """
         if not self._has_codes:
             (self._folder / "targets.npy").unlink()
+        if self._texts == self._columns["lengths"].count:
+            (self._folder / "texts.npy").unlink(missing_ok=True)
         notes = self._notes
         return replace(
             _initial_manifest(self._recipe),
@@ -206,6 +225,12 @@ class _Writer:
             bad=tuple(notes.bad),
             left_out=LeftOut(**notes.left_out),
         )
+
+
+def _text_numbers(encoded: Encoded) -> Integers:
+    """Number the texts of some documents from 0: a text is a row, which has its file and its position there."""
+    begins = np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1) != 0
+    return np.cumsum(begins) - 1
 
 
 def _initial_manifest(recipe: Recipe) -> Manifest:

@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, first_rank_warns, run_on_every_rank, run_on_first_rank
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer
-from longspan.corpus.tokenizer_files import vocabulary_files
+from longspan.corpus.tokenizer_folder import vocabulary_files
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.evaluation.saved.request import Subject
 from longspan.model import load_model

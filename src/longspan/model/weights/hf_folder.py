@@ -16,28 +16,6 @@ from longspan.errors import ModelError, plural
 from longspan.files import read_json
 from longspan.model.presets import PRESETS
 
-FAST_TOKENIZER = "tokenizer.json"
-VOCABULARIES = (  # of tokenizers of any kind
-    FAST_TOKENIZER,
-    "tokenizer.model",
-    "tokenizer.model.v3",
-    "tekken.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tiktoken.model",
-)
-TOKENIZER_FILES = (
-    *VOCABULARIES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates",
-)
 FOLDER_OPTIONS = {"local_files_only": True, "trust_remote_code": False}  # for every from_pretrained of a folder
 OWN_MODEL = (
     "use a folder in transformers' own format, or make the model in a program of your own and give it to "

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from longspan.errors import ModelError
-from longspan.model.weights.hf_folder import TOKENIZER_FILES
+from longspan.model.weights.file_names import TOKENIZER_FILES
 from longspan.model.weights.ties import tied_names
 
 # Names of files that a saved adapter or model replaces. A saved model replaces an adapter's files too: transformers

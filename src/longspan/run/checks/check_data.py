@@ -18,12 +18,18 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def check_data(config: RunConfig) -> None:
-    """Raise ConfigError for a path together with sources, a source without a path, and a weight that is not above 0."""
+    """Raise ConfigError for sources together with a path or epochs, one without a path, and a weight not above 0."""
     data = config.data
     if data.sources and data.path:
         raise ConfigError(
             f"data.path is {data.path!r} and there are {len(data.sources)} tables [[data.sources]]; give one of them: "
             "the path may be a source too"
+        )
+    if data.sources and config.train.epochs:
+        raise ConfigError(
+            f"train.epochs is {config.train.epochs:g} and there are {len(data.sources)} tables [[data.sources]], whose "
+            "weights say how often each is read; give train.steps (the run then says how often it reads each source), "
+            "or one folder with all files as data.path"
         )
     for number, source in enumerate(data.sources):
         if not source.path:

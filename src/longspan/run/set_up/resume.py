@@ -15,7 +15,9 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
 from longspan.data.stream import ORDER
 from longspan.errors import CheckpointError, ConfigError, plural
+from longspan.run.run_data import RunData
 from longspan.train.optim.schedule import Schedule
+from longspan.train.plans.order import make_step_order
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data", "lora")
@@ -93,16 +95,29 @@ def steps_done(checkpoint: Path, world: World) -> int:
     return int(run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError).get("step", 0))
 
 
-def check_steps_left(config: RunConfig, world: World, checkpoint: Path, log: LogLine) -> None:
+def check_steps_left(config: RunConfig, data: RunData, world: World, checkpoint: Path, log: LogLine) -> None:
     """Raise ConfigError for a checkpoint beyond the last step, and for a finished run under other keys.
 
-    All ranks call it together, once `train.steps` is known.
+    Under other epochs the steps so far may not end where the next one begins, which is an error too. All ranks call it
+    together, once `train.steps` is known.
     """
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     if state.get("step", 0) > config.train.steps:
         key = "train.epochs" if config.train.epochs else "train.steps"
         raise ConfigError(
             f"{checkpoint} is at step {state['step']}, beyond train.steps {config.train.steps}; raise {key}"
+        )
+    if "begin" in state:
+        begin, instead = state["begin"], f"it was {state['config']['train']['epochs']:g} then: set it back"
+    else:  # of an earlier version
+        endless = replace(config, train=replace(config.train, epochs=0.0))
+        begin = make_step_order(endless, data.corpus).begin_of_step(state["step"])
+        instead = "it is of a version whose steps reached into the next epoch: go on with train.steps in its place"
+    if begin != data.order.begin_of_step(state["step"]):
+        raise ConfigError(
+            f"under train.epochs {config.train.epochs:g} step {state['step'] + 1} does not begin where {checkpoint} "
+            f"ends, and some documents would be trained on once more or once less; {instead}, or set run.dir to a new "
+            "folder"
         )
     if state.get("step", 0) == config.train.steps:
         _check_finished_run(*_comparable_configurations(config, state), checkpoint, log)
@@ -149,7 +164,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
     A key that an older version's checkpoint lacks, or that is "auto" now, is not compared. Raises CheckpointError for
     a checkpoint of a version that orders documents in another way.
     """
-    if state.get("order") != ORDER:
+    if state.get("order") not in (ORDER, ORDER - 1):
         raise CheckpointError(
             f"{path} was saved by a run with order {state.get('order')} of documents, and this version of longspan has "
             f"order {ORDER}: resume it with the version that saved it, or set run.dir to a new folder"

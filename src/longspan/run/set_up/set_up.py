@@ -231,7 +231,7 @@ def _open_run_documents(
         run_on_every_rank(world, lambda: check_folder(config.model.path), ModelError)
     model_config = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
-    config = replace(config, data=replace(config.data, eval_documents=len(data.order.evaluation)))
+    config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
     # config.toml has what is resolved so far, except node_size, and not the steps of epochs: a run that goes on may be
     # on other hosts, and resolves both anew.
     as_written = replace(config, context=replace(config.context, node_size=node_size))
@@ -239,7 +239,7 @@ def _open_run_documents(
     for line in source_lines(config, data.order):
         log(line)
     if checkpoint is not None:
-        check_steps_left(config, world, checkpoint, log)
+        check_steps_left(config, data, world, checkpoint, log)
     data.check_fit(config, world)
     return config, as_written, data
 
@@ -264,7 +264,7 @@ def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: Wor
     encoder.max_rows at once.
     """
     ahead = ComingSteps(data.order.lengths_of_step, world.home, query_heads(data.model), done, config.train.steps)
-    rows = math.ceil(UNEVEN * data.image_rows(config.train.tokens_per_step) / world.home.slots)
+    rows = math.ceil(UNEVEN * data.image_rows(config) / world.home.slots)
     return RunMemory(
         config=config,
         model=configuration,
@@ -278,7 +278,7 @@ def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: Wor
 def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
     """Return the run with its evaluation sets, and with "auto" resolved: rows of a slot, evaluation degrees."""
     world, cost, heads = run.world, run.cost, query_heads(data.model)
-    config, image_rows = run.config, data.image_rows(run.config.train.tokens_per_step)
+    config, image_rows = run.config, data.image_rows(run.config)
     first_guess = run.memory.rows if run.memory is not None else None
     config = measure_rows(config, run.model, run.optimizer, world, log, image_rows=image_rows, first_guess=first_guess)
     data.check_fit(config, world)  # again: fewer rows of a slot may have been measured to fit

@@ -10,14 +10,14 @@ from longspan.config.defaults import set_steps
 from longspan.config.sections import RunConfig
 from longspan.corpus.files import LogLine
 from longspan.data.documents import Corpus
-from longspan.data.step_order import PackOrder, StepOrder
+from longspan.data.step_order import PackOrder, StepOrder, count_texts
 from longspan.data.stream import Mixture
 from longspan.data.uncut import UncutSpans
 from longspan.errors import ConfigError, plural
 from longspan.train.optim.schedule import Schedule
 
 FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
-HELD_OUT, ONE_IN = 32, 10  # documents held out by default: one in so many, at most so many
+HELD_OUT, ONE_IN = 32, 10  # texts held out by default: one in so many, at most so many
 
 
 def set_epoch_steps(config: RunConfig, order: StepOrder | PackOrder, log: LogLine) -> RunConfig:
@@ -27,17 +27,22 @@ def set_epoch_steps(config: RunConfig, order: StepOrder | PackOrder, log: LogLin
     """
     if not config.train.epochs:
         return config
-    steps = order.steps_of_epochs(config.train.epochs)
-    documents, tokens = order.stream.documents, order.stream.tokens
+    steps = order.count_steps()
     config = set_steps(config, steps)
     Schedule.of(config.train)  # raises where the schedule does not fit
     log(
-        f"train.epochs {config.train.epochs:g}: {plural(steps, 'step')} over {plural(documents, 'document')} "
-        f"({plural(tokens, 'token')}), in place of train.steps; {config.train.warmup_steps} of warm-up"
+        f"train.epochs {config.train.epochs:g}: {plural(steps, 'step')} in place of train.steps; "
+        f"{config.train.warmup_steps} of warm-up"
     )
     if steps < FEW_STEPS:
         log(_few_steps_line(config, order))
     return config
+
+
+def largest_step(config: RunConfig, order: StepOrder | PackOrder) -> int:
+    """Return the most tokens of a step of several documents: with epochs, no more than one of them has."""
+    tokens = config.train.tokens_per_step
+    return min(tokens, order.stream.tokens) if config.train.epochs else tokens
 
 
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
@@ -45,7 +50,7 @@ def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     tokens = int(config.train.epochs * order.stream.tokens)  # of all epochs
     longest_document = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     advised_tokens = max(tokens // FEW_STEPS, longest_document)  # of a step: FEW_STEPS of them, or as many as may be
-    size = config.train.tokens_per_step
+    size = largest_step(config, order)
     line = f"few updates: {plural(config.train.steps, 'step')} of up to {size:,} tokens may change little; "
     if tokens // advised_tokens <= config.train.steps:  # the longest document leaves no room for smaller steps
         return line + "more epochs (train.epochs), or more documents, make more"
@@ -55,15 +60,15 @@ def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     )
 
 
-def count_held_out(setting: int | str, documents: int) -> int:
-    """Count how many documents are held out: the setting, or one in ten, from 1 to 32 but never a run's only one.
+def count_held_out(setting: int | str, texts: int) -> int:
+    """Count how many texts are held out: the setting, or one in ten, from 1 to 32 but never a run's only one.
 
-    >>> [count_held_out("auto", documents) for documents in (1, 7, 153, 5000)]
+    >>> [count_held_out("auto", texts) for texts in (1, 7, 153, 5000)]
     [0, 1, 15, 32]
     """
     if isinstance(setting, int):
         return setting
-    return min(HELD_OUT, max(1, documents // ONE_IN), documents - 1)
+    return min(HELD_OUT, max(1, texts // ONE_IN), texts - 1)
 
 
 def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder | PackOrder:
@@ -71,7 +76,9 @@ def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder | PackOrder:
     data = config.data
     mixture = Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None
     uncut = _uncut_spans(config, corpus) if data.pack_to else None
-    return order_lengths(config, corpus.lengths, targets=corpus.targets, mixture=mixture, uncut=uncut)
+    return order_lengths(
+        config, corpus.lengths, targets=corpus.targets, mixture=mixture, texts=corpus.texts, uncut=uncut
+    )
 
 
 def order_lengths(
@@ -80,20 +87,23 @@ def order_lengths(
     *,
     targets: npt.NDArray[Any] | None = None,
     mixture: Mixture | None = None,
+    texts: npt.NDArray[Any] | None = None,
     uncut: UncutSpans | None = None,
 ) -> StepOrder | PackOrder:
     """Make the order of documents of these lengths, in packs if data.pack_to is set.
 
-    `targets`, `mixture` and `uncut` are arguments of `StepOrder` and `PackOrder`.
+    `targets`, `mixture`, `texts` and `uncut` are arguments of `StepOrder` and `PackOrder`.
     """
     data, tokens = config.data, config.train.tokens_per_step
     order = StepOrder(
         lengths,
         tokens_per_step=tokens,
         seed=config.train.seed,
-        eval_documents=count_held_out(data.eval_documents, len(lengths)),
+        eval_documents=count_held_out(data.eval_documents, count_texts(lengths, texts)),
         targets=targets,
         mixture=mixture,
+        texts=texts,
+        epochs=config.train.epochs,
     )
     if not data.pack_to:
         return order
@@ -119,21 +129,25 @@ def _uncut_spans(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
 
 def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     """Return a line on the documents: how many to train on, how often the run's steps read them, how many held out."""
-    steps, tokens = config.train.steps, order.stream.tokens
-    line = f"{plural(order.stream.documents, 'document')} to train on, of {plural(tokens, 'token')}"
-    if not config.train.epochs:  # else `set_epoch_steps` has logged how often documents are read
-        times = config.train.tokens_per_step * steps / tokens
-        line += f", which {plural(steps, 'step')} read about {times:.3g} times"
-    line += f"; {len(order.evaluation)} held out (data.eval_documents)"
+    train, stream, held_out = config.train, order.stream, len(order.evaluation)
+    line = plural(stream.documents, "document")
+    line += f" of {plural(order.texts, 'text')}" * (stream.documents != order.texts)
+    line += f" to train on, of {plural(stream.tokens, 'token')}, which "
+    if train.epochs:
+        line += f"{plural(order.count_steps(), 'step')} read {train.epochs:g} times"
+    else:
+        times = train.tokens_per_step * train.steps / stream.tokens
+        line += f"{plural(train.steps, 'step')} read about {times:.3g} times"
+    line += f"; {plural(order.held_out_texts, 'text')}"
+    line += f" of {plural(held_out, 'document')}" * (held_out != order.held_out_texts)
+    line += " held out (data.eval_documents)"
     if config.data.pack_to:
         reach = "across documents" if config.data.pack_attention == "across" else "within documents"
         line += f"; packed to {config.data.pack_to:,} tokens (data.pack_to), attention {reach}"
         if isinstance(order, PackOrder) and (mean := order.mean_pack()) < config.data.pack_to:
             line += f"; no image is cut, so that a pack has {mean:,.1f} in the mean of the first 64 steps"
-    if config.train.tokens_per_step > tokens:
-        line += (
-            f"; a step of {config.train.tokens_per_step:,} tokens (train.tokens_per_step) reads documents repeatedly"
-        )
+    if not train.epochs and train.tokens_per_step > stream.tokens:
+        line += f"; a step of {train.tokens_per_step:,} tokens (train.tokens_per_step) reads documents repeatedly"
     return line
 
 
