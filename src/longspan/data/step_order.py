@@ -173,7 +173,7 @@ class StepOrder:
         end of a part goes on in the next with the tokens that are left.
         """
         stream_part, tokens_left = self.stream.part_at(start), self._budget
-        index, last_end = start - stream_part.first, self.ends.after(start)
+        index, last_end = start - stream_part.first, self.ends.next_end(start)
         while True:
             end_index = int(np.searchsorted(stream_part.ends, stream_part.ends[index] + tokens_left, side="right")) - 1
             end = stream_part.first + end_index

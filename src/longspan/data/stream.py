@@ -94,14 +94,14 @@ class EpochEnds(NamedTuple):
     """Where no step goes on: at the end of each epoch of `size` documents or tokens, and at `last`, where a run ends.
 
     >>> ends = EpochEnds(90, 135)
-    >>> [ends.after(place) for place in (0, 89, 90, 135)]
+    >>> [ends.next_end(place) for place in (0, 89, 90, 135)]
     [90, 90, 135, 180]
     """
 
     size: int
     last: int
 
-    def after(self, place: int) -> int:
+    def next_end(self, place: int) -> int:
         """Return the first end behind a place."""
         end = (place // self.size + 1) * self.size
         return min(end, self.last) if place < self.last else end

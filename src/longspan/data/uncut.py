@@ -57,7 +57,7 @@ class EqualBorders:
         """Return where the packs of a step begin, and where the last one ends (packs + 1,)."""
         epoch, step = divmod(step, self._steps_of(self._ends.size))
         begin = epoch * self._ends.size + step * self._packs * self.size
-        return np.unique(np.minimum(begin + np.arange(self._packs + 1) * self.size, self._ends.after(begin)))
+        return np.unique(np.minimum(begin + np.arange(self._packs + 1) * self.size, self._ends.next_end(begin)))
 
     def steps_to(self, token: int) -> int:
         """Return how many steps take the first `token` tokens of the stream."""
@@ -120,7 +120,7 @@ class UncutBorders:
         stream_part = self._stream.part_at_token(border)
         while len(borders) <= _STRIDE * self._packs:
             if (len(borders) - 1) % self._packs == 0:  # a step begins here
-                end = self._ends.after(border)
+                end = self._ends.next_end(border)
             border = min(border + self._size, end)
             while border >= stream_part.before + stream_part.ends[-1]:
                 stream_part = self._stream.next_part(stream_part)
