@@ -10,7 +10,7 @@ from longspan.config.sections import DataConfig
 from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_files
 from longspan.corpus.first_rows import kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.lines import left_out_lines, missing_end_line, names_line, rows_line, unseen_line
+from longspan.corpus.rows.lines import left_out_lines, missing_end_line, names_line, others_line, rows_line, unseen_line
 from longspan.corpus.rows.sample import RowSettings
 from longspan.corpus.store.builder import Recipe
 from longspan.corpus.store.cache import NONE, cache_folder
@@ -83,6 +83,8 @@ def describe_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifes
     yield from (names_line(name, texts) for name, texts in manifest.names_as_text.items())
     if (unseen := unseen_line(manifest.left_out, settings.data.turns)) is not None:
         yield unseen
+    if manifest.unseen:
+        yield others_line(manifest.unseen)
 
 
 def describe_rows(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:

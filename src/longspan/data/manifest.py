@@ -47,8 +47,8 @@ class Manifest:
 
     `key` is a digest of everything that decides the documents. Every text begins with the tokens `opening` and ends
     with `closing`. `special` counts the names of special tokens in texts, `names_as_text` the texts in which `<image>`
-    and the like are plain text. `dtype` is the type of tokens (empty: none are stored, and rows are read again),
-    `codes` that of their codes (empty: none).
+    and the like are plain text, `unseen` what chat templates leave out beside assistant turns. `dtype` is the type of
+    tokens (empty: none are stored, and rows are read again), `codes` that of their codes (empty: none).
     """
 
     tokenizer_digest: str
@@ -72,6 +72,7 @@ class Manifest:
     special: dict[str, int] = field(default_factory=dict[str, int])
     bad: tuple[str, ...] = ()
     names_as_text: dict[str, int] = field(default_factory=dict[str, int])
+    unseen: dict[str, int] = field(default_factory=dict[str, int])
     left_out: LeftOut = field(default_factory=LeftOut)
 
     def to_json(self) -> str:

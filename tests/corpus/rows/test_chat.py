@@ -151,9 +151,15 @@ VARIABLES: list[tuple[str, str, dict[str, Any], str]] = [
         "gpt-oss",
         "gptoss",
         {"reasoning_effort": "low", "model_identity": "You are Zed."},
-        "final<|message|>2.<|return|>",
+        "<|channel|>final<|message|>2.<|return|>",
     ),
 ]
+
+
+def trl_encoding(folder: Path, family: str, template: str, **settings: Any) -> RowEncoding:
+    """A family with a template that TRL has."""
+    text = (TRL_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    return encoding_of(write_folder(folder, family, template=text), **settings)
 
 
 @pytest.mark.parametrize(("family", "template", "variables", "last"), VARIABLES, ids=str)
@@ -161,8 +167,7 @@ def test_chat_template_kwargs_of_a_row_are_those_of_the_template(
     tmp_path: Path, family: str, template: str, variables: dict[str, Any], last: str
 ) -> None:
     """As TRL gives them to it; also as the JSON of them, and not to the rows beside."""
-    text = (TRL_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
-    encoding = encoding_of(write_folder(tmp_path, family, template=text))
+    encoding = trl_encoding(tmp_path, family, template)
     stock: Any = AutoTokenizer.from_pretrained(encoding.tokenizer.folder)
     rows = [{**PLAIN.row, "chat_template_kwargs": value} for value in (None, variables, json.dumps(variables), {})]
     samples = encoding.encode([Row("line 1", row) for row in rows])

@@ -39,11 +39,13 @@ def test_what_is_no_target_is_counted(tmp_path: Path) -> None:
 def test_a_corpus_says_both(tmp_path: Path) -> None:
     folder, lines = write_folder(tmp_path / "qwen3", "qwen3"), list[str]()
     asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "so"}
-    path = rows_as("jsonl", tmp_path / "rows", [{"messages": [asked, said, asked, {**said, "content": "c"}]}] * 3)
+    told = {"role": "developer", "content": "Be brief."}
+    path = rows_as("jsonl", tmp_path / "rows", [{"messages": [told, asked, said, asked, {**said, "content": "c"}]}] * 3)
     settings = CorpusSettings(DataConfig(path=str(path), cache="none", max_document_tokens=0))
     ensure_corpus(settings, tmp_path / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append)
     assert lines[0].startswith("rows hold messages (chat): written by the chat template of")
-    assert lines[-1].startswith("not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.turns")
+    assert lines[-2].startswith("not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.turns")
+    assert lines[-1] == ("not in the rendered texts, as the chat template does not write them: 3 developer messages")
 
 
 def test_a_row_of_two_kinds_is_refused_wherever_it_stands(tmp_path: Path) -> None:

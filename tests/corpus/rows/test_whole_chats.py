@@ -3,16 +3,18 @@
 The templates are short ones of the shapes that published templates have.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import BadRow, Row, Sample, Unseen
 from tests.corpus.rows.conversations import PLAIN, TOOL, TOOLS, Message, asks, says
 from tests.corpus.rows.families import FAMILIES, TEMPLATES, Family, encoding_of, write_family, write_folder
-from tests.corpus.rows.test_chat import encoded, said
+from tests.corpus.rows.test_chat import DAY, TRL_TEMPLATES, encoded, said, trl_encoding
 from tests.corpus.rows.test_marks import marked_template
 
 # Answers of tools stand inside the turn that calls them, before its text; strings stand between special tokens.
@@ -141,6 +143,80 @@ def test_the_first_call_is_learnt_where_the_template_writes_no_other(tmp_path: P
         ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
         "<|channel|>final<|message|>No.<|return|>",
     ]
+
+
+GLM = Family("<|user|> <|assistant|> <|system|> <|observation|>", "<|user|>", lambda _: [], ends="<|observation|>")
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "llama3_1", "gptoss", "qwen3", "glm4moe", "deepseekv3", "own gemma4"])
+def test_arguments_are_learnt_as_the_object_where_a_string_would_be_quoted(tmp_path: Path, template: str) -> None:
+    """A string of JSON gives the tokens of the object, and the template's own for the form that it takes."""
+    if template == "own gemma4":
+        encoding = gemma4(tmp_path)
+    else:
+        text = (TRL_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+        names = {"qwen2_5": "qwen2.5", "llama3_1": "llama3.2", "gptoss": "gpt-oss", "deepseekv3": "deepseek-r1-distill"}
+        family = GLM if template == "glm4moe" else FAMILIES[names.get(template, template)]
+        encoding = encoding_of(write_family(tmp_path, family, text))
+    stock: Any = AutoTokenizer.from_pretrained(tmp_path)
+    for arguments in ({"q": "Rom é"}, {"q": {"a": [1, None]}, "n": 2}, {}):
+        if template == "own gemma4" and "n" in arguments:
+            continue
+        forms = [arguments, json.dumps(arguments, ensure_ascii=False), *([] if arguments else [" "])]
+        chats = [calling(called("weather")) for _ in forms]
+        for messages, form in zip(chats, forms, strict=True):
+            messages[1]["tool_calls"][0]["function"]["arguments"] = form
+        samples = encoding.encode([Row("line 1", {"messages": messages}) for messages in chats])
+        ids = [sample.ids.tolist() for sample in samples if isinstance(sample, Sample)]
+        assert ids == [ids[0]] * len(forms), samples
+        if template != "gptoss":  # its template asks for today
+            taken = chats[1 if template == "deepseekv3" else 0]
+            assert ids[0] == stock.apply_chat_template(taken, tokenize=True, **DAY)["input_ids"]
+    for wrong, reason in (("{", " is a string that is no JSON: "), ("[1]", " is a list; give an object: [1]")):
+        messages = calling(called("weather"))
+        messages[1]["tool_calls"][0]["function"]["arguments"] = wrong
+        if template not in ("qwen3", "deepseekv3"):  # which write it as it is
+            assert f"messages[1].tool_calls[0].arguments{reason}" in refusal(encoding, messages).replace('"', "")
+
+
+ABSENT = [  # a template, the messages, and what of them beside the assistant's it leaves out
+    ("qwen2.5", "qwen2_5", [{"role": "developer", "content": "ZEBRA"}], ["developer message"]),
+    ("qwen3", "qwen3_training", [{"role": "usr", "content": "ZEBRA"}], ["usr message"]),
+    ("phi3", "phi3", [{"role": "tool", "content": "dry"}, {"role": "tool", "content": " "}], ["tool message"]),
+    ("phi3", "phi3_training", [{"role": "developer", "content": "ZEBRA"}] * 2, ["developer message"] * 2),
+    ("qwen2.5", "qwen2_5", [{"role": "system", "content": "ZEBRA"}, {"role": "user", "content": ""}], []),
+]
+
+
+@pytest.mark.parametrize("turns", ["together", "split"])
+@pytest.mark.parametrize(("family", "template", "messages", "absent"), ABSENT, ids=str)
+def test_messages_of_any_role_that_are_left_out_are_counted(
+    tmp_path: Path, family: str, template: str, messages: list[Message], absent: list[str], turns: str
+) -> None:
+    """Once, also where each turn is a document of its own; tools that the template does not name as well."""
+    encoding = trl_encoding(tmp_path, family, template, turns=turns)
+    for tools in (None, [TOOL]):
+        row = {"messages": [*messages, *PLAIN.messages], "tools": tools}
+        samples = [sample for sample in encoding.encode([Row("line 1", row)]) if isinstance(sample, Sample)]
+        assert len(samples) == (2 if turns == "split" else 1)
+        others = [name for sample in samples for name in sample.unseen.others]
+        assert others == absent + ["tool list"] * (family == "phi3" and tools is not None)
+
+
+def test_a_thought_in_an_answer_is_counted_where_the_template_leaves_it_out(tmp_path: Path) -> None:
+    """Not where it only changes the blanks around it, as GLM does."""
+    messages = [asks("One?"), says("<think>hm</think>\n\n1."), asks("Two?"), says("<think>\n2.\n</think>2.")]
+    text = (TRL_TEMPLATES / "glm4moe.jinja").read_text(encoding="utf-8")
+    (sample,) = encoding_of(write_family(tmp_path / "glm", GLM, text)).encode([Row("line 1", {"messages": messages})])
+    assert isinstance(sample, Sample) and sample.unseen == Unseen(unseen_thoughts=1)
+    (sample,) = trl_encoding(tmp_path / "r1", "deepseek-r1-distill", "deepseek_r1_distill").encode(
+        [Row("line 1", {"messages": messages})]
+    )
+    assert isinstance(sample, Sample) and sample.unseen == Unseen(unseen_thoughts=2)
+    text = (TRL_TEMPLATES / "deepseek_r1_distill.jinja").read_text(encoding="utf-8")
+    headless = Family("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", lambda _: [])
+    reason = refusal(encoding_of(write_family(tmp_path / "headless", headless, text)), messages)
+    assert 'the template leaves out its thought "hm": give the answer alone' in reason
 
 
 def parts_encoding(folder: Path, part: str = "{{- part.text }}", **settings: Any) -> RowEncoding:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.rows.infer_turns import Spans, find_assistant_spans, marked_spans
+from longspan.corpus.rows.infer_turns import find_assistant_spans, marked_spans
 from longspan.corpus.rows.messages import check_messages, learnt_messages, read_tools
 from longspan.corpus.rows.named_media import check_counts, kinds_of_parts
 from longspan.corpus.rows.placeholders import RowImages
@@ -41,8 +41,9 @@ class ChatEncoding:
 
         Raises RowError for malformed messages, and for those that the template or the search for turns refuses.
         """
-        messages = check_messages(require_key(values, "messages"), images=self.images is not None)
         tools = read_tools(values.get("tools"))
+        messages = check_messages(require_key(values, "messages"), images=self.images is not None)
+        messages = self.template.fit_arguments(messages, tools)
         check_counts(kinds_of_parts(messages), media, "its messages")
         if not self.settings.parse_special_tokens:  # the rendering has special tokens, so its texts must have none
             pattern = self._turn_tokens(tools).any_token
@@ -60,11 +61,11 @@ class ChatEncoding:
         if self.settings.turns == "together":
             yield self._encode_sample(messages, tools, learnt, media)
             return
-        for i in learnt:
+        for i, first in zip(learnt, [0, *(i + 1 for i in learnt)], strict=False):
             beginning = messages[: i + 1]
             kinds = kinds_of_parts(beginning)
             yield self._encode_sample(
-                beginning, tools, [i], media.first_files(kinds.count("image"), kinds.count("video"))
+                beginning, tools, [i], media.first_files(kinds.count("image"), kinds.count("video")), first
             )
 
     def _encode_sample(
@@ -73,17 +74,21 @@ class ChatEncoding:
         tools: Sequence[Any] | None,
         learnt: Collection[int],
         media: RowMedia,
+        first: int = 0,
     ) -> Sample:
-        """Encode a chat as one sample: render it, find the learnt turns, and put the images in their places."""
+        """Encode a chat as one sample: render it, find the learnt turns, and put the images in their places.
+
+        Messages before number `first` are in another sample too, which counts what is not rendered of them.
+        """
         marks = self.template.has_marks(tools)
         rendered = self.template.render(messages, tools, marks=marks)
         if not self.settings.parse_special_tokens:
             self._check_special_tokens(rendered.text, messages, tools)
         if marks:
-            spans = Spans(marked_spans(messages, rendered, self.template, tools, learnt))
+            spans = marked_spans(messages, rendered, self.template, tools, learnt, first)
         else:
             tokens = self._turn_tokens(tools)
-            spans = find_assistant_spans(messages, rendered.text, self.template, tools, tokens, learnt)
+            spans = find_assistant_spans(messages, rendered.text, self.template, tools, tokens, learnt, first)
         if not media or self.images is None:
             ids, labels = self._tokenize_rendering(rendered.text, spans.spans)
             return Sample(ids, labels, unseen=spans.unseen)

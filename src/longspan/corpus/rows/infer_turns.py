@@ -23,7 +23,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from longspan.corpus.rows.messages import Field, replace_field, texts_of_messages
-from longspan.corpus.rows.sample import RowError, Unseen
+from longspan.corpus.rows.sample import RowError, Unseen, preview
 from longspan.corpus.rows.template import ChatTemplate, Message, Rendered
 from longspan.corpus.rows.turn_tokens import TurnTokens
 
@@ -94,21 +94,18 @@ def find_assistant_spans(
     tools: Sequence[Any] | None,
     tokens: TurnTokens,
     learnt: Collection[int],
+    first: int,
 ) -> Spans:
     """Find the spans of the `learnt` messages of an assistant in the rendering `text` of all messages.
 
-    Also counts what the rendering lacks of these messages: thoughts (left out whole, or cut off an answer), other
-    texts, and messages that have no text. Raises RowError for a span that its surroundings do not determine.
+    Also counts what the rendering lacks (`_count_unseen`). Raises RowError for a span that its surroundings do not
+    determine.
     """
     fields = texts_of_messages(messages)
     conversation, ends = _locate_turns(fields, messages, text, template, tools)
+    unseen = _count_unseen(conversation, fields, ends, learnt, first)
     turns = [turn for turn in conversation.turns if turn.message in learnt]
-    spans = tuple(span for turn in turns for span in _turn_spans(conversation, turn, tokens))
-    lacking = [field for field, places in zip(fields, ends, strict=True) if field.message in learnt and not places]
-    cut_thoughts = sum(_is_thought_cut(field, text) for turn in turns for field in turn.fields)
-    thoughts = sum(field.is_thought for field in lacking)
-    blank = len(set(learnt) - {field.message for field in fields})
-    return Spans(spans, Unseen(thoughts + cut_thoughts, len(lacking) - thoughts, blank))
+    return Spans(tuple(span for turn in turns for span in _turn_spans(conversation, turn, tokens)), unseen)
 
 
 def marked_spans(
@@ -117,16 +114,27 @@ def marked_spans(
     template: ChatTemplate,
     tools: Sequence[Any] | None,
     learnt: Collection[int],
-) -> tuple[tuple[int, int], ...]:
-    """Select the template's own marks of the `learnt` messages.
+    first: int,
+) -> Spans:
+    """Select the template's own marks of the `learnt` messages, and count what the rendering lacks.
 
     A mark without a text belongs to the assistant's messages between the texts next to it. Raises RowError for a mark
     of learnt messages and of others.
     """
     answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
-    if answers == set(learnt):  # then no mark is another message's
-        return rendered.marks
-    conversation, _ = _locate_turns(texts_of_messages(messages), messages, rendered.text, template, tools)
+    all_learnt, fields = answers == set(learnt), texts_of_messages(messages)  # then no mark is another message's
+    if all_learnt and all(field.added or str(field.value).strip() in rendered.text for field in fields):
+        conversation = _Conversation(messages, rendered.text, template, tools, (), ())
+        return Spans(rendered.marks, _count_unseen(conversation, fields, [(0,)] * len(fields), learnt, first))
+    try:
+        conversation, ends = _locate_turns(fields, messages, rendered.text, template, tools)
+    except RowError:
+        if all_learnt:  # the marks are all that is needed
+            return Spans(rendered.marks)
+        raise
+    unseen = _count_unseen(conversation, fields, ends, learnt, first)
+    if all_learnt:
+        return Spans(rendered.marks, unseen)
     spans = list[tuple[int, int]]()
     for start, stop in rendered.marks:
         owners = conversation.messages_in(start, stop)
@@ -139,7 +147,40 @@ def marked_spans(
                 f"its chat template marks {names} as one with {{% generation %}}, and not all of them are to be "
                 "learnt; mark each of them for itself"
             )
-    return tuple(spans)
+    return Spans(tuple(spans), unseen)
+
+
+def _count_unseen(
+    conversation: _Conversation,
+    fields: Sequence[Field],
+    ends: Sequence[tuple[int, ...]],
+    learnt: Collection[int],
+    first: int,
+) -> Unseen:
+    """Count what a rendering lacks: thoughts of learnt messages (left out whole, or cut off an answer) and their other
+    texts; learnt messages without a text; and from message number `first` on the messages of all other roles, and tools
+    that it does not name."""
+    messages, turns = conversation.messages, [turn for turn in conversation.turns if turn.message in learnt]
+    absent = [field for field, places in zip(fields, ends, strict=True) if not places and not field.blank]
+    lacking = [field for field in absent if field.message in learnt]
+    thoughts = sum(field.is_thought for field in lacking)
+    cut_thoughts = sum(bool(_cut_thought(conversation, turn)) for turn in turns)
+    blank = len(set(learnt) - {field.message for field in fields})
+    roles = {field.message: messages[field.message]["role"] for field in absent if field.message >= first}
+    others = [f"{role} message" for role in roles.values() if role != "assistant"]
+    names = [str(tool.get("function", tool).get("name")) for tool in conversation.tools or ()]
+    if names and not first and not any(name in conversation.text for name in names):
+        others.append("tool list")
+    return Unseen(thoughts + cut_thoughts, len(lacking) - thoughts, blank, tuple(others))
+
+
+def _cut_thought(conversation: _Conversation, turn: _Turn) -> str:
+    """Return the thought at the beginning of an answer, up to </think>, that the template leaves out; "" if none is."""
+    contents = [field.value for field in turn.fields if field.path[0] == "content" and "</think>" in field.value]
+    before, _, answer = contents[0].strip().partition("</think>") if contents else ("", "", "")
+    thought = before.rpartition("<think>")[-1].strip()
+    written = conversation.text[conversation.turn_before(turn).ends[-1] : turn.ends[-1]]
+    return "" if thought in written.removesuffix(answer.strip()) else thought
 
 
 def _locate_turns(
@@ -164,20 +205,17 @@ def _make_turn(message: int, fields: Sequence[Field], ends: Sequence[tuple[int, 
     return _Turn(message, tuple(field for _, field in pairs), tuple(end for end, _ in pairs))
 
 
-def _is_thought_cut(field: Field, text: str) -> bool:
-    """Return whether the template leaves out the thought at the beginning of an answer: its text up to </think>."""
-    return field.path[0] == "content" and "</think>" in field.value and field.value.strip() not in text
-
-
 def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
     """Yield the spans of a turn that are generated: one, or several where tokens inside the turn end generation."""
     name = f"messages[{turn.message}]"
     start = _find_start(conversation, turn, tokens)
     end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], conversation.latest_end(turn), name)
     if start is None:
+        thought = _cut_thought(conversation, turn)
+        hint = f"the template leaves out its thought {preview(thought)}: give the answer alone, or " if thought else ""
         raise RowError(
             f"where {name} begins cannot be told from its chat template: neither the prompt of an answer nor its first "
-            "word is in the text; mark it in the template with {% generation %}"
+            f"word is in the text; {hint}mark it in the template with {{% generation %}}"
         )
     if intruders := conversation.messages_in(start, end) - {turn.message}:
         raise RowError(

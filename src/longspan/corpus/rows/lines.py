@@ -108,6 +108,13 @@ def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
     return "; ".join(lines) or None
 
 
+def others_line(unseen: Mapping[str, int]) -> str:
+    """Report what chat templates leave out beside texts of assistants: messages by their role, and tools."""
+    parts = [plural(count, name) for name, count in list(unseen.items())[:5]]
+    more_text = f" and messages of {len(unseen) - 5} other roles" if len(unseen) > 5 else ""
+    return f"not in the rendered texts, as the chat template does not write them: {', '.join(parts)}{more_text}"
+
+
 def left_out_lines(
     left_out: LeftOut,
     longest: int,

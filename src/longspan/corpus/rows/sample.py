@@ -114,11 +114,12 @@ class Row(NamedTuple):
 
 class Unseen(NamedTuple):
     """Counts of what is no target in a document's assistant turns: thoughts and other texts that the template leaves
-    out, wholly or in part, and turns that are blank."""
+    out, wholly or in part, and turns that are blank. `others` names what else it leaves out, as "developer message"."""
 
     unseen_thoughts: int = 0
     unseen_texts: int = 0
     blank_turns: int = 0
+    others: tuple[str, ...] = ()
 
 
 class Sample(NamedTuple):

@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.images.without_torchvision import has_processor
 from longspan.corpus.rows.kinds import rows_hold
-from longspan.corpus.rows.messages import read_json_value
+from longspan.corpus.rows.messages import Field, read_json_value, replace_field
 from longspan.corpus.rows.sample import RowError, preview, type_name
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
@@ -37,6 +37,7 @@ SOME_TOOL = [
 _ARGUMENTS = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _WORDS = ("Zq0part", "Zq1part")
+_SAMPLE_CONTENTS = ("Zq", [{"type": "text", "text": "Zq"}])  # as a text, and as its parts
 _ID = "callZq000"  # of a call; Mistral's have nine letters and digits
 _DAY_FORMAT = "%d %b %Y"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -132,7 +133,7 @@ class ChatTemplate:
         make_parts = lambda words: [{"type": "text", "text": word} for word in words]  # noqa: E731
         contents = words_text, make_parts([words_text]), make_parts(_WORDS)
         as_text, one_part, several_parts = (
-            "".join(self._render_content(role, content, tools).split()) for content in contents
+            "".join(self._render_content(role, content, tools, {}, "{}").split()) for content in contents
         )
         # Several parts are read if all are shown, as one text would be; if no text is shown, to show all is enough.
         reads_parts = all(word in several_parts for word in _WORDS) and (
@@ -140,17 +141,17 @@ class ChatTemplate:
         )
         return _Contents(text=words_text in as_text or words_text not in one_part, parts=reads_parts)
 
-    def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None) -> str:
+    def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None, *arguments: Any) -> str:
         """Render a short conversation with a message of this role and content; "" if the template refuses it.
 
-        A tool's message needs a call before it. The contents of the conversation's other messages have the same form as
-        `content`: text or parts.
+        A tool's message needs a call before it, which has the first of the `arguments` that the template takes. The
+        contents of the conversation's other messages have the same form as `content`: text or parts.
         """
         message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
         sample_content = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]
         question, answer = ({"role": sample_role, "content": sample_content} for sample_role in ("user", "assistant"))
-        for arguments in ({}, "{}"):  # templates take one of them
-            call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for call_arguments in arguments:
+            call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": call_arguments}}
             turns = {
                 "system": [message, question, answer],
                 "user": [message, answer],
@@ -159,6 +160,51 @@ class ChatTemplate:
             with suppress(RowError):
                 return self._render_messages(turns.get(role, [question, message]), tools).text
         return ""
+
+    def fit_arguments(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Message]:
+        """Return messages whose calls have arguments as the template takes them: as objects, or as their JSON.
+
+        A template that would quote a string of JSON, or refuse it, gets the object, as whoever reads the call expects
+        one. A template that refuses an object, or would print it as Python does, gets its JSON. Raises RowError for a
+        string that would be quoted and is no object of JSON; one that is blank counts as {}.
+        """
+        fitted = list(messages)
+        for i, message in enumerate(messages):
+            for k, call in enumerate(message.get("tool_calls") or ()):
+                path: tuple[str | int, ...] = ("tool_calls", k, *(["function"] if "function" in call else []))
+                arguments = call.get("function", call).get("arguments")
+                form = self._argument_forms[bool(tools)]
+                value = arguments if not isinstance(arguments, str) or arguments.strip() else "{}"
+                if isinstance(value, str) and form is dict:
+                    name = f"messages[{i}].tool_calls[{k}].arguments"
+                    value = read_json_value(value, name) or {}
+                    if not isinstance(value, dict):
+                        raise RowError(f"{name} is {type_name(value)}; give an object: {preview(value)}")
+                elif isinstance(value, dict) and form is str:
+                    value = json.dumps(value, ensure_ascii=False)
+                if value is not arguments:
+                    fitted = replace_field(fitted, Field(i, (*path, "arguments"), None), value)
+        return fitted
+
+    @cached_property
+    def _argument_forms(self) -> Mapping[bool, type | None]:
+        """Return the form of arguments that the template must have, if only one is right, with tools and without."""
+        return {bool(tools): self._try_arguments(tools) for tools in (None, SOME_TOOL)}
+
+    def _try_arguments(self, tools: Sequence[Any] | None) -> type | None:
+        """Try which arguments of a call the template writes: an object (dict), its JSON (str), or both (None)."""
+        arguments = dict([_WORDS])
+        text = json.dumps(arguments)
+        as_object, as_text = (
+            next(
+                filter(None, (self._render_content("tool", content, tools, form) for content in _SAMPLE_CONTENTS)),
+                "",
+            )
+            for form in (arguments, text)
+        )
+        if text in as_text and (not as_object or str(arguments) in as_object):
+            return str
+        return dict if _WORDS[1] in as_object and not (text in as_text and text in as_object) else None
 
     def _render_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False

@@ -36,13 +36,15 @@ class FileChunk(NamedTuple):
 
 class Notes:
     """Notes about some rows: their number, counts of what is left out (fields of LeftOut), names of special tokens in
-    them, names of images that are plain text, the first bad rows, and files that are not UTF-8."""
+    them, names of images that are plain text, what a chat template leaves out, the first bad rows, and files that are
+    not UTF-8."""
 
     def __init__(self) -> None:
         self.rows = 0
         self.left_out: Counter[str] = Counter[str]()
         self.special: Counter[str] = Counter[str]()
         self.names_as_text: Counter[str] = Counter[str]()
+        self.unseen: Counter[str] = Counter[str]()
         self.bad, self.skipped = list[str](), list[str]()
 
     def add_notes(self, other: "Notes") -> None:
@@ -51,6 +53,7 @@ class Notes:
         self.left_out.update(other.left_out)
         self.special.update(other.special)
         self.names_as_text.update(other.names_as_text)
+        self.unseen.update(other.unseen)
         self.bad += other.bad[: SHOWN - len(self.bad)]
         self.skipped += other.skipped
 
@@ -136,7 +139,9 @@ class _BatchDocuments:
                 continue
             start = start if sample.row == previous_row else 0
             previous_row = sample.row
-            self._notes.left_out.update(sample.unseen._asdict())
+            counts = sample.unseen._asdict()
+            self._notes.unseen.update(counts.pop("others"))
+            self._notes.left_out.update(counts)
             self._add_sample(sample, places[sample.row], start, rows[sample.row].where)
             start += len(sample.ids)
 
