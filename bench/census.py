@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{number} of {len(wanted)}, {time.perf_counter() - began:.0f} s: {_line(name, row)}", flush=True)
         if options.out and options.out.exists():  # other calls may add to it
             record["models"] = _read(options.out)["models"]
-        record["models"][name] = row | {"commit": commit}
+        record["models"][name] = row | {"commit": commit, "transformers": about["versions"]["transformers"]}
         record["models"] = dict(sorted(record["models"].items(), key=lambda item: order.get(item[0], len(order))))
         if options.out:
             write_record(record, options.out, classes.as_text(record))

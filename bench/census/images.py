@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.census.record import cell, counted, counts, how
+from bench.census.record import cell, counted, counts, earlier_text, how
 from bench.census.run import Row, as_such, said
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -94,7 +94,8 @@ def image_text(record: Mapping[str, Any]) -> str:
         origin_text(dict(record)),
         "",
         f"Classes of the registry: {counted(counts(record, variants=False))}. "
-        f"{sum(row['seconds'] for row in models.values()) / 60:.0f} minutes of one process with its ranks. Made at "
+        f"{sum(row['seconds'] for row in models.values()) / 60:.0f} minutes of one process with its "
+        f"ranks.{earlier_text(record)} Made at "
         f"{', '.join(sorted({row['commit'] for row in models.values()}))}.",
         "",
         "Each is a small copy (`longspan.model.exactness.small_copies`) with random weights in float64 on two ranks, "
@@ -138,6 +139,7 @@ def image_section(record: Mapping[str, Any]) -> str:
         refused=classes["refused"],
         not_built=classes["not built"],
         failed=classes["wrong"] + classes["crashed"],
+        earlier=earlier_text(record),
         command=COMMAND,
     )
     text += "| class | models | tp | pp | encoder tp |\n" + "| --- " * 5 + "|\n"
@@ -164,8 +166,8 @@ gradient are compared with the stock model, which saw the documents one by one; 
 1e-12. `longspan doctor --model FOLDER` does the same for your own model, with more degrees and types.
 
 Of {total} classes of transformers {transformers}, {exact} are exact and {refused} refused; {not_built} could not be
-built by the census, {failed} are wrong or failed ([the record](../bench/records/census-images.json),
-[as a table](../bench/records/census-images.md), which `{command}` makes). "tp", "pp" and "encoder tp" say whether two
+built by the census, {failed} are wrong or failed.{earlier} ([The record](../bench/records/census-images.json),
+[as a table](../bench/records/census-images.md), which `{command}` makes.) "tp", "pp" and "encoder tp" say whether two
 tensor-parallel ranks or stages of the language model, and two tensor-parallel ranks of tower and projector, are exact
 too.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from bench.census.images import image_section
-from bench.census.record import counts
+from bench.census.record import counts, earlier_text
 
 from longspan.attention import AttendCall, Mask
 from longspan.doctor.kernels import GPU, list_gpu_kernels
@@ -68,8 +68,9 @@ This page lists which of transformers' causal language models longspan runs, and
 of transformers' registry was made small, with random weights, and run in float64 under FSDP2 at degrees 2 and 3, with
 `p2p` and `all_gather`, in several micro-batches and with full recomputation. Its loss and every gradient were compared
 with those of the stock model, which saw the same documents one by one in one process; exact means a relative error of
-at most 1e-12. `a2a` and `a2a+p2p` compute the same sums ([attention](attention.md)). A model that is not exact is
-refused by `prepare`, or before its first step, with the reason.
+at most 1e-12, or what rounding does to an ill-conditioned copy ([doctor](doctor.md)). `a2a` and `a2a+p2p` compute the
+same sums ([attention](attention.md)). A model that is not exact is refused by `prepare`, or before its first step, with
+the reason.
 
 `longspan doctor --model FOLDER` does the same for your own model, on your machine.
 
@@ -147,7 +148,7 @@ def page(record: Mapping[str, Any], of_images: Mapping[str, Any]) -> str:
         f"Of {classes.total()} classes of transformers {record['versions'].get('transformers', '')}, "
         f"{classes['exact']} are exact and {classes['refused']} refused; "
         f"{classes['not built']} could not be built by the census, "
-        f"{classes['wrong'] + classes['crashed']} are wrong or failed."
+        f"{classes['wrong'] + classes['crashed']} are wrong or failed.{earlier_text(record)}"
     )
     text = _INTRO.format(figures=figures, command=COMMAND)
     text += "| class | models | also | kernel | tp | pp | ep | routers |\n" + "| --- " * 8 + "|\n"

@@ -47,6 +47,14 @@ def counts(record: Mapping[str, Any], *, variants: bool) -> Counter[str]:
     return Counter(row["status"] for name, row in record["models"].items() if ("+" in name) == variants)
 
 
+def earlier_text(record: Mapping[str, Any]) -> str:
+    """A sentence about the rows that an earlier transformers gave; empty if there are none."""
+    made_with = Counter(row["transformers"] for row in record["models"].values())
+    del made_with[record["versions"]["transformers"]]
+    runs = ", ".join(f"{count} with {version}" for version, count in sorted(made_with.items()))
+    return f" Of classes and variants, {runs} were run." if runs else ""
+
+
 def as_text(record: Mapping[str, Any]) -> str:
     """The record as Markdown: what is exact with its errors, and what is not with the reason."""
     models: dict[str, Any] = dict(record["models"])
@@ -57,7 +65,8 @@ def as_text(record: Mapping[str, Any]) -> str:
         "",
         f"Classes of the registry: {counted(counts(record, variants=False))}; variants: "
         f"{counted(counts(record, variants=True))}. {sum(row['seconds'] for row in models.values()) / 60:.0f} minutes "
-        f"of one process with its ranks. Made at {', '.join(sorted({row['commit'] for row in models.values()}))}.",
+        f"of one process with its ranks.{earlier_text(record)} Made at "
+        f"{', '.join(sorted({row['commit'] for row in models.values()}))}.",
         "",
         "Each is a small copy (`longspan.model.exactness.small_copies`) with random weights in float64, beside the "
         "stock model that sees the documents one by one in one process; FSDP2, p2p at cp 2 and 3, all_gather, several "

@@ -3,8 +3,9 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -12,12 +13,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from longspan.comm import World
 from longspan.doctor import proof as proving
 from longspan.doctor.cases import LENGTHS, Case, list_cases
-from longspan.doctor.expected import Expected, Stock
+from longspan.doctor.expected import EXACT, Expected, Stock
 from longspan.doctor.images import item_documents, make_image_documents, no_video_reason
 from longspan.doctor.outcomes import Outcome
 from longspan.doctor.proof import Ranks, prove, run_proof
 from longspan.doctor.ranks import CaseRun, Task
-from longspan.doctor.stock import draw_documents
+from longspan.doctor.stock import compute_stock_answer, draw_documents, gradient_errors, precision_mode
 from longspan.doctor.which_model import find_configuration
 from longspan.layout import Layout
 from longspan.model.exactness.small_copies import shrink_configuration
@@ -46,6 +47,33 @@ def test_half_precision_of_a_mixture_allows_rounding_alone() -> None:
         cases = [Case(dtype="bfloat16", cp=2), Case(dtype="bfloat16", cp=2, router_losses=family == "mixtral")]
         for outcome in prove(small(family), cases, 2):
             assert outcome.status == "exact" and outcome.tolerance is not None and outcome.tolerance < 0.1, outcome
+
+
+def _bounds(config: PreTrainedConfig) -> list[Expected]:
+    stock = Stock(config, draw_documents(config, LENGTHS))
+    expected = stock.compute_answers([Case(dtype="float64"), Case(dtype="float32")]).values()
+    assert all(isinstance(answer, Expected) for answer in expected), expected
+    return cast(list[Expected], [*expected])
+
+
+@pytest.mark.parametrize("family", ["dory", "granite"])
+def test_an_ill_conditioned_model_is_allowed_what_rounding_does_and_no_more(family: str) -> None:
+    config = small(family)
+    if family == "granite":
+        config.attention_multiplier = 2000.0  # of scores, whose softmax is then saturated
+    documents = draw_documents(config, LENGTHS)
+    changed = [*documents[:-1], np.roll(documents[-1], 1)]
+    for dtype, expected in zip((torch.float64, torch.float32), _bounds(config), strict=True):
+        with precision_mode(dtype, whole=True):
+            rounded = compute_stock_answer(config, documents, dtype, attention="sdpa")
+            wrong = compute_stock_answer(config, changed, dtype)
+        errors = [max(gradient_errors(answer.gradients, expected.answer).values()) for answer in (rounded, wrong)]
+        assert EXACT[dtype] < errors[0] < expected.tolerance and 100 * expected.tolerance < errors[1], errors
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])  # float32 gives rows of the second another expert
+def test_no_other_model_is_allowed_more(family: str) -> None:
+    assert [expected.tolerance for expected in _bounds(small(family))] == [*EXACT.values()]
 
 
 def test_the_stock_model_forgets_a_document_before_the_next() -> None:

@@ -21,12 +21,11 @@ from longspan.doctor.stock import (
     precision_mode,
 )
 from longspan.model.exactness.trial_documents import TrialDocument
-from longspan.plan.shape.model_shape import read_experts
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 ROUNDING = 2  # so many times the stock model's own error: in bfloat16, and in float32 where that is above EXACT
-MOST_ROUNDING = 1e-3  # largest tolerance in float32: more than rounding explains is an error
-MOST_ROUNDING_WITH_EXPERTS = 1e-4  # the same for models with experts: more may be a row that got another expert
+ROUNDINGS = 10  # so many times what one rounding of every weight does is still rounding
+MOST_NUDGED = 1e-9  # more than rounding of float64 does: a row got another expert
 
 
 @dataclass(frozen=True)
@@ -110,44 +109,55 @@ class Stock:
     def _float32_bound(self, answer: Answer, with_routers: bool) -> float:
         """Return EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left.
 
-        That is ROUNDING times the error of the stock model's own float32 pass against float64. A product above
-        MOST_ROUNDING has other causes than rounding, and EXACT stays; with experts the limit is
-        MOST_ROUNDING_WITH_EXPERTS, as a row may have got another expert. EXACT stays too where the model's code cannot
-        run in float64.
+        That is ROUNDING times the error of the stock model's own float32 pass against float64, if its conditioning
+        explains this error. A larger error has other causes, such as a row that got another expert, and EXACT stays.
+        EXACT stays too where the model's code cannot run in float64 throughout.
         """
         exact_bound = EXACT[torch.float32]
-        for whole in (True, False):  # scans and norms in float64 too, where the model's code can
-            try:
-                with precision_mode(torch.float64, whole=whole):
-                    exact = self._stock_answer(torch.float32, torch.float64, with_routers)
-            except (RuntimeError, TypeError):  # such as a product of two dtypes
-                continue
-            rounding_bound = ROUNDING * _worst_error(answer, exact)
-            routed = read_experts(self.config.get_text_config()).of_layer > 1
-            most_rounding = MOST_ROUNDING_WITH_EXPERTS if routed else MOST_ROUNDING
-            return max(exact_bound, rounding_bound) if rounding_bound <= most_rounding else exact_bound
-        return exact_bound
+        try:
+            with precision_mode(torch.float64, whole=True):  # scans and norms in float64 too
+                exact = self._stock_answer(torch.float32, torch.float64, with_routers)
+                most_rounding = self._most_rounding(exact, torch.float32, with_routers)
+        except (RuntimeError, TypeError):  # such as a product of two dtypes
+            return exact_bound
+        error = _worst_error(answer, exact)
+        return max(exact_bound, ROUNDING * error) if error <= most_rounding else exact_bound
 
     def _float64_expectation(self, with_routers: bool) -> Expected:
-        """Return the answer in float64 throughout, if the model's code allows it.
+        """Return the answer in float64 throughout, if the model's code allows it, and EXACT or what rounding may do.
 
-        If it does not, the code's own casts to float32 stay, and attention is "sdpa": the eager one casts its softmax
+        If the code does not, its own casts to float32 stay, and attention is "sdpa": the eager one casts its softmax
         to float32.
         """
+        exact_bound = EXACT[torch.float64]
         try:
             with precision_mode(torch.float64, whole=True):
                 answer = self._stock_answer(torch.float64, torch.float64, with_routers)
-            return Expected(answer, EXACT[torch.float64], whole=True)
+                most_rounding = self._most_rounding(answer, torch.float64, with_routers)
+            return Expected(answer, max(exact_bound, most_rounding), whole=True)
         except (RuntimeError, TypeError):  # such as a product of two dtypes
             answer = self._stock_answer(torch.float64, torch.float64, with_routers, attention="sdpa")
-            return Expected(answer, EXACT[torch.float64], whole=False)
+            return Expected(answer, exact_bound, whole=False)
+
+    def _most_rounding(self, exact: Answer, dtype: torch.dtype, with_routers: bool) -> float:
+        """Return how far rounding to a dtype can move the stock model's answer, whose weights are of this dtype.
+
+        The conditioning is measured in float64: by how much the answer `exact` changes if every weight does by one
+        rounding unit. 0 for a change that is not rounding's.
+        """
+        nudged = (self._stock_answer(dtype, torch.float64, with_routers, nudge=seed) for seed in (1, 2))
+        change = max(_worst_error(answer, exact) for answer in nudged)
+        units = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
+        return ROUNDINGS * units * change if change <= MOST_NUDGED else 0.0
 
     def _stock_answer(
-        self, weights: torch.dtype, compute: torch.dtype, with_routers: bool, attention: str = "eager"
+        self, weights: torch.dtype, compute: torch.dtype, with_routers: bool, attention: str = "eager", nudge: int = 0
     ) -> Answer:
-        """Return the stock model's answer with weights in one dtype and arithmetic in another."""
-        router = ROUTER if with_routers else NO_ROUTER
-        return compute_stock_answer(self.config, self.documents, weights, compute, router=router, attention=attention)
+        """Return the stock model's answer with weights in one dtype and arithmetic in another, perhaps nudged."""
+        router, documents = ROUTER if with_routers else NO_ROUTER, self.documents
+        return compute_stock_answer(
+            self.config, documents, weights, compute, router=router, attention=attention, nudge=nudge
+        )
 
 
 def _worst_error(answer: Answer, exact: Answer) -> float:

@@ -128,10 +128,12 @@ def compute_stock_answer(
     *,
     router: RouterCoefficients = NO_ROUTER,
     attention: str = "eager",
+    nudge: int = 0,
 ) -> Answer:
     """Compute loss and gradients of the unchanged model on the CPU.
 
-    Weights are rounded to the dtype `weights`, and arithmetic is in the dtype `compute` (None: the same).
+    Weights are rounded to the dtype `weights`, and arithmetic is in the dtype `compute` (None: the same). With `nudge`,
+    a seed above 0, every weight is then changed by the rounding unit of `compute`, up or down.
 
     Documents run one by one, each from the same states of modules, and the loss is the mean over all targets. With
     coefficients in `router`, the losses of routers are over all tokens and layers of the documents. Raises what the
@@ -139,6 +141,8 @@ def compute_stock_answer(
     """
     images = any(isinstance(document, TrialDocument) for document in documents)
     model: Any = make_stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
+    if nudge:
+        _nudge_weights(model, nudge)
     labels_of_documents = [torch.from_numpy(document_labels(document)) for document in documents]
     targets, losses, router_logits = sum(int((labels != NO_LABEL).sum()) for labels in labels_of_documents), [], []
     states = _module_states(model)
@@ -171,6 +175,15 @@ def make_stock_model(
         with suppress(ValueError, AttributeError):  # the model's own code computes its experts: there is no choice
             model.set_experts_implementation("eager")
     return model.train()
+
+
+def _nudge_weights(model: nn.Module, seed: int) -> None:
+    """Multiply every weight by 1 + eps or 1 − eps of its dtype, at random."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            signs = torch.randint(2, weight.shape, generator=random) * 2 - 1
+            weight.mul_(1 + torch.finfo(weight.dtype).eps * signs.to(weight.dtype))
 
 
 _State = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]
