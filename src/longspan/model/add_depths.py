@@ -81,8 +81,6 @@ class _DrawnWeights:
 
 
 class _JoinedWeights:
-    """The weights of the model itself, then those of its depths."""
-
     def __init__(self, model: WeightSource, depths: WeightSource) -> None:
         self._model, self._depths = model, depths
 
@@ -147,7 +145,6 @@ def add_mtp(
 
 
 def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
-    """Raise ModelError for a model that cannot be given depths, and unless `depths` is a positive integer."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"add_mtp takes a transformers model (PreTrainedModel), got {name}")
@@ -177,10 +174,6 @@ def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
 
 
 def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Module]:
-    """Find the layers that a depth copies: the last of each type that the configuration names.
-
-    If no type is named, a depth copies one layer: that of `copied`.
-    """
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
     types = depth_types(model.config.get_text_config(), [*of_type])

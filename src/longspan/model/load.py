@@ -79,8 +79,10 @@ def load_model(
                 automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
                 model = automatic.from_pretrained(folder, config=config, dtype=kind, **FOLDER_OPTIONS)
         return _check_embedding_rows(model, path, vocab_size)
+    if config is None and preset is None:
+        raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")
     if config is None:
-        config = _find_preset(preset, vocab_size)
+        config = preset_config(preset or "", vocab_size=vocab_size)
     elif not isinstance(config, PreTrainedConfig):
         config = read_configuration(Path(config))
     draw = _prepare_to_draw if sharded else _draw_model
@@ -112,12 +114,6 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
         if dtype in (name, kind):
             return kind
     raise ModelError(f"unknown dtype {dtype!r}; use {', '.join(_DTYPES)}")
-
-
-def _find_preset(preset: str | None, vocab_size: int | None) -> PreTrainedConfig:
-    if preset is None:
-        raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")
-    return preset_config(preset, vocab_size=vocab_size)
 
 
 def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, image_class: Any) -> PreTrainedModel:

@@ -91,10 +91,14 @@ def refuse(rank: int) -> list[str]:
     """What is said of models that are not prepared, and of tied ends that have an adapter."""
     said = list[str]()
     with World(Layout(2), backend=backend(), timeout=60) as world:
-        tied = peft.get_peft_model(
-            deep("qwen3", torch.float64, 2, 62), peft.LoraConfig(target_modules=["embed_tokens"])
+        adapted, copied = (
+            prepare(peft.get_peft_model(deep("qwen3", torch.float64, 2, 62), config), world, probe=False)
+            for config in (
+                peft.LoraConfig(target_modules=["embed_tokens"]),
+                peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+            )
         )
-        for model, merge in ((deep("llama", torch.float64, 2), False), (prepare(tied, world, probe=False), True)):
+        for model, merge in ((deep("llama", torch.float64, 2), False), (adapted, True), (copied, True)):
             with pytest.raises(ModelError) as refusal:
                 weights_by_name(model, world, merge_adapter=merge)
             said.append(str(refusal.value))
@@ -103,4 +107,6 @@ def refuse(rank: int) -> list[str]:
 
 def test_refusals_come_before_the_first_weight() -> None:
     for said in run_ranks(refuse, 2):
-        assert "longspan.prepare" in said[0] and "has an adapter, and is the weight of the other end" in said[1]
+        assert "longspan.prepare" in said[0]
+        assert "embed_tokens.base_layer.weight is trained, and is the weight of the other end" in said[1]
+        assert "lm_head.modules_to_save.default.weight is trained, and is the weight of the other end" in said[2]

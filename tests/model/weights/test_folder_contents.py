@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Weights], Any], str]] = {
         r"proj.weight in .* is quantized \(F8_E4M3 for torch.float\d+\); load it in transformers, dequantize it",
     ),
     "int8": (lambda f, w: _write(f, _int8(w)), rf"{GATE} in .* is quantized \(I8 for"),
-    "int8 of torch.save": (lambda f, w: _torch_file(f, _int8(w)), rf"{GATE} in .* is quantized \(int8 for"),
+    "int8 of torch.save": (lambda f, w: _torch_file(f, _int8(w)), rf"{GATE} in .* is quantized \(torch.int8 for"),
     "bool": (lambda f, w: _write(f, w | {GATE: w[GATE] > 0}), rf"{GATE} in .* is quantized \(BOOL for"),
     "scales alone": (
         lambda f, w: _write(f, w | {GATE.replace("weight", "weight_scale"): torch.ones(1)}),

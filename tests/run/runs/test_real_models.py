@@ -5,9 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from longspan.cli.main import main
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.errors import ConfigError, DataError, ModelError
@@ -107,11 +109,18 @@ def test_weights_are_not_trained_on_the_ids_of_another_tokenizer(tmp_path: Path)
     assert not (Path(config.run.dir) / "corpus").exists()
 
 
-def test_a_folder_without_weights_is_refused_before_its_corpus_is_read(tmp_path: Path) -> None:
-    config = small_config(tmp_path, model__path=str(_architecture(tmp_path / "model")))
-    with pytest.raises(ModelError, match=r"has no weights; .* \(model.config = FOLDER draws random ones\)"):
+def test_weights_of_another_model_are_refused_before_texts_are_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = _folder(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, folder / "model.safetensors")
+    config = small_config(tmp_path, model__path=str(folder))
+    with pytest.raises(ModelError, match=r"hold 1 tensor that a Qwen3ForCausalLM .* does not take: .*weight_scale"):
         run_ranks(train_rank, 2, config, 2)
     assert not (Path(config.run.dir) / "corpus").exists()
+    assert main(["eval", str(folder), "--data", f"words={tmp_path}", "--world", "1", "--device", "cpu"]) == 2
+    assert "does not take: model.layers.0.mlp.up_proj.weight_scale" in capfd.readouterr().err
 
 
 def test_a_preset_that_is_meant_is_the_preset_that_is_named(tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
 
 
 def _read_subject_configuration(subject: Subject) -> PreTrainedConfig:
-    """Read the configuration of a subject's model. Raises CheckpointError for a run without one."""
     run_dir = subject.weights.run_dir
     if run_dir is not None and not (run_dir / "config.json").is_file():
         raise CheckpointError(
@@ -69,7 +68,6 @@ def _read_subject_configuration(subject: Subject) -> PreTrainedConfig:
 
 
 def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreTrainedConfig) -> TextTokenizer:
-    """Read the tokenizer of a folder ("": of the weights' own). Raises DataError if it does not fit the model."""
     folder = Path(tokenizer_folder) if tokenizer_folder else subject.folder
     if not vocabulary_files(folder):
         raise DataError(
@@ -105,10 +103,6 @@ def fit_positions(
 
 
 def _advise_positions(checked: CheckedWeights, longest: int) -> str:
-    """Advise the change that gives the model positions for so many tokens.
-
-    The change is a first scaling, a larger factor where the run has scaled the model, or one in a folder's config.json.
-    """
     parameters: Any = getattr(checked.configuration, "rope_parameters", None) or {}
     rope_type, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
     new_factor = smallest_factor(checked.configuration, longest)
@@ -148,10 +142,6 @@ def load_saved_model(
 
 
 def _look_for_encoders(checkpoint: Path, *, needed: bool) -> bool:
-    """Return whether a checkpoint is of a model with a tower.
-
-    Raises CheckpointError where a tower is needed and missing.
-    """
     encoders = holds_encoders(checkpoint)
     if needed and not encoders:
         raise CheckpointError(

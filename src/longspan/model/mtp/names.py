@@ -143,12 +143,10 @@ def _block_name(depth: int, block: int, inside: str) -> str:
 
 
 def _replace_prefix(name: str, begins: dict[str, str]) -> str:
-    """Replace the beginning of a name that is a key of `begins` by its value; other names stay."""
     return next((ours + name.removeprefix(theirs) for theirs, ours in begins.items() if name.startswith(theirs)), name)
 
 
 def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
-    """Translate our name of a depth's weight to the one in files that number depths after the model's layers."""
     match = re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.(.*)", name)
     if match is None:
         return name

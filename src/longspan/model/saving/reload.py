@@ -4,6 +4,7 @@ Each rank reads its own part of each weight, in the prepared model's own dtype. 
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,30 +34,18 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
     weights of the model, has them in other shapes, or cannot be read; the model's weights are then undefined.
     """
     folder = Path(folder)
+    as_error = partial(_make_load_error, folder)
     if (adapter := model_adapter(model)) is not None:
-        result_or_first_error(
-            world, lambda: _read_adapter(model, adapter, folder), lambda error: _make_load_error(folder, error)
-        )
+        result_or_first_error(world, lambda: _read_adapter(model, adapter, folder), as_error)
         return
-    source = result_or_first_error(
-        world, lambda: _whole_model_source(model, folder), lambda error: _make_load_error(folder, error)
-    )
-    stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
-    source.fill_weights(stages, world)
-
-
-def _whole_model_source(model: PreTrainedModel | PipelineModel, folder: Path) -> DeferredWeights:
-    """Return the source of a folder's weights, by the names of the whole stock model."""
     empty = empty_stock_model(model)
-    return DeferredWeights(empty, compare_weights(folder, empty))
+    source = result_or_first_error(world, lambda: compare_weights(folder, empty), as_error)
+    stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
+    DeferredWeights(empty, source).fill_weights(stages, world)
 
 
 @torch.no_grad()
 def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, folder: Path) -> None:
-    """Copy this rank's part of an adapter's tensors from its file.
-
-    Raises ModelError unless the file has the same tensors, of the same shapes.
-    """
     file = folder / WEIGHTS
     if not file.is_file():
         raise ModelError(f"{folder} has no {WEIGHTS}, and the model has an adapter; give a folder of its adapter")
@@ -73,12 +62,11 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
             values = stored.get_slice(name)
             if tuple(values.get_shape()) != tuple(tensor.shape):
                 raise ModelError(f"{name} is {tuple(values.get_shape())} in {file}, and {tuple(tensor.shape)} here")
-            check_type(name, values.get_dtype(), tensor.dtype, folder)
+            check_type(name, values, tensor.dtype, folder)
             local_tensor(tensor).copy_(values[LocalPart.of(tensor).block])
 
 
 def _make_load_error(folder: Path, error: Exception) -> ModelError:
-    """Return a ModelError as it is, and another error as a ModelError that names the folder."""
     if isinstance(error, ModelError):
         return error
     return ModelError(f"the weights in {folder} cannot be read: {type(error).__name__}: {error}")

@@ -111,7 +111,6 @@ def _save_weights(
 
 
 def _find_encoders(model: Any) -> list[Encoder]:
-    """Return the encoders that are parts of the model's own class in transformers. Raises ModelError for others."""
     if not isinstance(model, MultimodalModel):
         return []
     encoders = [*model.encoder_settings.values()]
@@ -124,17 +123,11 @@ def _find_encoders(model: Any) -> list[Encoder]:
 
 
 class _TrainedModules(NamedTuple):
-    """The names of encoders' modules that are trained whole, and the `state_dict` entries of each encoder to write."""
-
     modules: tuple[str, ...]
     states: tuple[Mapping[str, Tensor], ...]
 
 
 def _find_trained_modules(encoders: Sequence[Encoder]) -> _TrainedModules:
-    """Return the modules of encoders that are trained whole, and the entries to write: theirs and the adapters'.
-
-    Raises ModelError, on every rank, for a module that is trained in part.
-    """
     names, states = tuple[str, ...](), list[Mapping[str, Tensor]]()
     for encoder in encoders:
         parameters = encoder.module.named_parameters()
@@ -169,7 +162,6 @@ def _save_adapter(
     units: Iterator[dict[str, Tensor]],
     modules: tuple[str, ...],
 ) -> None:
-    """Write the adapter of a prepared model, and whole `modules` trained with it; entered by all ranks."""
     tensors = {name: x for unit in units for name, x in unit.items()}
 
     def write_files() -> None:
@@ -183,7 +175,6 @@ def _save_adapter(
 
 
 def _make_save_error(folder: Path, error: Exception) -> ModelError:
-    """Return the error that every rank raises if the first could not write."""
     return ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}")
 
 
@@ -209,8 +200,6 @@ def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[
 
 
 class _Entry(NamedTuple):
-    """What a rank must know of a tensor of another stage to receive it."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -6,6 +6,7 @@
 Folders are written by `save.py`; encoders of a MultimodalModel are not read.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -90,7 +91,10 @@ class _WholeWeights:
                 if name not in tied and name not in self._local:
                     self._local[name] = value
                     scaling = scalings.get(name.partition(_BASE)[0]) if _BASE in name else None
-                    is_tied = name in tied.values()
+                    # a copy that is trained counts as tied if its original is, unless both ends have the one copy
+                    original = re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
+                    both_ends = original != name and name in tied.values()
+                    is_tied = original in {*tied, *tied.values()} and not both_ends
                     entries.append(_Entry(name, tuple(value.shape), value.dtype, position, is_tied, scaling))
         entries = self._collect_entries(entries)
         self._tied = {entry.name for entry in entries if entry.tied}
@@ -111,7 +115,6 @@ class _WholeWeights:
         return [entry for stage in range(self._world.home.pp) for entry in by_stage[stage]]
 
     def _adapter_scalings(self, stage: nn.Module) -> Mapping[str, float]:
-        """Return the factor of the adapter's output in each adapted module, by qualified name."""
         if self._adapter is None:
             return {}
         modules: dict[str, Any] = {name: module for name, module in stage.named_modules() if is_adapted(module)}
@@ -140,9 +143,10 @@ class _WholeWeights:
 
     def check_merge(self) -> None:
         """Raise ModelError for adapters that cannot be merged: on a tied weight, or of a kind not known here."""
-        if tied := sorted(name for name in self._tied if self._adapter_tensor_names(name)):
+        changed = (name for name in self._tied if ".modules_to_save." in name or self._adapter_tensor_names(name))
+        if tied := sorted(changed):
             raise ModelError(
-                f"merge_adapter: {tied[0]} has an adapter, and is the weight of the other end of the model as well "
+                f"merge_adapter: {tied[0]} is trained, and is the weight of the other end of the model as well "
                 "(tie_word_embeddings), which must not change; leave merge_adapter out, which gives base and adapter"
             )
         mergeable = {part for name in self._names for part in self._adapter_tensor_names(name).values()}

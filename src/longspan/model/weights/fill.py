@@ -208,7 +208,6 @@ class DeferredWeights:
 
 
 def _to_model_error(error: Exception) -> ModelError:
-    """Return a ModelError as it is, and another error as a ModelError that names its class."""
     return error if isinstance(error, ModelError) else ModelError(f"{type(error).__name__}: {error}")
 
 

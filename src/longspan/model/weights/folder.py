@@ -34,7 +34,9 @@ from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.ties import tied_names
 
 _Slices = Mapping[str, Any]  # by file tensor: what is read, a part of it, when it is indexed
-_REAL_NUMBERS = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"})
+_REAL_NUMBERS = frozenset(
+    {"F64", "F32", "F16", "BF16", *map(str, (torch.float64, torch.float32, torch.float16, torch.bfloat16))}
+)
 _ROWS = 4096  # of two matrices that are compared at once
 
 
@@ -68,7 +70,6 @@ class _Recipe:
 
 
 def _leaves_first_dim(operation: Any) -> bool:
-    """Return whether a conversion joins or transposes only dims behind the first, that of experts."""
     if isinstance(operation, Concatenate):
         return operation.dim > 0
     return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
@@ -107,7 +108,7 @@ class FolderWeights:
             self._recipes = self._find_recipes(slices)
             for name, recipe in self._recipes.items():
                 if recipe.converter is None:
-                    self._check_shape(name, slices[self._single_key(name)].get_shape())
+                    self._check_shape(name, _shape_of(slices[self._single_key(name)]))
 
     def __str__(self) -> str:
         return f"the model in {self._folder}"
@@ -182,7 +183,7 @@ class FolderWeights:
             if name not in self._shapes:
                 self.unread[key] = name
                 continue
-            check_type(key, slices[key].get_dtype(), self._dtypes[name], self._folder)
+            check_type(key, slices[key], self._dtypes[name], self._folder)
             recipes[name].converter = None if pattern is None else by_pattern[pattern]
             recipes[name].sources[pattern or key].append(key)
         for name, first in self._tied.items():
@@ -231,7 +232,6 @@ class FolderWeights:
         return stacked
 
     def _check_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Raise ModelError if a tensor in the files has another shape than the configuration gives it."""
         if tuple(shape) != self._shapes[name]:
             raise ModelError(
                 f"the weights in {self._folder} do not fit its config.json: {name} is {tuple(shape)} in the files, "
@@ -239,8 +239,9 @@ class FolderWeights:
             )
 
 
-def check_type(key: str, stored: str, dtype: torch.dtype, folder: Path) -> None:
+def check_type(key: str, tensor: Any, dtype: torch.dtype, folder: Path) -> None:
     """Raise ModelError for codes (integers, float8), stored in a folder's files, in place of real numbers."""
+    stored = str(tensor.get_dtype() if hasattr(tensor, "get_dtype") else tensor.dtype)
     if stored not in _REAL_NUMBERS and dtype.is_floating_point:
         raise ModelError(f"{key} in {folder} is quantized ({stored} for {dtype}); {DEQUANTIZE}")
 
@@ -273,25 +274,12 @@ def _open_file(file: Path, stack: ExitStack) -> dict[str, Any]:
         opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
         return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
     state = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
-    return {name: _MappedTensor(tensor) for name, tensor in state.items()}
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-class _MappedTensor:
-    """A tensor of a file of torch.save, as safetensors gives those of its files."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return [*self._tensor.shape]
-
-    def get_dtype(self) -> str:
-        return str(self._tensor.dtype).removeprefix("torch.")
-
-    def __getitem__(self, block: Any) -> Tensor:
-        return self._tensor[block]
+def _shape_of(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)  # of safetensors, or a Tensor
 
 
 def _make_reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
-    """Make the function by which a converter reads a file's tensor when it needs it."""
     return lambda: tensor[...].to(dtype=dtype)

@@ -143,7 +143,6 @@ def adapter_folder_advice(folder: Path) -> str:
 
 
 def _folder_advice() -> str:
-    """Advise, at the end of a message, to give a folder or a preset."""
     return f"give a folder in Hugging Face format, or use a preset: {', '.join(PRESETS)}"
 
 

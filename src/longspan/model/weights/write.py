@@ -147,10 +147,6 @@ class WeightWriter:
         return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
 
     def _tensor_for_file(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor on the CPU, in the dtype of the file.
-
-        Raises ModelError for a name or a shape that the configuration does not have.
-        """
         expected = self._expected.get(name)
         if expected is None:
             raise ModelError(f"{name} is no weight of {type(self._empty).__name__} by its configuration")
@@ -159,7 +155,6 @@ class WeightWriter:
         return tensor.detach().to("cpu", expected.dtype if self._cast else tensor.dtype)
 
     def _write_file(self) -> None:
-        """Write the tensors so far to a file, and begin the next."""
         if not self._file:
             return
         save_file(self._file, self._partial_path(len(self._files)), metadata={"format": "pt"})
