@@ -5,6 +5,7 @@
 
 import ast
 import dataclasses
+import json
 import re
 import runpy
 from importlib import import_module
@@ -106,6 +107,23 @@ def test_scripts_before_and_after_have_names_that_there_are(page: str) -> None:
 def test_a_page_begins_with_what_it_covers(page: Path) -> None:
     title, _, first = page.read_text().split("\n", 3)[:3]
     assert title.startswith("# ") and first.startswith("This page ")
+
+
+def test_numbers_beside_the_first_picture_are_those_of_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    picture, readme = (
+        (DOCS / "pictures/plan.svg").read_text(),
+        " ".join((DOCS.parent / "README.md").read_text().split()),
+    )
+    *degrees, widest = re.search(r"degrees ([\d, ]+)", picture)[1].split(", ")  # pyright: ignore[reportOptionalSubscript]
+    assert f"on {', '.join(degrees)} or {widest} GPUs each](docs/pictures/plan.svg)" in readme
+    words = runpy.run_path(str(DOCS / "site/pictures.py"))["PLAN"].split()
+    assert main([words[0], "--compare", *words[1:], "--json"]) == 0
+    seconds = {row["name"]: row["seconds"] for row in json.loads(capsys.readouterr().out)["plans"]}
+    fixed = min(value for name, value in seconds.items() if name.startswith("fixed"))
+    assert f"predicted {seconds['dynamic']:.2f} s" in picture
+    assert f"Predicted {seconds['dynamic']:.2f} s; the best plan of one degree {fixed:.2f} s" in readme
+    longer = f"takes {fixed / seconds['dynamic'] - 1:.0%} longer".replace("%", " %")
+    assert longer in (DOCS / "concepts/plan.md").read_text()
 
 
 def test_pictures_are_drawn_by_their_script(tmp_path: Path) -> None:

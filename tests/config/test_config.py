@@ -214,6 +214,21 @@ IMPOSSIBLE = [
         {"context.planner": "dynamic", "context.eval_context_parallel_size": 1},
         r"^context.max_tokens_per_slot 1024 does not suit data.max_document_tokens 2048 on 1 rank: .* of more slots",
     ),
+    (
+        4,
+        {"context.planner": "dynamic", "context.min_dynamic_context_parallel_size": 5},
+        r"^context.min_dynamic_context_parallel_size 5 is above the 4 slots; use at most 4$",
+    ),
+    (
+        4,
+        {"context.eval_planner": "dynamic", "context.eval_min_dynamic_context_parallel_size": 5},
+        r"^context.eval_min_dynamic_context_parallel_size 5 is above the 4 slots; use at most 4$",
+    ),
+    (
+        4,
+        {"context.cp_comm_type": "a2a+p2p", "context.hierarchical_context_parallel_sizes": (4, 2)},
+        r"^context.hierarchical_context_parallel_sizes \(4, 2\) multiply to 8, but the group has",
+    ),
     (4, {"context.planner": "padded", "context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512"),
     (4, {"context.planner": "pad"}, r"context.planner is 'pad'; did you mean 'padded'\?, or a function of your own"),
     (4, {"context.eval_planner": "dynamc"}, r"context.eval_planner is 'dynamc'; did you mean 'dynamic'"),

@@ -33,10 +33,12 @@ from longspan.cli.plans.planning import (
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.check import name_arguments
 from longspan.plan.cost.cost_changes import with_spans
 from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.simulate.type_and_partition import plan_with_partition
+from longspan.train.plans.choice import KEYS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,11 @@ def main(argv: Sequence[str]) -> int:
     own_planners(flags)  # checks the name
     check_comparison_flags(flags)
     check_weights(flags, free=flags.mode == "free" or bool(flags.plans))  # saved plans have modes of their own
-    return run_comparison(flags) if flags.compare else _plan_step(flags)
+    try:
+        return run_comparison(flags) if flags.compare else _plan_step(flags)
+    except PlanError as error:
+        flag_names = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "cp"}  # "cp 4" is a degree
+        raise PlanError(name_arguments(str(error), flag_names)) from error
 
 
 def _plan_step(flags: PlanFlags) -> int:

@@ -4,13 +4,27 @@ Each raises PlanError that names the value and what would do. What makes a whole
 """
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 
 from longspan.errors import PlanError
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", "auto")
 MODES = ("lockstep", "free")
+
+
+class LongDocumentError(PlanError):
+    """A document that is longer than the rows of the widest possible group."""
+
+
+def name_arguments(text: str, names: Mapping[str, str]) -> str:
+    """Replace arguments of planners in an error's text by the names that its reader gives them, as keys or flags.
+
+    >>> name_arguments("min_cp 5 is above the 4 slots", {"min_cp": "--min-cp"})
+    '--min-cp 5 is above the 4 slots'
+    """
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> int:

@@ -135,7 +135,14 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
     if machine is None and not flags.model:
         return DEFAULT_COST
     settings = CostSettings(depths=depths, shards=slots // flags.dp_replicate, free=mode == "free", weight_ranks=tp)
-    return (machine or Machine.known("H200")).cost(flags.model or QWEN3_8B, settings)
+    cost = (machine or Machine.known("H200")).cost(flags.model or QWEN3_8B, settings)
+    return replace(cost, source=(cost.source or "").replace("the model", _model_name(flags), 1))
+
+
+def _model_name(flags: PlanningFlags) -> str:
+    """Return the name of the model that prices a plan: that of its folder, or of the folder of its config.json."""
+    path = Path(flags.model).resolve()
+    return (path.parent if path.is_file() else path).name if flags.model else "Qwen3-8B"
 
 
 def _check_depths(flags: PlanningFlags, machine: Machine | Cost | None) -> None:
@@ -161,7 +168,7 @@ def _price_model_on_tflops(flags: PlanningFlags, depths: int) -> Cost:
             f"--tflops {flags.tflops:g}: {reason}; give one of --tflops and --machine, such as --tflops 400"
         )
     cost = Cost.for_model(flags.model or QWEN3_8B, tflops=flags.tflops, depths=depths)
-    return replace(cost, source=f"{'the model' if flags.model else 'Qwen3-8B'} on GPUs of {flags.tflops:g} TFLOP/s")
+    return replace(cost, source=f"{_model_name(flags)} on GPUs of {flags.tflops:g} TFLOP/s")
 
 
 def read_heads(flags: PlanningFlags) -> int | None:

@@ -13,6 +13,7 @@ from longspan.errors import PlanError, plural
 from longspan.layout import Layout, check_lengths
 from longspan.plan.check import (
     MODES,
+    LongDocumentError,
     check_choice,
     check_comm_types,
     check_count,
@@ -143,7 +144,7 @@ class Request(PlanOptions):
         longest = max(self.lengths)
         too_long = sum(length > self.rows * cp for length in self.lengths)
         multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
-        raise PlanError(
+        raise LongDocumentError(
             f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
             f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({plural(too_long, 'such document')}); "
             f"raise max_tokens_per_slot to {self._least_cap(longest, cp)}, {limit or 'raise cp'}, or cut the document"

@@ -16,7 +16,7 @@ from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.check import heads_allow
+from longspan.plan.check import LongDocumentError, heads_allow, name_arguments
 from longspan.plan.cost.correction import NO_CORRECTION, Correction
 from longspan.plan.hierarchy import level_sizes
 from longspan.plan.planners.fixed import smallest_degree
@@ -26,6 +26,15 @@ from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
 from longspan.plan.simulate.type_and_partition import fit_to_degree
 from longspan.train.plans.own import call_planner
 from longspan.train.plans.run_cost import read_cost
+
+KEYS = {  # of a section of plans, by the planners' arguments
+    "cp": "context_parallel_size",
+    "min_cp": "min_dynamic_context_parallel_size",
+    "max_cp": "max_dynamic_context_parallel_size",
+    "max_tokens_per_slot": "max_tokens_per_slot",
+    "cp_comm_type": "cp_comm_type",
+    "hierarchical_context_parallel_sizes": "hierarchical_context_parallel_sizes",
+}
 
 
 def plan_row_multiple(parallel: ParallelConfig) -> int:
@@ -235,11 +244,14 @@ class PlanChoice:
         """
         try:
             self.plan((longest,), home)
-        except LongspanError as error:
+        except LongDocumentError as error:
             rows = f"{self.prefix}max_tokens_per_slot {self.options.max_tokens_per_slot or 0}"
             degree = f"{self.degree_key} {self.degree or AUTO}"
             keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
+        except LongspanError as error:
+            keys = {argument: self.prefix + key for argument, key in KEYS.items()}
+            raise ConfigError(name_arguments(str(error), keys)) from error
 
     def _slot_cost(self, home: Layout) -> Cost:
         """Return the cost of a slot, whose tensor-parallel ranks share the work.

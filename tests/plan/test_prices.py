@@ -1,0 +1,61 @@
+"""One plan has one price, whoever asks: planners, comparisons, a plan that is priced again, and sensitivity."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan.layout import Layout
+from longspan.plan import Cost, CostSettings, Machine, Plan, PlanOptions, plan_dynamic, plan_fixed
+from longspan.plan.shape.model_shape import QWEN3_8B
+from longspan.plan.simulate.compare import PlannerComparison
+
+document_lengths = st.lists(st.one_of(st.integers(1, 400), st.integers(1, 20000)), min_size=1, max_size=24)
+homes = st.sampled_from([(4, 1), (8, 1), (6, 2), (4, 3)])  # slots, stages
+small = QWEN3_8B | {"num_hidden_layers": 2}
+costs = st.sampled_from(
+    [
+        *(Cost(sharding_seconds=seconds, chunks=chunks) for seconds in (0.0, 0.3, 20.0) for chunks in (1, 2)),
+        *(Machine.known("H200").cost(small, CostSettings(shards=shards)) for shards in (0, 8)),
+    ]
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(document_lengths, homes, costs, st.sampled_from([0, 700]), st.booleans())
+def test_a_plan_has_one_price_and_the_dynamic_one_is_not_slower_than_others(
+    lengths: list[int], shape: tuple[int, int], cost: Cost, room: int, evaluation: bool
+) -> None:
+    slots, pp = shape
+    home, rows = Layout(slots * pp, pp=pp), -(-max(lengths) // slots) + room
+    options = PlanOptions(
+        cp_comm_type="auto", heads=8, max_tokens_per_slot=rows, node_size=4, cost=cost, micro_batch_multiple=pp
+    )
+    comparison = PlannerComparison(lengths=lengths, home=home, options=options, evaluation=evaluation)
+    plans = dict(comparison.plans())
+    assert {"dynamic", f"fixed, cp {slots}"} <= plans.keys() or slots == 6
+    for name, plan in plans.items():
+        assert isinstance(plan, Plan), name
+        assert plan.predicted_seconds == plan.timeline().step_seconds == plan.reprice(plan.cost).predicted_seconds
+        assert plan.lower_bound_seconds <= plan.predicted_seconds
+    dynamic = plans["dynamic"]
+    assert isinstance(dynamic, Plan)
+    assert all(dynamic.predicted_seconds <= plan.predicted_seconds for plan in plans.values() if isinstance(plan, Plan))
+    if not evaluation:
+        assert dynamic == plan_dynamic(lengths, home, options=options)
+        assert all(
+            plans[f"fixed, cp {cp}"] == plan_fixed(lengths, home, cp, options=options) for cp in comparison.degrees()
+        )
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_messages_of_sharded_weights_are_in_every_price(pp: int) -> None:
+    home, cost = Layout(4 * pp, pp=pp), replace(Cost(), sharding_seconds=10.0)
+    options = PlanOptions(max_tokens_per_slot=4096, cost=cost)
+    plan = plan_fixed([4096] * 16, home, 1, options=options)
+    assert plan.predicted_seconds == pytest.approx((4 + pp - 1) / pp * (10 + cost.micro_batch_seconds))
+    comparison = PlannerComparison(lengths=[4096] * 16, home=home, options=options)
+    assert dict(comparison.plans())["fixed, cp 1"] == plan
+    regrets = {change.constant: change.regret for change in comparison.sensitivity()}
+    assert "time of gathers and sums of sharded parameters" in regrets and all(abs(r) < 0.01 for r in regrets.values())
