@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from longspan.cli import processes
 from longspan.cli import train as verb
 from longspan.cli.main import main
 from longspan.config.file import load_config, to_toml
+from longspan.config.sections import RunConfig
 from longspan.errors import CommError, ConfigError, RankLostError
 from longspan.launch.stop_signals import Interrupted
+from longspan.run.checks.config_check import check_config
 from longspan.run.result import TrainResult
 from tests.train.small import small_config
 
@@ -77,6 +80,26 @@ def test_the_exit_status_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(verb, "run_on_ranks", lambda *_, **__: result)
     monkeypatch.setattr(verb, "_report_result", lambda *_, **__: None)
     assert main(["train", "--world", "4", "--run.stopped_status", str(status)]) == (status if stopped else 0)
+
+
+@pytest.mark.parametrize("world", [0, 1, 2, 3])
+def test_the_demo_starts_with_any_number_of_processes(
+    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a word too; where a path that is given is not there, the error names that and no degree."""
+    started = list[int]()
+
+    def run_on_ranks(_: object, args: tuple[RunConfig, int], ranks: int, **__: object) -> TrainResult:
+        started.append(check_config(args[0], ranks).slots)
+        return TrainResult(tmp_path, done=1, steps=2, stopped="", last_loss=1.0, vocab_size=300, final=())
+
+    monkeypatch.setattr(processes, "usable_gpus", lambda: 0)
+    monkeypatch.setattr(verb, "run_on_ranks", run_on_ranks)
+    monkeypatch.setattr(verb, "_report_result", lambda *_, **__: None)
+    words = ["train", "--run.dir", str(tmp_path / "run"), *["--world", str(world)][: 2 * world]]
+    assert main(words) == 0 and started == [world or 1]
+    assert main([*words, "--data.path", str(tmp_path / "nope.jsonl")]) == 2
+    assert "nope.jsonl" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ IMPOSSIBLE = [
         {"train.recompute_layers": 2},
         r'train.recompute_layers is 2: .* train.activation_checkpointing "auto" train.memory chooses how many',
     ),
-    (4, {"parallel.pp": 2}, r"eval_context_parallel_size 4 does not divide 2 slots .*pp 2"),
+    (4, {"parallel.pp": 2, "context.eval_context_parallel_size": 4}, r"size 4 does not divide 2 slots .*pp 2"),
     (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),
     (4, ONE | {"parallel.pipeline_schedule": "zero_bubble"}, r'is "zero_bubble" and parallel.pp is 1: there is no'),
     (4, ONE | {"parallel.pp": 4}, r"pp 4 x parallel.vpp 1 make 4 pipeline stages, .*'qwen3-tiny' has 2 layers"),

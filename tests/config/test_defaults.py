@@ -1,5 +1,6 @@
 """What keys mean that were not given: the demo's values with a tiny preset, otherwise those of one's own model."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from longspan.config.defaults import resolve_defaults, set_steps, settings_line
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import NOT_GIVEN
-from longspan.config.sections import RunConfig
+from longspan.config.plan_section import ContextConfig
+from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.run.checks.config_check import check_config
 from tests.train.small import value_of
@@ -87,6 +89,22 @@ def test_the_demo_evaluates_as_it_does() -> None:
     config = load_config(None, {"context.planner": "dynamic", "context.cp_comm_type": "a2a"})
     assert [value_of(config, f"context.eval_{key}") for key in EVAL] == ["fixed", 4, "p2p", "zigzag", 2048]
     assert load_config(None, {"context.eval_context_parallel_size": 0}).context.evaluation.context_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("slots", "degrees"), [(1, (1, 1)), (2, (2, 2)), (3, (1, 1)), (4, (2, 4)), (6, (2, 2)), (8, (2, 4))]
+)
+@pytest.mark.parametrize("planner", ["fixed", "padded", "dynamic"])
+def test_the_demo_suits_the_slots_there_are(slots: int, degrees: tuple[int, int], planner: str) -> None:
+    config = RunConfig(context=ContextConfig(planner=planner))
+    for parallel in (ParallelConfig(), ParallelConfig(tp=2, pp=2)):
+        ranks = slots * parallel.tp * parallel.pp
+        resolved = resolve_defaults(replace(config, parallel=parallel), ranks)
+        context = resolved.context
+        assert (context.context_parallel_size, context.evaluation.context_parallel_size) == degrees
+        assert check_config(resolved, ranks).slots == slots
+    given = resolve_defaults(RunConfig(context=ContextConfig(context_parallel_size=1)), 4)
+    assert check_config(given, 4) and given.context.context_parallel_size == 1
 
 
 @pytest.mark.parametrize("model", [{"model.path": "f"}, {"model.config": "f"}, {"model.preset": "qwen3-8b"}], ids=str)

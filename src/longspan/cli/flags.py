@@ -19,7 +19,7 @@ from tyro.conf import Fixed, FlagConversionOff, FlagCreatePairsOff, Positional, 
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from longspan.cli.megatron_flags import megatron_hint
-from longspan.cli.processes import Device
+from longspan.cli.processes import Device, count_ranks
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import kind_text, nearest_hint, read_choice_word, read_file
 from longspan.config.keys import FORMER_KEYS, key_value, section_keys, section_texts, set_key_values
@@ -321,10 +321,11 @@ class TrainFlags(RunConfig):
 
 
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
-    """Parse the flags of `train`, and the configuration that file and flags make together."""
+    """Parse the flags of `train`, and the configuration that file, flags and the number of ranks make together."""
     flags = parse_flags(TrainFlags, argv, "longspan train", TrainFlags())
     if flags.config:  # again, with the file's values as defaults: flags win over them
         file = read_file(flags.config)
         sections = {field.name: getattr(file, field.name) for field in fields(RunConfig)}
         flags = parse_flags(TrainFlags, argv, "longspan train", replace(TrainFlags(), **sections))
-    return flags, resolve_defaults(RunConfig(**{field.name: getattr(flags, field.name) for field in fields(RunConfig)}))
+    config = RunConfig(**{field.name: getattr(flags, field.name) for field in fields(RunConfig)})
+    return flags, resolve_defaults(config, count_ranks(flags.world, flags.device))

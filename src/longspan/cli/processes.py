@@ -103,6 +103,13 @@ def usable_gpus() -> int:
     return find_gpus().count
 
 
+def count_ranks(world: int, device: Device) -> int:
+    """Count the ranks of a verb: `world`, or where it is 0 torchrun's, else one for each GPU here, else one."""
+    if has_torchrun() and not world:
+        return int(os.environ["WORLD_SIZE"])
+    return world or (0 if device == "cpu" else usable_gpus()) or 1
+
+
 def has_torchrun() -> bool:
     """Return whether this process is one of torchrun's."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -11,6 +11,7 @@ from longspan.cli.processes import (
     choose_processes,
     compile_attention_ahead,
     count_host_ranks,
+    count_ranks,
     has_torchrun,
     is_reporting,
     print_note,
@@ -36,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.dry_run:
         from longspan.cli.gpu_plans.dry_run import dry_run
 
-        on_gpus = flags.device != "cpu"
-        return dry_run(config, argv, flags.config, world=flags.world, on_gpus=on_gpus, as_json=flags.json)
+        ranks, on_gpus = count_ranks(flags.world, flags.device), flags.device != "cpu"
+        return dry_run(config, argv, flags.config, ranks=ranks, on_gpus=on_gpus, as_json=flags.json)
     processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks
     with processes.add_note_to_errors():

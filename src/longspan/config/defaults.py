@@ -4,6 +4,7 @@
 config.toml. `run/checks/config_check.py` checks which values are possible. torch is imported only for a dtype.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,16 +28,12 @@ TINY = "-tiny"  # how the names of the demo's presets end
 _DEMO: dict[str, Any] = {
     "model.preset": "qwen3-tiny",
     "data.max_document_tokens": 2048,
-    "context.context_parallel_size": 2,
     "context.cp_comm_type": "p2p",
     "context.partition": "zigzag",
-    "context.max_tokens_per_slot": 1024,
     "context.eval_planner": "fixed",
-    "context.eval_context_parallel_size": 4,
     "context.eval_cp_comm_type": "p2p",
     "context.eval_partition": "zigzag",
     "context.eval_max_tokens_per_slot": 2048,
-    "context.eval_hierarchical_context_parallel_sizes": (2, 2),
     "train.tokens_per_step": 4096,
     "train.lr": 6e-3,
     "train.warmup_steps": 100,
@@ -64,11 +61,12 @@ def is_demo(model: ModelConfig) -> bool:
     return model.preset_name.endswith(TINY)
 
 
-def resolve_defaults(config: RunConfig) -> RunConfig:
+def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     """Give a value to every key that is not given; only `train.lr` of a model of one's own has no default, and stays.
 
-    Where other keys change a default, that comes before the tables (_DEMO, _OWN_MODEL), which set only what has no
-    value yet. Evaluation comes last, as its keys take the values of training's.
+    The demo's degrees suit the number of `ranks`. Where other keys change a default, that comes before the tables
+    (_DEMO, _OWN_MODEL), which set only what has no value yet. Evaluation comes last, as its keys take the values of
+    training's.
 
     >>> resolve_defaults(RunConfig()).train.lr
     0.006
@@ -85,13 +83,25 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
     if not config.data.sources:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
-    config = _set_defaults(config, _DEMO if is_demo(config.model) else _OWN_MODEL)
+    config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     if not is_demo(config.model) and not config.train.epochs:  # of epochs the corpus decides the steps, later
         config = set_steps(config, config.train.steps)
     context = config.context
     context = replace(context, evaluation=inherit_keys(context.evaluation, context, context))
     config = replace(config, context=context)
     return replace(config, eval=tuple(_complete_set(entry, config) for entry in config.eval))
+
+
+def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
+    """Set the demo's defaults: documents on 2 slots, in evaluation on 4, or on as many as divide the slots there are.
+
+    A slot has rows for its part of the longest document.
+    """
+    slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
+    degrees = {"context_parallel_size": math.gcd(2, slots), "eval_context_parallel_size": math.gcd(4, slots)}
+    config = _set_defaults(config, {f"context.{key}": degree for key, degree in degrees.items()} | _DEMO)
+    rows = max(1024, 2048 // max(1, config.context.context_parallel_size))
+    return _set_defaults(config, {"context.max_tokens_per_slot": rows})
 
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:

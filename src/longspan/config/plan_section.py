@@ -37,11 +37,13 @@ class PlanSection:
         AtLeast(0),
         Texts(
             "Slots that share a document in evaluation; this key alone changes the degree. 0: as in training; auto: "
-            "the degree at which evaluation is fastest by the cost. Default: 0; tiny presets: 4.",
+            "the degree at which evaluation is fastest by the cost. Default: 0; tiny presets: 4, or 2 or 1 where the "
+            "slots are no multiple.",
             "As context.eval_context_parallel_size. Default: the same.",
         ),
     ] = NOT_GIVEN
-    """Slots that share a document in training (fixed and padded). Default: 1; tiny presets: 2."""
+    """Slots that share a document in training (fixed and padded). Default: 1; tiny presets: 2, or 1 of an odd number of
+    slots."""
     min_dynamic_context_parallel_size: Annotated[
         int,
         AtLeast(1),
@@ -70,7 +72,7 @@ class PlanSection:
         ),
     ] = NOT_GIVEN
     """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as many as its memory holds, measured first.
-    Default: auto; tiny presets: 1024."""
+    Default: auto; tiny presets: 1024, at degree 1 2048."""
     cp_comm_type: Annotated[
         str | tuple[str, ...],
         Texts(
@@ -94,8 +96,7 @@ class PlanSection:
     hierarchical_context_parallel_sizes: Annotated[
         int | tuple[int, ...],
         Texts(
-            "As hierarchical_context_parallel_sizes, in evaluation. Default: as in training, fitted to the degree; "
-            "tiny presets: 2 2.",
+            "As hierarchical_context_parallel_sizes, in evaluation. Default: as in training, fitted to the degree.",
             "As context.eval_hierarchical_context_parallel_sizes. Default: the same, fitted to the degree.",
         ),
     ] = NOT_GIVEN

@@ -138,7 +138,7 @@ def make_settings(
     configuration = _fit_configuration(flags, config, max(documents.lengths))
     if not flags.config:
         config = _set_limits(flags, config, configuration, documents, home, gpu=gpu)
-    config = _make_timed_config(resolve_defaults(config), max(documents.lengths), ranks, planners)
+    config = _make_timed_config(resolve_defaults(config, ranks), max(documents.lengths), ranks, planners)
     _check_cap(flags, config)
     cost = find_run_cost(config, configuration, _ignore_line, gpu=gpu, slots=home.slots)
     heads = query_heads(configuration)

@@ -29,7 +29,7 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     source = find_source(flags, question)
     question = set_model(question, flags.model)
     gpus = read_gpus(flags, flags.tflops, question.config.run.machine)
-    config = resolve_defaults(_set_fastest_types(question))
+    config = resolve_defaults(_set_fastest_types(question), gpus.count)
     if source == "data":
         if not question.gives_any("train.epochs", "train.steps"):
             config = set_one_epoch(config)

@@ -4,7 +4,6 @@ It needs no GPU: bytes are those of the GPUs here, else of those that run.machin
 and without a world, only documents are read.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from longspan.cli.gpu_plans.questions import answer_run
 from longspan.cli.gpu_plans.run_documents import open_documents
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.cli.machine import find_first_gpu
-from longspan.cli.processes import count_host_ranks, has_torchrun, is_reporting, usable_gpus
+from longspan.cli.processes import count_host_ranks, has_torchrun, is_reporting
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.host_memory import free_host_bytes
@@ -28,15 +27,13 @@ from longspan.run.checks.config_check import check_config
 HOST_SHARE = 0.85  # of the host's free memory, as a run takes it
 
 
-def dry_run(config: RunConfig, words: Sequence[str], file: str, *, world: int, on_gpus: bool, as_json: bool) -> int:
+def dry_run(config: RunConfig, words: Sequence[str], file: str, *, ranks: int, on_gpus: bool, as_json: bool) -> int:
     """Print what a run of this configuration would hold and take; returns the exit code.
 
-    `words` are those behind `longspan train`, and `file` is the configuration among them. `world` are its processes
-    (0: torchrun's, else one for each GPU here, else one); `on_gpus` False leaves the GPUs here aside. Raises
-    ConfigError for keys and files that the run refuses, and PlanError where it does not fit; with `as_json` the answer
-    says that it does not fit, and 0 is returned.
+    `words` are those behind `longspan train`, and `file` is the configuration among them. `on_gpus` False leaves the
+    GPUs here aside. Raises ConfigError for keys and files that the run refuses, and PlanError where it does not fit;
+    with `as_json` the answer says that it does not fit, and 0 is returned.
     """
-    ranks = world or (int(os.environ["WORLD_SIZE"]) if has_torchrun() else (usable_gpus() if on_gpus else 0) or 1)
     check_config(config, ranks)
     if not is_reporting():  # of torchrun's ranks the first answers for all
         return 0
