@@ -1,5 +1,6 @@
 """Parameters are gathered once for all micro-batches of an evaluation where they have room, and freed at its end."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan import Layout, World, bind, evaluate, prepare
 from longspan.evaluation import evaluate as module
-from longspan.evaluation.gather_once import gather_once, gathered_bytes
+from longspan.evaluation.gather_once import _bytes_per_element, gather_once, gathered_bytes
 from longspan.model.exactness.row_trial import try_rows
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
@@ -109,3 +110,12 @@ def hooks_after_an_error(rank: int) -> list[str]:
 def test_inputs_are_cast_without_hooks_and_hooks_are_back_after_an_error() -> None:
     for dtypes in run_ranks(hooks_after_an_error, 2):
         assert dtypes == ["torch.bfloat16"] * 3
+
+
+@pytest.mark.parametrize("owner", ["group", "parameter"])  # the second since torch 2.15
+def test_bytes_are_those_of_the_dtype_that_passes_compute_in(owner: str) -> None:
+    policy = {"mp_policy": SimpleNamespace(param_dtype=torch.bfloat16)}
+    info = SimpleNamespace(module=nn.Linear(1, 1), param_name="weight")
+    parameter = SimpleNamespace(_module_info=info, _sharded_param_data=torch.empty(1))
+    vars(parameter).update(policy if owner == "parameter" else {})
+    assert _bytes_per_element(SimpleNamespace(**(policy if owner == "group" else {})), parameter) == 2

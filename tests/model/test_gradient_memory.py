@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.sharding import SumsInComputeMemory, _sums_become_gradients, fsdp_modules, reduction_groups
+from longspan.model.sharding import SumsInComputeMemory, _sums_become_gradients, fsdp_modules
 from longspan.testing import run_ranks
 from tests.model.stock import tiny
 from tests.model.test_compiled_layers import LENGTHS, take_step
@@ -116,9 +116,10 @@ def test_fsdp2_asks_for_a_message_and_then_for_its_sum() -> None:
 def sums_become_gradients(_: int, home: Layout, dtype: torch.dtype, compute: torch.dtype | None) -> list[bool]:
     with World(home) as world:
         model: Any = prepare(tiny("qwen3", dtype), world, compute_dtype=compute, probe=False)
-        (policy,) = {group.mp_policy.reduce_dtype for group in reduction_groups(fsdp_modules(model))}
-        policies = SimpleNamespace(reduce_dtype=policy)
-        return [_sums_become_gradients(module, policies) for module in fsdp_modules(model)]  # pyright: ignore[reportArgumentType]
+        policies: Any = {module._get_fsdp_state()._mp_policy.reduce_dtype for module in fsdp_modules(model)}
+        policy = SimpleNamespace(reduce_dtype=policies.pop())
+        assert not policies
+        return [_sums_become_gradients(module, policy) for module in fsdp_modules(model)]  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

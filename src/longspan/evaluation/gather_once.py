@@ -130,6 +130,7 @@ def gathered_bytes(model: nn.Module) -> int:
 def _bytes_per_element(group: Any, parameter: Any) -> int:
     """Return the bytes that passes hold for each element of a parameter: gathered, and one more for a float8 copy."""
     owner = parameter._module_info
-    dtype = group.mp_policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
+    policy = getattr(parameter, "mp_policy", None) or group.mp_policy  # torch 2.15 has one for each parameter
+    dtype = policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
     has_copy = find_float8_weight(owner.module, owner.param_name) is not None
     return dtype.itemsize + has_copy
