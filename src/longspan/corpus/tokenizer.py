@@ -32,6 +32,7 @@ from longspan.model.weights.hf_folder import FOLDER_OPTIONS, refusal_reason
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # what sentencepiece writes for a space
+_TAIL = 8  # ids at the end of a text among which its own end is looked for
 END_OF_TEXT = "<|endoftext|>"
 _OWN_CODE_ADVICE = (
     "where its tokenizer.json alone makes the tokenizer, take auto_map and tokenizer_class out of "
@@ -102,17 +103,27 @@ class TextTokenizer:
         in_pieces = can_encode_in_pieces(self.engine)
         are_long = [in_pieces and len(text) > PIECE for text in texts]
         whole_texts = [text for text, is_long in zip(texts, are_long, strict=True) if not is_long]
-        encodings = iter(self.engine.encode_batch_fast(whole_texts, add_special_tokens=True))
+        encodings = iter(self.engine.encode_batch_fast(whole_texts, add_special_tokens=False))
         return [
-            self._encode_long(text) if is_long else np.array(next(encodings).ids + self.end_of_text, dtype=np.int64)
+            self.surround(encode_in_pieces(self.engine, text) if is_long else next(encodings).ids)
             for text, is_long in zip(texts, are_long, strict=True)
         ]
 
-    def _encode_long(self, text: str) -> np.ndarray:
-        """Encode a text in pieces, with the tokens around it."""
+    def surround(self, ids: Sequence[int] | Integers) -> Integers:
+        """Return the ids of a text with those around it: no beginning that it has, and no end behind an end.
+
+        Only a text whose special tokens were parsed can have them; blanks may follow its end, as a rendered chat has.
+        """
+        array = np.asarray(ids, dtype=np.int64)
         opening, closing = self.surrounding_ids
-        ids = encode_in_pieces(self.engine, text)
-        return np.concatenate([opening, ids, closing, self.end_of_text]).astype(np.int64)
+        closing = [*closing, *self.end_of_text]
+        tail = array[-_TAIL:].tolist()
+        blanks = tail[len(tail) - tail[::-1].index(closing[-1]) :] if closing and closing[-1] in tail else None
+        if blanks is not None and not self.engine.decode(blanks, skip_special_tokens=False).strip():
+            closing = []
+        if array[: len(opening)].tolist() == opening:
+            opening = []
+        return np.concatenate([opening, array, closing]).astype(np.int64)
 
     def encode_with_spans(self, text: str) -> tuple[Integers, Integers]:
         """Encode a text without the tokens around it: its ids (n,), and the characters (n, 2) of each token."""

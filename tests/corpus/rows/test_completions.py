@@ -1,12 +1,13 @@
 """Prompts with completions, and rows of tokens: what is a target, with what stands around a text."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import MASKS
-from longspan.corpus.rows.sample import Row, Sample
+from longspan.corpus.rows.sample import Row, RowSettings, Sample
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.errors import DataError
 from tests.corpus.rows.conversations import PLAIN, asks, says
@@ -40,6 +41,38 @@ def test_targets_are_the_completion_and_its_end(
     targets = sample.ids[sample.labels != -100].tolist()
     assert tokenizer.engine.decode(targets, skip_special_tokens=False) == said
     assert targets == sample.ids[-len(targets) :].tolist()
+
+
+ENDS = [  # texts in which special tokens are read, and what a model reads: TRL's, but with one beginning
+    ("the fox</s>", "<s>the fox</s>"),
+    ("<s>the fox</s>", "<s>the fox</s>"),
+    ("<s>the</s> fox", "<s>the</s> fox</s>"),
+    ("the<s> fox</s>\n", "<s>the<s> fox</s>\n"),
+    ("", "<s></s>"),
+    ("</s>", "<s></s>"),
+]
+
+
+@pytest.mark.parametrize("closing", ["", "</s>"])
+@pytest.mark.parametrize(("text", "read"), ENDS)
+def test_no_second_beginning_or_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, read: str, closing: str
+) -> None:
+    """In rows of text, also long ones, and in prompts with completions, whose targets stay those of the completion."""
+    tokenizer = load_tokenizer(with_bos(tmp_path / "t", closing))
+    decode = partial(tokenizer.engine.decode, skip_special_tokens=False)
+    settings = RowSettings(parse_special_tokens=True)
+    assert decode(encoded(RowEncoding("text", tokenizer, settings), text=text).ids.tolist()) == read
+    end = "" if text.rstrip().endswith("</s>") else "</s>"
+    prompt, completion = (text[:3], text[3:]) if len(text) > 4 else ("", text)
+    if completion:
+        encoding = RowEncoding("prompt+completion", tokenizer, settings)
+        sample = encoded(encoding, prompt=prompt, completion=completion)
+        assert sample.labels is not None and decode(sample.ids.tolist()) == read
+        assert decode(sample.ids[sample.labels != -100].tolist()) == completion + end
+    monkeypatch.setattr("longspan.corpus.tokenizer.PIECE", 16)
+    (ids,) = tokenizer.encode(["the fox " * 4 + text])
+    assert decode(ids.tolist()) == "<s>" + "the fox " * 4 + text + end
 
 
 def test_prompts_of_messages(tmp_path: Path) -> None:

@@ -71,11 +71,11 @@ def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sa
     """
     prompt, completion = (require_string(require_key(values, key), key) for key in ("prompt", "completion"))
     text_ids, spans = tokenizer.encode_with_spans(prompt + completion)
-    (opening, closing), end = tokenizer.surrounding_ids, tokenizer.end_of_text
-    ids = np.concatenate([opening, text_ids, closing, end]).astype(np.int64)
+    ids, opening = tokenizer.surround(text_ids), tokenizer.surrounding_ids[0]
+    start = 0 if text_ids[: len(opening)].tolist() == opening else len(opening)
     is_target = np.ones(len(ids), dtype=bool)
-    is_target[: len(opening)] = False
-    is_target[len(opening) : len(opening) + len(text_ids)] = spans[:, 1] > len(prompt)
+    is_target[:start] = False
+    is_target[start : start + len(text_ids)] = spans[:, 1] > len(prompt)
     return Sample(ids, np.where(is_target, ids, NO_TARGET))
 
 

@@ -17,6 +17,8 @@ _WORDS = ("Zq0user", "Zq1assistant")
 def rows_line(encoding: RowEncoding) -> str:
     """Describe the contents of rows, and how they become tokens and targets."""
     surrounding_tokens = describe_surrounding_tokens(encoding.tokenizer)
+    if encoding.settings.parse_special_tokens:
+        surrounding_tokens += "; a text that has them gets no second ones"
     treatment = {
         "text": surrounding_tokens,
         "messages": "" if encoding.kind != "messages" else _template_line(encoding),  # others may have no template

@@ -164,8 +164,7 @@ class RowImages:
             check_strings(piece, f"its text (piece {i + 1})", special)
         expanded = self.expand_placeholders(pattern.sub(lambda match: self.marks[match[0].strip("<>")], text), media)
         ids = self.tokenizer.set_parsing(True).engine.encode(expanded.text, add_special_tokens=False).ids
-        (opening, closing), end = self.tokenizer.surrounding_ids, self.tokenizer.end_of_text
-        return self.add_images(Sample(np.array([*opening, *ids, *closing, *end], np.int64)), expanded)
+        return self.add_images(Sample(self.tokenizer.surround(ids)), expanded)
 
     @property
     def _videos(self) -> VideoProcessor:
