@@ -7,9 +7,11 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from transformers import Trainer, TrainingArguments
 
+from longspan.config.file import load_config
 from longspan.errors import ConfigError
 from longspan.hf import LongspanArguments, LongspanTrainer
 from longspan.hf.one_process import OneProcess
+from longspan.hf.trainer import layout_line
 from longspan.testing import run_ranks
 from tests.hf.stock import Run, model_of
 from tests.hf.test_trainer import Texts, pad
@@ -132,6 +134,34 @@ def waits(rank: int) -> list[str]:
     return order
 
 
-def test_others_wait_for_the_main_process() -> None:
+def test_others_wait_for_the_main_process(capfd: pytest.CaptureFixture[str]) -> None:
     first, second = run_ranks(waits, 2)
     assert float(first[0]) <= float(second[0])
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("longspan: ")]
+    fixed = "training fixed at cp 2, evaluation fixed at cp 2"
+    assert lines == [f"longspan: 2 ranks, 2 slots; {fixed}; weights sharded over 2 ranks"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({}, "8 slots; training fixed at cp 1, evaluation fixed at cp 1; weights sharded over 8 ranks"),
+        (
+            {"planner": "dynamic", "eval_context_parallel_size": "auto"},
+            "training dynamic, evaluation fixed at cp auto",
+        ),
+        ({"tp": 2, "dp_replicate": 2}, "4 slots, tp 2, dp_replicate 2; training fixed"),
+        (
+            {"dp_replicate": 2, "context_parallel_size": 4},
+            "evaluation fixed at cp 4; weights sharded over 4 ranks",
+        ),
+    ],
+)
+def test_a_line_says_how_ranks_share_documents(keys: dict[str, Any], text: str) -> None:
+    arguments = LongspanArguments(**keys)
+    assert text in layout_line(arguments.config(), arguments.home(8))
+
+
+def test_defaults_are_those_of_a_run_on_a_folder() -> None:
+    keys = {"model.config": "the Trainer's model", "context.cp_comm_type": "auto"}
+    assert LongspanArguments().config() == load_config(None, keys)

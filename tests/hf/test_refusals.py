@@ -1,11 +1,12 @@
 """What a longspan trainer does not run is refused by name at construction, and nothing is left open."""
 
 import os
+import re
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForMaskedLM, ProcessorMixin, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from trl import GRPOConfig
@@ -93,6 +94,13 @@ def _unsaved(folder: str = "unused", **values: Any) -> None:
     _make(model=model, args={"save_strategy": "steps", "output_dir": folder}, **keywords)
 
 
+class Saving(TrainerCallback):
+    """Saves as a script for one process does."""
+
+    def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
+        model.save_pretrained("saved")
+
+
 class Unwritable(TrainerCallback, ExportableState):
     """Whose state is no JSON."""
 
@@ -119,6 +127,7 @@ def _make(kind: Any = Trainer, longspan: dict[str, Any] | None = None, **keyword
     return with_longspan(kind)(**given, args=args, longspan=LongspanArguments(**longspan or {}))
 
 
+LORA = LoraConfig(target_modules=["q_proj"])
 OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 CASES: dict[str, tuple[Any, str]] = {
     "deepspeed": (lambda: _make(args={"deepspeed": {"zero": 3}}), "args.deepspeed is {'zero': 3}, which a longspan"),
@@ -173,13 +182,37 @@ CASES: dict[str, tuple[Any, str]] = {
     "tokenizer": (lambda: _unsaved(processing_class=pad), "AttributeError: 'function' object has no attribute 'save_p"),
     "callback": (lambda: _unsaved(callbacks=[Unwritable()]), "TypeError: Object of type set is not JSON serializable"),
     "folder": (lambda: _unsaved(__file__), "test_refusals.py"),
+    "degree": (
+        lambda: _make(longspan={"context_parallel_size": 2}),
+        "context_parallel_size 2 does not divide 1 slot (1 rank / tp 1 / pp 1); use 1, or start a multiple of 2 "
+        "processes (torchrun --nproc-per-node 2; accelerate launch --cpu starts only one)",
+    ),
+    "fraction": (lambda: _make(longspan={"memory_fraction": 2.0}), "memory_fraction is 2.0; it must be above 0"),
+    "rows": (
+        lambda: _make(longspan={"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}),
+        "context_parallel_size 1 and max_tokens_per_slot 0 do not suit a document of 1 token on 1 rank",
+    ),
+    "long document": (
+        lambda: _ended(lambda trainer: trainer.train(), longspan={"max_tokens_per_slot": "16"}),
+        "cp 1",
+    ),
+    "saving in a callback": (
+        lambda: _ended(lambda trainer: trainer.train(), callbacks=[Saving()]),
+        "Qwen3ForCausalLM.save_pretrained would write what this rank holds of a prepared model; call "
+        "trainer.save_model(folder) on all ranks",
+    ),
+    "saving an adapter in a callback": (
+        lambda: _ended(lambda trainer: trainer.train(), callbacks=[Saving()], model=get_peft_model(model_of(), LORA)),
+        "PeftModel.save_pretrained: the model inside it was prepared, and lies on several ranks; call "
+        "trainer.save_model(folder) on all ranks",
+    ),
     "no Trainer": (lambda: with_longspan(dict), "with_longspan takes a Trainer class, and got <class 'dict'>"),
     "planner": (lambda: _make(longspan={"planner": "fixt"}), "planner"),
 }
 
 
-def _ended(use: Any) -> None:
-    trainer = _make()
+def _ended(use: Any, **keywords: Any) -> None:
+    trainer = _make(**keywords)
     try:
         use(trainer)
     finally:
@@ -209,6 +242,7 @@ def test_is_refused_by_name(name: str, found: dict[str, tuple[str, bool]]) -> No
     message, closed = found[name]
     assert CASES[name][1] in message
     assert closed, "a refused trainer leaves nothing open"
+    assert not re.search(r"\b(context|parallel|train|run)\.\w|--world|longspan\.save_model", message), "words of a run"
 
 
 @pytest.mark.parametrize("name", ["logits", "items", 0])

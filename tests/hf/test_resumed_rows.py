@@ -23,14 +23,14 @@ from tests.hf.stock import Run, model_of
 ROWS, BATCH, SAVED, STEPS = 20, 4, 7, 11  # five steps an epoch: saved in the second, at its end, and in the third
 
 
-def draw() -> None:
-    random.random(), np.random.rand(), torch.rand(())
+def draw() -> list[Any]:
+    return [random.random(), np.random.rand(), torch.rand(())]
 
 
 class Saver(TrainerCallback):
     """Saves at the end of an epoch and in one, and draws from every global generator after each step."""
 
-    def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_save = state.global_step in (5, SAVED)
         draw()
 
@@ -123,8 +123,8 @@ class Rows(Trainer):
     def get_train_dataloader(self) -> Any:
         return self.made["loader"](self) if "loader" in self.made else super().get_train_dataloader()
 
-    def _get_train_sampler(self, *args: Any) -> Any:
-        return self.made["sampler"]() if "sampler" in self.made else super()._get_train_sampler(*args)
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return self.made["sampler"]() if "sampler" in self.made else super()._get_train_sampler(train_dataset)
 
 
 def read_only(trainer: Any, inputs: Any) -> Tensor:

@@ -1,11 +1,15 @@
 """`LongspanArguments`: how ranks share the documents of a Trainer, by the keys of [context] and [parallel]."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
+from longspan.errors import LongspanError
 from longspan.layout import Layout
 from longspan.run.checks.check_plans import check_plans
 from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel
@@ -21,7 +25,7 @@ def _key(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class LongspanArguments:
-    """How ranks share documents in a Trainer; names, values and defaults are those of `longspan train`'s keys.
+    """How ranks share documents in a Trainer, by keys of `longspan train`; its own default is `cp_comm_type="auto"`.
 
     >>> LongspanArguments(context_parallel_size=4, eval_context_parallel_size=8).config().context.planner
     'fixed'
@@ -79,16 +83,40 @@ class LongspanArguments:
             if value in ("", []) or (value == NOT_GIVEN and name.startswith("eval_")):  # it is not given
                 continue
             keys[f"{_section_name(name)}.{name}"] = _read_number(value)
-        return load_config(None, keys)
+        with words_of_scripts():
+            return load_config(None, keys)
 
     def home(self, ranks: int) -> Layout:
         """Return the layout of `ranks` ranks. Raises ConfigError for keys that do not fit it, or each other."""
         home, config = Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate), self.config()
-        check_numbers(replace(config, train=replace(config.train, lr=1.0)), training=True)  # the Trainer has its own
-        check_parallel(config, home)
-        check_mode(config)
-        check_plans(config, home, training=True)
+        with words_of_scripts():
+            check_numbers(replace(config, train=replace(config.train, lr=1.0)), training=True)  # a Trainer has its own
+            check_parallel(config, home)
+            check_mode(config)
+            check_plans(config, home, training=True)
         return home
+
+
+# What messages of `longspan train` say, and a script does not have: a pattern, and what takes its place.
+_WORDS = {
+    rf"\b(context|parallel|train|run)\.(?=({'|'.join(key.name for key in fields(LongspanArguments))})\b)": "",
+    r"\(--world (\d+), or torchrun\)": r"(torchrun --nproc-per-node \1; accelerate launch --cpu starts only one)",
+    r" in the overrides": "",
+    r"data\.max_document_tokens 1\b": "a document of 1 token",
+}
+
+
+@contextmanager
+def words_of_scripts() -> Iterator[None]:
+    """Have errors that longspan raises inside name keys and launchers as a script has them."""
+    try:
+        yield
+    except LongspanError as error:
+        text = str(error)
+        for pattern, words in _WORDS.items():
+            text = re.sub(pattern, words, text)
+        error.args = (text, *error.args[1:])
+        raise
 
 
 def _section_name(name: str) -> str:

@@ -60,7 +60,8 @@ class FilesPart(StockTrainer):
         def write() -> None:
             """Write on the first rank."""
             with tempfile.TemporaryDirectory(prefix=".", dir=self.args.output_dir) as name:
-                model, folder = copy(unwrap_model(self.model)), Path(name)
+                model: Any = copy(unwrap_model(self.model))
+                folder = Path(name)
                 if (adapter := find_adapter(model)) is not None:
                     write_adapter(folder, adapter, {}, self._model_tokenizer)
                 else:
@@ -206,9 +207,9 @@ class FilesPart(StockTrainer):
         *_, checkpoint, _ = args
         self._order = None
         if checkpoint is not None and (path := Path(checkpoint) / ORDER).exists():
-            self._order = run_on_every_rank(self.world, lambda: read_values(path), CheckpointError)
+            self._order = order = run_on_every_rank(self.world, lambda: read_values(path), CheckpointError)
             if steps_per_epoch == max_steps > self.state.global_step and not self.args.ignore_data_skip:
-                return self._order["epoch"], self._order["steps"] * self.args.gradient_accumulation_steps
+                return order["epoch"], order["steps"] * self.args.gradient_accumulation_steps
         return place
 
     def _run_epoch(self, **keywords: Any) -> None:

@@ -45,7 +45,7 @@ def set_order_states(loader: Any, states: list[Any]) -> None:
         set_state(state)
 
 
-def _own_generators(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
+def _own_generators(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """Yield how to read and set each generator in a loader: attributes of it, of its samplers and of its stream."""
     for value in vars(owner).values():
         if isinstance(value, torch.Generator):

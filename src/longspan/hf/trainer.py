@@ -10,9 +10,10 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import longspan
 from longspan.comm import World
-from longspan.comm.all_ranks import run_on_first_rank
-from longspan.errors import CheckpointError, ConfigError
-from longspan.hf.arguments import LongspanArguments
+from longspan.comm.all_ranks import is_first_rank, run_on_first_rank
+from longspan.config.sections import RunConfig
+from longspan.errors import CheckpointError, ConfigError, plural
+from longspan.hf.arguments import LongspanArguments, words_of_scripts
 from longspan.hf.construction import GivenArguments
 from longspan.hf.evaluation import EvaluationPart
 from longspan.hf.facade import Facade, take_fused_head
@@ -23,8 +24,14 @@ from longspan.hf.one_process import OneAccelerator, OneProcess
 from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, clear_device_map, take_reference_adapter
 from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
 from longspan.hf.steps import StepsPart
+from longspan.layout import Layout
 from longspan.model.adapters import unwrap_model
+from longspan.model.lora.without_adapter import redirect_peft_model
+from longspan.model.seams.refusals import guard_model, stock_class_name
 from longspan.plan import MemoryPlan
+from longspan.train import PlanChoice
+
+SAVES = "trainer.save_model(folder)"
 
 
 class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, FilesPart):
@@ -62,6 +69,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             refuse_model(self)
             self._refuse_reference()
             self._try_saving()
+            if is_first_rank(self.world):
+                print(layout_line(self.longspan.config(), self.world.home), flush=True)
         except BaseException:
             self._leave_one_process()
             raise
@@ -111,6 +120,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         prepared = longspan.prepare(
             model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
         )
+        guard_model(prepared, stock_class_name(prepared), SAVES)
+        redirect_peft_model(model, prepared, SAVES)
         _route_calls(prepared, facade)
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off
             model.forward = facade.__call__
@@ -149,7 +160,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         All ranks wait for each other at the end, so that none goes on without a rank whose metric failed.
         """
         try:
-            yield
+            with words_of_scripts():
+                yield
             self.world.control.barrier("the end of train, evaluate or predict")
         except BaseException as error:
             if not getattr(error, "on_all_ranks", False):
@@ -169,6 +181,18 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         if self._is_open:
             self._is_open = False
             self._one_process.remove_trainer()
+
+
+def layout_line(config: RunConfig, home: Layout) -> str:
+    """Write how ranks will share documents, in a line for the console."""
+    training, evaluation = PlanChoice.training(config).text, PlanChoice.evaluation(config).text
+    degrees = {"tp": home.tp, "ep": home.ep, "dp_replicate": home.dp_replicate}
+    also = "".join(f", {name} {degree}" for name, degree in degrees.items() if degree > 1)
+    shards = len(home.ranks) // home.dp_replicate
+    return (
+        f"longspan: {plural(len(home.ranks), 'rank')}, {plural(home.slots, 'slot')}{also}; training {training}, "
+        f"evaluation {evaluation}; weights sharded over {plural(shards, 'rank')}"
+    )
 
 
 def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:

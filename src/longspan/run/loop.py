@@ -68,7 +68,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
     """
     starts = starts or Starts()
     check_config(config, len(world.home.ranks))
-    check_adapter_targets(config, world)
+    check_adapter_targets(config, world, display.log)
     with StopSignal(config.run.save_on) as stop, run_lock(Path(config.run.dir), world, display.log):
         display.log(settings_line(config))
         names = config.run.loggers if is_first_rank(world) else ()

@@ -19,7 +19,6 @@ from longspan.run.facts import RunFacts
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
 from longspan.train.gradients import counted_parameters
-from longspan.train.plans import PlanChoice
 from longspan.train.plans.order import largest_step
 from longspan.train.step_figures import device_name
 
@@ -180,15 +179,10 @@ def _planning_text(run: TrainingRun) -> str:
     free = ", free" if run.config.context.mode == "free" else ""
     cap = run.choice.options.max_tokens_per_slot
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
-    evaluated = f"; evaluation {_degree_text(run.evaluation_choice)}" if run.held_out else ""
-    return f"{_degree_text(run.choice)}{free}, {rows}{evaluated}"
+    evaluated = f"; evaluation {run.evaluation_choice.text}" if run.held_out else ""
+    return f"{run.choice.text}{free}, {rows}{evaluated}"
 
 
 def _price_source(run: TrainingRun) -> str:
     """Return the model and machine that the run's prices are of, and whether they are refined; "" for no machine."""
     return (run.cost.source or "") + (REFINED if run.refinement and run.cost.source else "")
-
-
-def _degree_text(choice: PlanChoice) -> str:
-    """Write the planner and, if all its groups have one degree, that degree."""
-    return f"{choice.planner} at cp {choice.degree}" if choice.has_one_degree else choice.planner

@@ -64,7 +64,11 @@ CASES: dict[str, tuple[Callable[[], Any], Layout, str]] = {
     "frozen": (frozen, ONE, "none of its parameters requires a gradient"),
     "two types": (of_two_types, ONE, "of float32 and float64"),
     "biases": (lambda: lora(bias="all"), ONE, "bias is 'all'"),
-    "rows of an embedding": (lambda: lora(trainable_token_indices=[1, 2]), ONE, "trainable_token_indices"),
+    "rows of an embedding": (
+        lambda: lora(trainable_token_indices=[1, 2]),
+        ONE,
+        "trl.clone_chat_template, and train modules_to_save=",
+    ),
     "dropout under tp": (lambda: lora(lora_dropout=0.1), TP, "lora_dropout is 0.1.*use tp 1"),
     "dora under tp": (lambda: lora(use_dora=True), TP, "use_dora is set"),
     "copies under tp": (lambda: lora(modules_to_save=["lm_head"]), TP, "modules_to_save .lm_head."),

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from longspan import Layout, World
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
 from longspan.cli.main import main as cli_main
@@ -24,8 +25,10 @@ from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
 from longspan.model import load_model
 from longspan.model.weights.hf_folder import read_configuration
+from longspan.run.checks import check_model
 from longspan.run.checks.config_check import check_config
 from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.set_up.set_up import check_adapter_targets
 from longspan.testing import run_ranks
 from tests.model.stock import SIZES
 from tests.mutation import mutated
@@ -228,6 +231,30 @@ def test_keys_that_do_not_fit(what: str) -> None:
     keys, message = WRONG[what]
     with pytest.raises(ConfigError, match=message):
         check_config(load_config(None, keys), 4)
+
+
+def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_model, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"lora.rank is 4, and peft, .* not installed: pip install 'longspan\[lora\]'"
+    ):
+        check_config(load_config(None, {"lora.rank": 4}), 4)
+
+
+def lines_about_targets(rank: int) -> list[list[str]]:
+    """What is said of targets, without and with the head of a tied model."""
+    said = list[list[str]]()
+    with World(Layout(1), backend="gloo") as world:
+        for targets in (["q_proj"], ["q_proj", "lm_head"]):
+            said.append([])
+            config = load_config(None, {"model.preset": "qwen3-tiny", "lora.rank": 4, "lora.targets": targets})
+            check_adapter_targets(config, world, said[-1].append)
+    return said
+
+
+def test_an_adapter_of_a_tied_weight_is_said_not_to_be_merged() -> None:
+    ((plain, tied),) = run_ranks(lines_about_targets, 1)
+    assert plain == [] and len(tied) == 1 and "tie_word_embeddings" in tied[0] and "refuses --merge" in tied[0]
 
 
 def test_a_target_that_the_model_has_not(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Rules for adapters under a home, by peft's layers and configuration; checked before anything is changed."""
 
+import reprlib
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,10 @@ _UNTESTED = {  # keys of LoraConfig, and what a value there asks for
     "megatron_config": "Megatron's layers",
     "alora_invocation_tokens": "activated LoRA, which counts the local rows",
 }
+_INSTEAD = {  # of a key that is set by more than the user
+    "trainable_token_indices": "leave it out, and TRL's chat_template_path, which sets it: call "
+    "trl.clone_chat_template, and train modules_to_save=['embed_tokens', 'lm_head'], or all weights",
+}
 
 
 def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> None:
@@ -39,8 +44,8 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     is checked in `tensor_parallel/split_adapters.py`.
     """
     _refuse_adapted_embedding(model, world)
-    reasons = [*configuration_reasons(adapter), *layer_reasons(model)]
-    reasons += [*_value_reasons(model), *_parameter_reasons(model)]
+    reasons = [*configuration_reasons(adapter)]  # what peft then did to the model is a consequence
+    reasons = reasons or [*layer_reasons(model), *_value_reasons(model), *_parameter_reasons(model)]
     if world.home.pp > 1:
         reasons += _stage_reasons(model)
     if reasons:
@@ -94,7 +99,7 @@ def configuration_reasons(adapter: Adapter) -> Iterator[str]:
         return
     for key, feature in _UNTESTED.items():
         if value := getattr(config, key, None):
-            yield f"{key} is {value!r}: {feature} are not supported; leave it out"
+            yield f"{key} is {reprlib.repr(value)}: {feature} are not supported; {_INSTEAD.get(key, 'leave it out')}"
     if getattr(config, "bias", "none") != "none":
         yield f"bias is {config.bias!r}, and biases of the base model stay frozen; use bias='none'"
 

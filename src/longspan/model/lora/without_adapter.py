@@ -13,6 +13,7 @@ from torch import nn
 
 from longspan.errors import ModelError
 from longspan.model.adapters import model_adapter, peft_modules
+from longspan.model.seams.refusals import SAVES
 
 
 @contextmanager
@@ -56,30 +57,30 @@ def refuse_adapter_left_out(model: nn.Module) -> None:
 
 
 _CHANGES = {
-    "merge_and_unload": "longspan export RUN FOLDER --merge writes a merged model, or merge what save_model saved",
+    "merge_and_unload": "longspan export RUN FOLDER --merge merges that of a run, or merge what {saves} saved",
     "unload": "load the base model again",
-    "merge_adapter": "merge what longspan.save_model(model, folder, world) saved, in one process",
+    "merge_adapter": "merge what {saves} saved, in one process",
     "add_adapter": "add adapters before prepare",
     "load_adapter": "load adapters before prepare",
     "delete_adapter": "delete adapters before prepare",
     "set_adapter": "choose the adapter before prepare",
-    "save_pretrained": "call longspan.save_model(model, folder, world) on all ranks, which stock peft loads",
-    "push_to_hub": "call longspan.save_model(model, folder, world) on all ranks, and push that folder",
+    "save_pretrained": "call {saves} on all ranks, which stock peft loads",
+    "push_to_hub": "call {saves} on all ranks, and push that folder",
     "forward": "call the model that prepare returned, with a shard, or longspan.run_step",
 }
 
 
-def redirect_peft_model(peft_model: Any, prepared: nn.Module) -> None:
+def redirect_peft_model(peft_model: Any, prepared: nn.Module, saves: str = SAVES) -> None:
     """Have a PeftModel's `disable_adapter` call `without_adapter(prepared)`, and refuse methods that change its parts.
 
-    Another model than a PeftModel is left as it is.
+    Another model than a PeftModel is left as it is. `saves` is the call that saves it.
     """
     if peft_model is prepared or not hasattr(peft_model, "get_base_model"):
         return
     peft_model.disable_adapter = partial(without_adapter, prepared)
     for name, instead in _CHANGES.items():
         if hasattr(peft_model, name) or hasattr(peft_model.base_model, name):
-            setattr(peft_model, name, partial(_refuse_call, name, instead))
+            setattr(peft_model, name, partial(_refuse_call, name, instead.format(saves=saves)))
 
 
 def _refuse_call(name: str, instead: str, *args: object, **kwargs: object) -> NoReturn:

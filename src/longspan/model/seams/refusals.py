@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from longspan.errors import ModelError
 
 DOCTOR = "; longspan doctor --model"
+SAVES = "longspan.save_model(model, folder, world)"  # on all ranks; a Trainer has its own
 
 
 def doctor_hint(model: Any) -> str:
@@ -116,31 +117,34 @@ def refuse_shared_layers(
             )
 
 
-def guard_model(prepared: nn.Module, name: str) -> None:
-    """Have a prepared model of this architecture, and its base model, refuse to be saved, wrapped or generated from."""
+def guard_model(prepared: nn.Module, name: str, saves: str = SAVES) -> None:
+    """Have a prepared model of this architecture, and its base model, refuse to be saved, wrapped or generated from.
+
+    `saves` is the call that saves it.
+    """
     modules = [module for module in prepared.modules() if isinstance(module, PreTrainedModel)]
     for module in (prepared, *modules):
         target: Any = module
         for method in ("save_pretrained", "push_to_hub"):
-            setattr(target, method, partial(_refuse_saving, name, method))
+            setattr(target, method, partial(_refuse_saving, name, method, saves))
         if hasattr(target, "generate"):
-            target.generate = partial(_refuse_generating, name)
+            target.generate = partial(_refuse_generating, name, saves)
         target._ddp_params_and_buffers_to_ignore = _RefusesDDP(name)  # DistributedDataParallel fails as it reads this
 
 
-def _refuse_saving(name: str, method: str, *args: object, **kwargs: object) -> NoReturn:
+def _refuse_saving(name: str, method: str, saves: str, *args: object, **kwargs: object) -> NoReturn:
     """Refuse a method of a prepared model that would write only this rank's part of it."""
     raise ModelError(
-        f"{name}.{method} would write what this rank holds of a prepared model; call "
-        "longspan.save_model(model, folder, world) on all ranks, which writes a folder that transformers loads"
+        f"{name}.{method} would write what this rank holds of a prepared model; call {saves} on all ranks, which "
+        "writes a folder that transformers loads"
     )
 
 
-def _refuse_generating(name: str, *args: object, **kwargs: object) -> NoReturn:
+def _refuse_generating(name: str, saves: str, *args: object, **kwargs: object) -> NoReturn:
     """Refuse `generate` of a prepared model, which has no caches."""
     raise ModelError(
-        f"{name}.generate would need caches, which a prepared model has none of; longspan.save_model(model, folder, "
-        "world) on all ranks writes a folder that transformers loads and generates from"
+        f"{name}.generate would need caches, which a prepared model has none of; {saves} on all ranks writes a folder "
+        "that transformers loads and generates from"
     )
 
 

@@ -3,6 +3,7 @@
 What needs the model itself (names of adapted linears, the weights of a folder) is checked once it is loaded.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from longspan.config.defaults import encoder_default
@@ -113,6 +114,10 @@ def check_lora(config: RunConfig) -> None:
                 "out"
             )
         return
+    if find_spec("peft") is None:
+        raise ConfigError(
+            f"lora.rank is {lora.rank}, and peft, which makes adapters, is not installed: pip install 'longspan[lora]'"
+        )
     _check_adapter_parts(config)
     if lora.dropout >= 1:
         raise ConfigError(f"lora.dropout is {lora.dropout:g}; it must be below 1")

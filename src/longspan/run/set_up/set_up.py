@@ -28,8 +28,10 @@ from longspan.data.documents import Corpus
 from longspan.errors import ConfigError, ModelError, RunFolderError
 from longspan.evaluation.auto_degree import choose_degrees
 from longspan.files import write_atomically
+from longspan.model.adapters import is_adapted
 from longspan.model.load import check_folder, torch_dtype
 from longspan.model.multimodal.multimodal_model import find_language_model
+from longspan.model.parts import is_tied
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.fill import empty_model, images_class
 from longspan.model.weights.hf_folder import no_progress_bars
@@ -98,25 +100,33 @@ def _saved_dtype(settings: ModelConfig, configuration: Any) -> torch.dtype:
     return named if isinstance(named, torch.dtype) and named.is_floating_point else torch_dtype(settings.dtype)
 
 
-def check_adapter_targets(config: RunConfig, world: World) -> None:
+def check_adapter_targets(config: RunConfig, world: World, log: LogLine) -> None:
     """Raise ModelError on every rank if [lora] names targets or parts that the model does not have. Reads no weights.
 
-    A model whose towers are read only for a corpus with images is left to `set_up_model`.
+    A line says where the adapter will not be merged. A model whose towers are read only for a corpus with images is
+    left to `set_up_model`.
     """
     if not config.lora.rank or (not config.lora.targets and config.lora.parts == LoraSection().parts):
         return  # the defaults, all linears of the language model, fit every model
 
-    def check() -> None:
-        """Make an empty model with its depths and adapter, which raises for what does not fit the configuration."""
+    def check() -> bool:
+        """Make an empty model with its depths and adapter; return whether it adapts a weight that is tied."""
         configuration = model_configuration(config, config.data.vocab_size)
         architecture = images_class(configuration, images=False)
         # None with a vision_config: whether the model has towers depends on the corpus, which is not read yet
-        if architecture is not None or not hasattr(configuration, "vision_config"):
-            model = empty_model(configuration, torch.float32, architecture)
-            with warnings.catch_warnings(action="ignore"):  # about parts left out, which the run logs later
-                add_configured_adapter(config, add_configured_depths(config, model, read=False))
+        if architecture is None and hasattr(configuration, "vision_config"):
+            return False
+        model = empty_model(configuration, torch.float32, architecture)
+        with warnings.catch_warnings(action="ignore"):  # about parts left out, which the run logs later
+            add_configured_adapter(config, add_configured_depths(config, model, read=False))
+        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        return is_tied(model) and any(map(is_adapted, ends))
 
-    run_on_first_rank(world, check, ModelError)
+    if run_on_first_rank(world, check, ModelError):
+        log(
+            "lora.targets adapt an embedding that is the weight of the head as well (tie_word_embeddings): longspan "
+            "export writes the adapter, and refuses --merge"
+        )
 
 
 def set_up_model(

@@ -150,6 +150,11 @@ class PlanChoice:
         return self.planner in ONE_DEGREE
 
     @property
+    def text(self) -> str:
+        """The planner and, if all groups have one degree, that degree, as in "fixed at cp 4"."""
+        return f"{self.planner} at cp {self.degree or AUTO}" if self.has_one_degree else self.planner
+
+    @property
     def planner_key(self) -> str:
         """The key of the planner."""
         return self.prefix + "planner"
