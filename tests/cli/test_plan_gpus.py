@@ -202,8 +202,9 @@ def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.Ca
     assert answer["longest"] > max(sizes)
     texts = [element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("text")]
     assert {"auto", "kept", "weights"} <= {*texts} and any("hours" in str(text) for text in texts)
-    assert main(["plan", *words, "--train.steps", "100", "--cp", "1"]) == 0
+    assert main(["plan", *words, "--train.steps", "100", "--cp", "1", "--data.max_document_tokens", "1000"]) == 0
     printed = capsys.readouterr()
+    assert re.search(r"documents of 54 texts to train on.*; 6 texts of \d+ documents held out", printed.out)
     assert "tokens are estimated as bytes / 4" in printed.err and "100 steps of " in printed.out
     assert ", the mean of 64 of them: " in printed.out and "--train.steps 100" in printed.out
 

@@ -168,19 +168,17 @@ class DocumentStream:
         return sum(source.tokens for source in self.sources)
 
     def part_at(self, place: int) -> StreamPart:
-        """Return the part that contains a place. Each call of `_part` in the loop computes the next part."""
-        while self._places[-1] <= place:
-            self._part(len(self._marks) - 1)
-        return self._part(bisect_right(self._places, place) - 1)
+        """Return the part that contains a place."""
+        return self._find_part(self._places, place)
 
     def part_at_token(self, token: int) -> StreamPart:
-        """Return the part that contains a token.
+        """Return the part that contains a token."""
+        return self._find_part(self._tokens, token)
 
-        Each call of `_part` in the loop computes the next part and appends where the part after it begins.
-        """
-        while self._tokens[-1] <= token:
+    def _find_part(self, begins: list[int], value: int) -> StreamPart:
+        while begins[-1] <= value:  # each call computes the next part, and where the part after it begins
             self._part(len(self._marks) - 1)
-        return self._part(bisect_right(self._tokens, token) - 1)
+        return self._part(bisect_right(begins, value) - 1)
 
     def next_part(self, part: StreamPart) -> StreamPart:
         """Return the part that follows another."""

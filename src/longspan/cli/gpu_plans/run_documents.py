@@ -19,6 +19,7 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.files import STDLIB, CorpusFile, find_files
 from longspan.corpus.first_rows import text_sizes
 from longspan.corpus.tokenizer_folder import tokenizer_folder
+from longspan.data.manifest import SHORTEST
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, plural
 from longspan.train.plans.order import documents_line, largest_step, make_step_order, order_lengths, set_epoch_steps
@@ -99,15 +100,16 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
     paths = find_files(data.path or STDLIB, key="--data")
     sizes = text_sizes(tuple(CorpusFile(0, name, file) for name, file in paths.items()), data.max_text_bytes)
-    counts = [n for n in cut_lengths([size // BYTES_PER_TOKEN for size in sizes], data.max_document_tokens) if n >= 2]
+    cut = (cut_lengths([size // BYTES_PER_TOKEN], data.max_document_tokens) for size in sizes)
+    counts = [kept for pieces in cut if (kept := [n for n in pieces if n >= SHORTEST])]  # of the documents of each text
     if not counts:
         raise DataError(f"--data {data.path!r} holds no text")
     log(
         f"tokens are estimated as bytes / {BYTES_PER_TOKEN} of {plural(len(counts), 'text')}: neither data.tokenizer "
         "nor the model's folder has a tokenizer (--tokenizer FOLDER counts them)"
     )
-    lengths = np.array(counts, dtype=np.int64)
-    order = order_lengths(config, lengths)
+    lengths = np.concatenate(counts)
+    order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(counts)), [*map(len, counts)]))
     config = set_epoch_steps(config, order, log)
     return RunDocuments(
         config,
