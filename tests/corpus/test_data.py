@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -221,39 +220,6 @@ def test_what_stands_around_texts_and_special_tokens_in_them_is_said(tmp_path: P
     assert parsed[0][np.arange(len(parsed[0]))].tolist().count(end or 0) == 3
     with pytest.raises(DataError, match=r"data.parse_special_tokens was True and is False"):
         build(tmp_path, texts, resumed=True)
-
-
-def write_earlier_format(run_dir: Path, texts: Path) -> None:
-    """Put the documents of a run next to its record, as versions before 0.1 did."""
-    folder, corpus = run_dir / "corpus", Corpus(run_dir / "corpus")
-    documents = folder / json.loads((folder / "corpus.json").read_text())["documents"]
-    for name in ("tokens.bin", "origins.npy"):
-        shutil.copy(documents / name, folder / name)
-    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(corpus.lengths)]).astype(np.int64))
-    sources = [{key: value for key, value in asdict(source).items() if key != "path"} for source in corpus.sources]
-    kept = ("max_document_tokens", "tokenizer_digest", "tokenizer_size", "dtype", "skipped", "left_out")
-    manifest = {key: value for key, value in asdict(corpus.manifest).items() if key in kept}
-    (folder / "corpus.json").write_text(json.dumps({"path": str(texts), "sources": sources, **manifest}))
-
-
-def test_a_corpus_of_an_earlier_format_is_refused_by_name_and_built_again_for_a_new_run(tmp_path: Path) -> None:
-    texts, said = write_texts(tmp_path / "texts"), list[str]()
-    before = build(tmp_path, texts)
-    write_earlier_format(tmp_path / "run", texts)
-    refusal = (
-        r"corpus is a corpus in a format from before version 0.1: its corpus.json has the list of its source files.* "
-        r"start `longspan train` again, which builds it from data.path; a run with checkpoints needs .*run.dir"
-    )
-    with pytest.raises(DataError, match=refusal):
-        build(tmp_path, texts, resumed=True)
-    with pytest.raises(DataError, match=refusal):
-        Corpus(tmp_path / "run" / "corpus")
-    assert (tmp_path / "run" / "corpus" / "tokens.bin").is_file(), "a refusal removes nothing"
-    again = build(tmp_path, texts, said=said)
-    assert again.manifest == before.manifest and again.lengths.tolist() == before.lengths.tolist()
-    assert again[5][np.arange(7)].tolist() == before[5][np.arange(7)].tolist()
-    assert said[0] == "the corpus changed (an older version of longspan built it): building it again"
-    assert not (tmp_path / "run" / "corpus" / "tokens.bin").exists()
 
 
 def test_a_resumed_run_refuses_a_corpus_that_changed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Slots of a host: those of the world, in plans and run.json; another number is refused, and an older run's goes."""
+"""Slots of a host: those of the world, in plans and run.json; another number is refused."""
 
 import io
 import json
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from longspan import World
-from longspan.checkpoint.files import _digest
 from longspan.cli.main import main
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig
@@ -101,42 +100,6 @@ def test_a_run_with_another_number_is_refused_before_its_data_is_read(tmp_path: 
     with pytest.raises(ConfigError, match=r"^context\.node_size is 8, and this world has 2 slots a host") as refused:
         run_ranks(train_rank, 2, config, 2)
     assert "\n" not in str(refused.value) and [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
-
-
-def test_an_older_run_goes_on_with_the_worlds_hosts_and_a_line(tmp_path: Path) -> None:
-    few = {"train__eval_every": 0, "data__eval_documents": 0, "train__save_every": 1}
-    config = small_config(tmp_path, train__steps=1, **few)
-    assert run_ranks(on_hosts, 2, config, 2, 2)
-    folder = tmp_path / "run"
-    (machine := tmp_path / "machine.json").write_text(json.dumps(Cost(micro_batch_seconds=0.5).to_json()))
-    first, last = (folder / "checkpoints" / f"step-00000{step}" for step in (1, 2))
-    as_before(first)
-    old = replace(config, context=replace(config.context, node_size=8), train=replace(config.train, steps=2))
-    text = to_toml(old).replace('machine = ""\n', "").replace("[context]\n", f'[context]\ncost = "{machine}"\n')
-    (folder / "config.toml").write_text(text)  # with the former name of run.machine, too
-    shown, _ = run_ranks(on_hosts, 2, load_config(folder / "config.toml"), 2, 2)
-    line = (
-        "context.node_size was 8 when {} was saved, the default of older versions; plans are made for this world now, "
-    )
-    assert shown.count(f"{line.format(first)}of 2 slots a host\n") == 1
-    assert load_config(folder / "config.toml").context.node_size == "auto"
-    facts = json.loads((folder / "run.json").read_text())
-    assert (facts["node_size"], facts["priced_for"]) == (2, str(machine))
-    as_before(last)
-    shown, _ = run_ranks(on_hosts, 2, old, 2, 2)
-    assert line.format(last) in shown and "the run has come to its end" in shown
-    with pytest.raises(ConfigError, match=r"context\.node_size is 4, and this world has 2"):
-        run_ranks(train_rank, 2, replace(old, context=replace(old.context, node_size=4)), 2)
-
-
-def as_before(checkpoint: Path) -> None:
-    """Write into a checkpoint's state what every configuration had before."""
-    state, manifest = (json.loads((checkpoint / name).read_text()) for name in ("state.json", "manifest.json"))
-    state["config"]["context"] |= {"node_size": 8, "cost": ""}
-    del state["config"]["run"]["machine"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    manifest["files"]["state.json"] = _digest(checkpoint / "state.json")
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_saved_weights_are_evaluated_on_other_hosts_than_the_run_had(

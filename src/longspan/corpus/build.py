@@ -37,7 +37,7 @@ def ensure_corpus(
     missing, empty or unreadable and, if the run is `resumed`, for sources or settings that changed since it began: the
     order of its documents would be another one.
     """
-    corpus = _CorpusOfRun(settings, run_dir, log, resumed=resumed).open_or_build_corpus(tokenizer, resumed=resumed)
+    corpus = _CorpusOfRun(settings, run_dir, log).open_or_build_corpus(tokenizer, resumed=resumed)
     for line in describe_left_out(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
         log(line)
     return corpus
@@ -46,14 +46,14 @@ def ensure_corpus(
 class _CorpusOfRun:
     """The recorded corpus of a run, compared with its settings and files now."""
 
-    def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine, *, resumed: bool) -> None:
+    def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine) -> None:
         """Read the run's record, and measure the source files as they are now.
 
         A file whose path, size and time are in the record or in the cache is not read: its sum is taken from there.
         """
         self._settings, self._run_dir, self._log = settings, run_dir, log
         self._folder = run_dir / settings.folder
-        self._old_record = self._read_record(resumed=resumed)
+        self._old_record = read_record(self._folder)
         self._files = settings.files(run_dir)
         self._cache = _open_cache(settings.data, run_dir, log)
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
@@ -61,20 +61,6 @@ class _CorpusOfRun:
         sums = FileSums(None if self._cache is None else self._cache.sums_file(all_paths), old_sources or ())
         self._sources = sums.measure_files(self._files, log)
         sums.save_sums(self._sources)
-
-    def _read_record(self, *, resumed: bool) -> Record | None:
-        """Read the record of the run; None if there is none.
-
-        A record in an earlier format is removed with its documents; for a resumed run it is an error.
-        """
-        try:
-            return read_record(self._folder)
-        except DataError:
-            if resumed:
-                raise
-            self._log("the corpus changed (an older version of longspan built it): building it again")
-            shutil.rmtree(self._folder)
-            return None
 
     def open_or_build_corpus(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
         """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed.

@@ -3,12 +3,11 @@ from.
 
 A folder of documents has a manifest (`corpus.json`) and its source files (`sources.jsonl`, `sources.npy`). A run's
 folder has a record (`corpus.json` too), which names the folder of documents. This is version 0.1 of the format, which
-later versions read. A folder of an earlier one is refused: its `corpus.json` is record and manifest in one, with a list
-of source files.
+later versions read.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast, overload
@@ -180,21 +179,10 @@ class Record:
 
 
 def read_record(folder: Path) -> Record | None:
-    """Read the record of a folder; None if there is none that can be read. Raises DataError for an earlier format."""
+    """Read the record of a folder; None if there is none that can be read."""
     try:
         values: dict[str, Any] = read_json(folder / FILE)
-        if not has_earlier_format(values):
-            around, ends = tuple(values["around"]), values.get("generation_ends")  # earlier versions wrote no ends
-            return Record(**{**values, "around": around, "generation_ends": None if ends is None else tuple(ends)})
+        around, ends = tuple(values["around"]), values.get("generation_ends")  # version 0.1 wrote no ends
+        return Record(**{**values, "around": around, "generation_ends": None if ends is None else tuple(ends)})
     except (OSError, KeyError, TypeError, ValueError):
         return None
-    raise DataError(
-        f"{folder} is a corpus in a format from before version 0.1: its {FILE} has the list of its source files, which "
-        "sources.jsonl has since; it is not read any more. Remove the folder and start `longspan train` again, which "
-        "builds it from data.path; a run with checkpoints needs a new folder (run.dir)"
-    )
-
-
-def has_earlier_format(values: Mapping[str, Any]) -> bool:
-    """Whether the values of a `corpus.json` are of the format before version 0.1."""
-    return "sources" in values

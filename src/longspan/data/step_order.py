@@ -279,12 +279,6 @@ class PackOrder:
         """Return how many tokens the steps before a step take."""
         return int(self._borders.step_borders(step)[0])
 
-    def mean_pack(self, steps: int = 64) -> float:
-        """Return the mean tokens of a pack in the first `steps` steps; `pack_to` where spans shorten none."""
-        if isinstance(self._borders, EqualBorders):
-            return self._borders.size
-        return float(np.concatenate([np.diff(self._borders.step_borders(step)) for step in range(steps)]).mean())
-
     def _pieces_of_step(self, step: int) -> _StepPieces:
         """Cut the documents of a step at its borders, and return their pieces in order.
 

@@ -51,13 +51,13 @@ class EqualBorders:
     """
 
     def __init__(self, size: int, packs: int, ends: EpochEnds = ENDLESS) -> None:
-        self.size, self._packs, self._ends = size, packs, ends
+        self._size, self._packs, self._ends = size, packs, ends
 
     def step_borders(self, step: int) -> Integers:
         """Return where the packs of a step begin, and where the last one ends (packs + 1,)."""
         epoch, step = divmod(step, self._steps_of(self._ends.size))
-        begin = epoch * self._ends.size + step * self._packs * self.size
-        return np.unique(np.minimum(begin + np.arange(self._packs + 1) * self.size, self._ends.next_end(begin)))
+        begin = epoch * self._ends.size + step * self._packs * self._size
+        return np.unique(np.minimum(begin + np.arange(self._packs + 1) * self._size, self._ends.next_end(begin)))
 
     def steps_to(self, token: int) -> int:
         """Return how many steps take the first `token` tokens of the stream."""
@@ -65,7 +65,7 @@ class EqualBorders:
         return epochs * self._steps_of(self._ends.size) + self._steps_of(tokens)
 
     def _steps_of(self, tokens: int) -> int:
-        return -(-tokens // (self._packs * self.size))
+        return -(-tokens // (self._packs * self._size))
 
 
 class UncutBorders:

@@ -14,7 +14,7 @@ from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
 from longspan.data.stream import ORDER
-from longspan.errors import CheckpointError, ConfigError, plural
+from longspan.errors import CheckpointError, ConfigError
 from longspan.run.run_data import RunData
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans.order import make_step_order
@@ -35,7 +35,6 @@ _FIXED_KEYS = (
 
 # What may differ where a finished run is shown: the hosts.
 _OF_HOSTS = ("node_size",)
-_OLD_NODE_SIZE = 8  # context.node_size of older versions by default, before it was "auto"
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
@@ -71,23 +70,6 @@ def keep_held_out_count(config: RunConfig, checkpoint: Path | None, world: World
         return config
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     return replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
-
-
-def drop_old_node_size(config: RunConfig, checkpoint: Path | None, world: World, log: LogLine) -> RunConfig:
-    """Return the configuration with "auto" for a `context.node_size` that older versions had by default.
-
-    All ranks enter. If a host of this world has that number of slots, the key stays.
-    """
-    if checkpoint is None or config.context.node_size != _OLD_NODE_SIZE or world.node_size == _OLD_NODE_SIZE:
-        return config
-    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
-    if state.get("config", {}).get("context", {}).get("node_size") != _OLD_NODE_SIZE:
-        return config
-    log(
-        f"context.node_size was {_OLD_NODE_SIZE} when {checkpoint} was saved, the default of older versions; plans are "
-        f"made for this world now, of {plural(world.node_size, 'slot')} a host"
-    )
-    return replace(config, context=replace(config.context, node_size=AUTO))
 
 
 def steps_done(checkpoint: Path, world: World) -> int:

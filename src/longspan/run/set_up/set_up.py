@@ -43,7 +43,6 @@ from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tab
 from longspan.run.set_up.resume import (
     check_steps_left,
     checkpoint_to_resume,
-    drop_old_node_size,
     keep_held_out_count,
     rate_line,
     steps_done,
@@ -234,7 +233,7 @@ def _open_run_documents(
     The configuration then has numbers in place of what depends on documents or hosts: held-out documents, slots of a
     host, and the steps of `train.epochs`.
     """
-    config = drop_old_node_size(keep_held_out_count(config, checkpoint, world), checkpoint, world, log)
+    config = keep_held_out_count(config, checkpoint, world)
     node_size, config = config.context.node_size, set_node_size(config, world)
     use_machine(config, world, log)
     if config.model.path and checkpoint is None:  # what its files lack is found before a corpus is made

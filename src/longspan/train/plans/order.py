@@ -144,8 +144,6 @@ def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     if config.data.pack_to:
         reach = "across documents" if config.data.pack_attention == "across" else "within documents"
         line += f"; packed to {config.data.pack_to:,} tokens (data.pack_to), attention {reach}"
-        if isinstance(order, PackOrder) and (mean := order.mean_pack()) < config.data.pack_to:
-            line += f"; no image is cut, so that a pack has {mean:,.1f} in the mean of the first 64 steps"
     if not train.epochs and train.tokens_per_step > stream.tokens:
         line += f"; a step of {train.tokens_per_step:,} tokens (train.tokens_per_step) reads documents repeatedly"
     return line
