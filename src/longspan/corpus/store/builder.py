@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
 
 
-VERSION = 3  # a recipe with another version has another key, so that its documents are built again
+# A recipe with another version has another key, so that its documents are built again: of rows of a chat template, and
+# of texts and token ids alone, which changes of chats leave as they are.
+VERSION, TEXT_VERSION = 3, 2
 # Larger corpora are encoded by several processes: by the kind of rows, and for rows whose images are decoded.
 _IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20, "messages": 4 << 20, "prompt+completion": 4 << 20}
 _WITH_PIXELS_BYTES = 1 << 18
@@ -70,7 +72,8 @@ class Recipe:
         # Defaults add nothing, so that these settings change the key only of a corpus that uses them.
         further_settings = ["pixels"] * self.checks_pixels + [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
         further_settings += ["texts"] * self.records_texts
-        digest = hashlib.sha256(json.dumps([VERSION, digests, self.longest, self.skip_bad, *further_settings]).encode())
+        version = TEXT_VERSION if {encoding.kind for encoding in self.encodings} <= {"text", "input_ids"} else VERSION
+        digest = hashlib.sha256(json.dumps([version, digests, self.longest, self.skip_bad, *further_settings]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
             digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
             if self.images:  # relative paths of images begin in the file's folder
