@@ -101,7 +101,8 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     paths = find_files(data.path or STDLIB, key="--data")
     sizes = text_sizes(tuple(CorpusFile(0, name, file) for name, file in paths.items()), data.max_text_bytes)
     cut = (cut_lengths([size // BYTES_PER_TOKEN], data.max_document_tokens) for size in sizes)
-    counts = [kept for pieces in cut if (kept := [n for n in pieces if n >= SHORTEST])]  # of the documents of each text
+    documents = ([n for n in text if n >= SHORTEST] for text in cut)
+    counts = [*filter(None, documents)]  # the tokens of the documents of each text
     if not counts:
         raise DataError(f"--data {data.path!r} holds no text")
     log(
