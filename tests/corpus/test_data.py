@@ -116,6 +116,50 @@ def test_kinds_of_files_and_folders_that_are_passed_by(tmp_path: Path) -> None:
     assert len(build(tmp_path, texts / "h.jsonl")) == 2
 
 
+SPLITS = [  # files of a folder, and what is said of them; None: they are read together
+    ({"train.jsonl": 3, "test.jsonl": 1}, r"train \(1 file\), test \(1 file\)"),
+    ({"data/train-00000-of-00002.jsonl": 2, "data/train-00001-of-00002.jsonl": 2, "data/validation-0.jsonl": 1},
+     r"train \(2 files\), validation \(1 file\)"),
+    ({"train/a.txt": 1, "eval/a.txt": 1}, r"train \(1 file\), eval \(1 file\)"),
+    ({"chats_training.jsonl": 1, "chats_dev.v2.jsonl": 1}, r"training \(1 file\), dev \(1 file\)"),
+    ({"test.jsonl": 1, "validation.jsonl": 1}, None),
+    ({"train.jsonl": 1, "latest.jsonl": 1, "evaluate.jsonl": 1}, None),
+    ({"train.py": 1, "test.py": 1, "training.md": 1}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "said"), SPLITS, ids=lambda value: str(value)[:40])
+def test_a_folder_of_several_splits_is_refused_with_their_files(
+    tmp_path: Path, files: dict[str, int], said: str | None
+) -> None:
+    for name, rows in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "some text of a row"}\n' * rows)
+    if said is None:
+        assert list(find_files(str(tmp_path))) == sorted(files)
+    else:
+        with pytest.raises(DataError, match=rf"data.path .* holds several splits of a data set, .*: {said}; give one"):
+            find_files(str(tmp_path))
+
+
+def test_what_describes_a_data_set_is_no_row_of_it(tmp_path: Path) -> None:
+    """Of a snapshot of a hub; in a folder of texts a README.md is a text."""
+    for name in (
+        "README.md",
+        "LICENSE.txt",
+        "data/readme_de.md",
+        "data/notes.md",
+        ".gitattributes",
+        "dataset_infos.json",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("some text")
+    assert list(find_files(str(tmp_path))) == ["LICENSE.txt", "README.md", "data/notes.md", "data/readme_de.md"]
+    (tmp_path / "data" / "train-00000-of-00001.parquet").write_bytes(b"")
+    assert list(find_files(str(tmp_path))) == ["data/notes.md", "data/train-00000-of-00001.parquet"]
+    assert files_of_other_kinds(str(tmp_path)) == {".md": 2, ".txt": 1, ".json": 1}
+
+
 JSONL = [
     ('{"text": "good"}\n{"text": "bad\n', r"h.jsonl, line 2: not JSON"),
     ('\n\n["text"]\n', r"h.jsonl, line 3: needs an object, such as .*; found a list: .*text"),

@@ -8,6 +8,7 @@ file of the same size and time. Nothing is downloaded. Rows are read in `row_fil
 import hashlib
 import json
 import os
+import re
 import sysconfig
 import time
 from collections import Counter
@@ -131,6 +132,15 @@ def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], So
 
 
 STDLIB = "stdlib"
+_TABLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")  # files of many rows
+_ROWS = (*_TABLES, ".txt")  # files that may be splits; a train.py beside a test.py is code
+_NOTICE = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|copying)([-._ ].*)?")
+# Words of names that say which split of a data set a file is, as datasets has them; the last one counts.
+_TRAINING = {"train", "training"}
+_SPLIT = re.compile(
+    r"(?:^|[-._ /0-9])(train(?:ing)?|test(?:ing)?|validation|valid|val|dev|eval(?:uation)?|held-?out|holdout)"
+    r"(?=[-._ /0-9]|$)"
+)
 _SPLITS, _STATE = "dataset_dict.json", "state.json"  # which save_to_disk of the package datasets writes
 # Not prose that a person wrote: tests, other people's packages, tables that scripts generated.
 _NOT_STDLIB = {"site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -143,10 +153,19 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
     whose reader is not installed.
     """
     root = find_root(path, key=key)
-    walk = [(root.name, root)]
+    walked = {root.name: root}
     if not root.is_file():
-        walk = _walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out)
-    files = dict(sorted((name, file) for name, file in walk if name.endswith(SUFFIXES)))
+        walked = dict(_walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out))
+    files = {name: walked[name] for name in _list_read(walked)}
+    splits = Counter(words[-1] for name in files if name.endswith(_ROWS) and (words := _SPLIT.findall(name.lower())))
+    if splits.keys() & _TRAINING and splits.keys() - _TRAINING:
+        counts = ", ".join(
+            f"{split} ({plural(count, 'file')})" for split, count in sorted(splits.items(), key=_is_held_out)
+        )
+        raise DataError(
+            f"{key} {path!r} holds several splits of a data set, by the names of its files: {counts}; give one file, "
+            "or a folder with the files of one split (links will do); several are given as data.sources"
+        )
     if not files:
         hints = map(_suffix_hint, files_of_other_kinds(path, leave_out=leave_out))  # the most frequent kind first
         hint = next((hint for hint in hints if hint), "")
@@ -175,10 +194,20 @@ def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[s
     root = Path(path).expanduser()
     if path == STDLIB or not root.is_dir():
         return {}
-    names = [
-        file for _, file in _walk_sources(root, stdlib=False, leave_out=leave_out) if not file.name.endswith(SUFFIXES)
-    ]
-    return dict(Counter(file.suffix or file.name for file in names).most_common())
+    walked = dict(_walk_sources(root, stdlib=False, leave_out=leave_out))
+    others = (walked[name] for name in walked.keys() - set(_list_read(walked)))
+    return dict(Counter(file.suffix or file.name for file in sorted(others)).most_common())
+
+
+def _is_held_out(split: tuple[str, int]) -> bool:
+    return split[0] not in _TRAINING
+
+
+def _list_read(names: Iterable[str]) -> list[str]:
+    """List the names of files that are read, sorted; beside rows, what describes a data set (README.md) is no row."""
+    read = sorted(name for name in names if name.endswith(SUFFIXES))
+    has_rows = any(name.endswith(_TABLES) for name in read)
+    return [name for name in read if not (has_rows and _NOTICE.fullmatch(name.rpartition("/")[-1].lower()))]
 
 
 def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
