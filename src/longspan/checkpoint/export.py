@@ -158,7 +158,6 @@ def staging_folder(folder: Path) -> Iterator[Path]:
 
 
 def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
-    """Return the stock configuration of a run's model. Raises CheckpointError if the run has none."""
     if not (run_dir / "config.json").is_file():
         raise CheckpointError(
             f"{run_dir} has no config.json, which describes its model: the run did not begin, or was begun before "
@@ -168,10 +167,6 @@ def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
 
 
 def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
-    """Return `checkpoint`, after a check of its files; None stands for the newest good one under `root`.
-
-    Raises CheckpointError where its files are not as they were written, or where no checkpoint is good.
-    """
 
     def check_files(path: Path) -> None:
         check_contents(path, check_sizes(path))
@@ -188,7 +183,6 @@ def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -
 def _write_weights(
     partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path, depths: ExportedDepths
 ) -> WeightTotals:
-    """Write the weights of a whole model, and the other files of its folder."""
     writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
     for group in groups:
         writer.write_unit(group)
@@ -220,7 +214,6 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDep
 
 
 def _read_adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Read the weights that the checkpoint of an adapter holds: the adapter's, few enough to read all at once."""
     metadata = read_metadata(checkpoint)
     return _read_tensors(checkpoint, metadata, _weights_in(metadata))
 
@@ -228,10 +221,6 @@ def _read_adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
 def _read_tensors(
     checkpoint: Path, metadata: Metadata, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
-    """Read the weights `stored` of a checkpoint whole, in this process, by their names in the model.
-
-    Raises CheckpointError for unreadable files.
-    """
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     reader = DataReader(checkpoint, metadata)
     try:
@@ -243,7 +232,6 @@ def _read_tensors(
 
 
 def _weights_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the weights that a checkpoint holds, by their names in the model."""
     return {
         name.removeprefix("model."): entry
         for name, entry in metadata.state_dict_metadata.items()
@@ -252,7 +240,6 @@ def _weights_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def _log_progress(groups: Iterator[dict[str, Tensor]], log: Callable[[str], None]) -> Iterator[dict[str, Tensor]]:
-    """Yield the groups, and log a line of progress every few gigabytes."""
     read = logged = 0
     for group in groups:
         yield group

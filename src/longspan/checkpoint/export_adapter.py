@@ -162,7 +162,6 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
 
 
 def _read_base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model by name; weights that it has not read from its folder yet are read one at a time."""
     weights = pop_deferred_weights(model)
     if weights is None:
         yield from model.state_dict().items()
@@ -190,7 +189,6 @@ def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig, run_d
 
 
 def _refuse_adapted_tie(saved: SavedAdapter, model: PreTrainedModel) -> None:
-    """Raise CheckpointError if one of two embeddings that share a weight is adapted: the other's must not change."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     adapted = [name for name, module in model.named_modules() if module in embeddings and name in saved.scalings]
     if adapted and is_tied(model):

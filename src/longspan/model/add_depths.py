@@ -95,7 +95,6 @@ class _JoinedWeights:
 
 @torch.no_grad()
 def _fill_depths(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
-    """Fill the depths now, or, if the model's parameters have no memory yet, when `prepare` fills the model."""
     if (weights := vars(model).get("weights_to_come")) is not None:
         weights.source = _JoinedWeights(weights.source, source)
         return

@@ -68,13 +68,10 @@ def load_run_model(
     presets, which are drawn here.
     """
     configuration = configuration or model_configuration(config, vocabulary)
-    if folder := config.model.path:
-        model = load_model(folder, config=configuration, dtype=config.model.dtype, sharded=True, images=images)
-        return add_configured_depths(config, model)
-    tiny = config.model.preset_name and not PRESETS[config.model.preset_name].rows  # it has no vocabulary of its own
-    dtype, seed = config.model.dtype, config.train.seed
-    model = load_model(config=configuration, dtype=dtype, seed=seed, sharded=not tiny, images=images)
-    return add_configured_depths(config, model)
+    model, seed = config.model, config.train.seed
+    tiny = model.preset_name and not PRESETS[model.preset_name].rows  # it has no vocabulary of its own
+    options: dict[str, Any] = {"dtype": model.dtype, "seed": seed, "sharded": not tiny, "images": images}
+    return add_configured_depths(config, load_model(model.path or None, config=configuration, **options))
 
 
 def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False) -> PreTrainedModel:
@@ -189,7 +186,6 @@ def _segment_layers(config: RunConfig, memory: MemoryPlan | None, *, training: b
 
 
 def _freeze_encoder(config: RunConfig, model: PreTrainedModel) -> None:
-    """Freeze what [encoder] does not train of the tower and projector of a model that is not prepared yet."""
     freeze_images(model, config.encoder.train or encoder_default(config))
 
 
@@ -228,7 +224,6 @@ def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: 
 
 
 def _encoder_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | None:
-    """Return learning rates by the name of a module if [encoder] has one of its own; None if all have one rate."""
     if not isinstance(model, MultimodalModel) or not config.encoder.lr:
         return None
     return {"encoders": config.encoder.lr, "language_model": config.train.lr}
@@ -315,7 +310,6 @@ class Training:
 
 
 def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
-    """Raise ConfigError for a list of communication types, of training or a set, without one for each layer."""
     layers = model.config.get_text_config().num_hidden_layers
     sets = (PlanChoice.evaluation(config, entry) for entry in (None, *config.eval))  # None: held-out documents
     for choice in (PlanChoice.training(config), *sets):

@@ -143,10 +143,6 @@ def _value_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _parameter_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield why the parameters that require gradients are not those of an adapter to train.
-
-    Weights of depths of multi-token prediction may be trained with the adapter, by the rules of `depth_reasons`.
-    """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         yield (
@@ -165,7 +161,6 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _stage_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why an adapter cannot be trained over pipeline stages."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     if is_tied(model) and any(is_adapted(module) or is_copied(module) for module in modules if module is not None):
         yield (

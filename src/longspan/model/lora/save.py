@@ -39,7 +39,6 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
 
 
 def _largest_trained_modules(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
-    """Yield the names, after `prefix`, of the largest modules inside this one whose parameters are all trained."""
     for name, child in module.named_children():
         path, parameters = f"{prefix}{name}", dict(child.named_parameters())
         is_trained = bool(parameters) and all(f"{path}.{p}" in trained for p in parameters)

@@ -53,7 +53,6 @@ def _part_by_module(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _tower_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the towers of other modalities, and of projectors that are modules beside a tower."""
     towers = {id(tower) for tower in other_towers(model)}
     return [name for name, module in model.named_modules() if id(module) in towers]
 
@@ -163,7 +162,6 @@ def _matching_names(target: str, linears: Sequence[str]) -> list[str]:
 
 
 def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]) -> None:
-    """Raise ModelError for a target that no linear in the chosen parts has, if a linear in another part has it."""
     everywhere = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if elsewhere := _matching_names(target, everywhere):
         part = _part_by_module(model)[elsewhere[0]]

@@ -84,5 +84,4 @@ def redirect_peft_model(peft_model: Any, prepared: nn.Module, saves: str = SAVES
 
 
 def _refuse_call(name: str, instead: str, *args: object, **kwargs: object) -> NoReturn:
-    """Raise ModelError for a call of the PeftModel's method `name`, with what to do `instead`."""
     raise ModelError(f"PeftModel.{name}: the model inside it was prepared, and lies on several ranks; {instead}")

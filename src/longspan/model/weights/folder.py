@@ -162,7 +162,6 @@ class FolderWeights:
         return keys[0]
 
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
-        """Open the files until `stack` closes; return their tensors, which are read when indexed, by renamed names."""
         tensors = open_tensors(self._files, stack)
         return {self._rename(name): self._view(name, tensor) for name, tensor in tensors.items()}
 

@@ -111,5 +111,4 @@ def _fill_class_defaults(module: nn.Module) -> None:
 
 
 def _short_seed(path: str, seed: int) -> int:
-    """Make a seed of 32 bits; torch's generator of CPUs reads no more."""
     return zlib.crc32(path.encode()) ^ (seed * 0x9E3779B1 % 2**32)  # an odd factor: no two seeds below 2**32 are one
