@@ -28,6 +28,7 @@ from longspan.model.mtp.depths import model_depths
 from longspan.model.multimodal.encoder import Encoder
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.saving.whole_weights import WholeWeights
 from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.weights.fill import empty_model
 from longspan.model.weights.hf_folder import no_progress_bars, plain_configuration
@@ -181,12 +182,16 @@ def _make_save_error(folder: Path, error: Exception) -> ModelError:
 def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
     """Yield each unit's whole tensors by name, on the CPU of the home's first rank; as many empty units on others.
 
-    If the model has an adapter, only the adapter's tensors.
+    If the model has an adapter, only the adapter's tensors. Of stages, a rank that sends holds one whole tensor.
     """
-    if isinstance(model, PipelineModel):
-        yield from _all_stage_units(model, world)
+    writes = world.rank == world.home.ranks[0]
+    if not isinstance(model, PipelineModel):
+        yield from _state_units(adapter_entries(model, model.state_dict()), writes=writes)
         return
-    yield from _state_units(adapter_entries(model, model.state_dict()), writes=world.rank == world.home.ranks[0])
+    weights = WholeWeights(model, world, saved=True)
+    for _, unit in groupby(weights.names, weight_unit):
+        whole = ((name, weights.gather_tensor(name, first_only=True)) for name in unit)
+        yield {name: x.cpu() for name, x in whole if writes}
 
 
 def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
@@ -197,53 +202,6 @@ def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[
     for _, unit in groupby(state.items(), lambda entry: weight_unit(entry[0])):
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in unit}
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
-
-
-class _Entry(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _all_stage_units(model: PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
-    """Yield the whole model's `state_dict`, a layer at a time, stage after stage, on the CPU of the home's first rank.
-
-    The other ranks get as many empty units. Entered by all ranks; a rank that sends holds one whole tensor at a time.
-    If the model has an adapter, only the adapter's tensors.
-    """
-    # A parameter that several stages have is also registered under its first name in the whole model. That may be
-    # a name in another rank's stage, which gives it to be written, so it is left out here.
-    in_stages = {name for stage in model.stages for name in stage.model.state_dict()}
-    local_state = {name: x for name, x in adapter_entries(model, model.state_dict()).items() if name in in_stages}
-    entries = [_Entry(name, tuple(value.shape), value.dtype) for name, value in local_state.items()]
-    is_reporter = (world.slot, world.coordinates.tp) == (0, 0)  # one rank reports the names of its stage
-    local_entries = {world.coordinates.pp: entries} if is_reporter else None
-    by_stage = world.control.reduce_object(local_entries, dict[int, list[_Entry]].__or__, "names of weights") or {}
-    for stage in range(world.home.pp):
-        for _, unit in groupby(by_stage[stage], lambda entry: weight_unit(entry.name)):
-            yield _whole_unit(list(unit), local_state, world, stage)
-
-
-def _whole_unit(entries: list[_Entry], local_state: dict[str, Tensor], world: World, stage: int) -> dict[str, Tensor]:
-    """Return the whole tensors of one unit of a stage, on the rank that writes them.
-
-    Ranks of the stage gather each tensor. In a later stage, the rank of slot 0 sends it to the rank that writes, which
-    is in the same pipeline.
-    """
-    writing_rank, whole_tensors = world.home.ranks[0], dict[str, Tensor]()
-    for entry in entries:
-        if world.coordinates.pp == stage:
-            value = local_state[entry.name]
-            full_tensor = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-            if world.rank == writing_rank:
-                whole_tensors[entry.name] = full_tensor.cpu()
-            elif stage > 0 and (world.slot, world.coordinates.tp) == (0, 0):
-                world.channels.pipeline.exchange([(0, full_tensor.contiguous())], [], "weights of a stage").wait()
-        elif world.rank == writing_rank:
-            arriving = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
-            world.channels.pipeline.exchange([], [(stage, arriving)], "weights of a stage").wait()
-            whole_tensors[entry.name] = arriving.cpu()
-    return whole_tensors
 
 
 def _make_folder_and_empty_model(

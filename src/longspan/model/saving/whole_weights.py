@@ -17,7 +17,14 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import belongs_to_adapter, is_adapted, model_adapter, plain_name, unwrap_model
+from longspan.model.adapters import (
+    adapter_entries,
+    belongs_to_adapter,
+    is_adapted,
+    model_adapter,
+    plain_name,
+    unwrap_model,
+)
 from longspan.model.lora.save import stock_name
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -53,7 +60,7 @@ def weights_by_name(
     inside: Any = unwrap_model(model)
     refuse_unprepared_model(inside)
     world.check_open()
-    weights = _WholeWeights(inside, world)
+    weights = WholeWeights(inside, world)
     if merge_adapter:
         weights.check_merge()
     return weights.iterate_merged_weights() if merge_adapter else weights.iterate_separately()
@@ -70,10 +77,13 @@ class _Entry(NamedTuple):
     scaling: float | None  # of the adapter, if the weight is in an adapted module
 
 
-class _WholeWeights:
-    """Gathers the weights of a model one at a time; entered by all ranks in one order."""
+class WholeWeights:
+    """Gathers the weights of a model one at a time; entered by all ranks in one order.
 
-    def __init__(self, model: PreTrainedModel | PipelineModel, world: World) -> None:
+    With `saved`, of a model with an adapter only what is saved: the adapter and what is trained beside it.
+    """
+
+    def __init__(self, model: PreTrainedModel | PipelineModel, world: World, *, saved: bool = False) -> None:
         """Collect which weights there are, over all pipeline stages, under their names in the whole model.
 
         Of names that share a tensor only the first is given out, and is noted as tied. A weight that several stages of
@@ -87,6 +97,7 @@ class _WholeWeights:
         position = world.coordinates.pp
         for stage in stages:
             state, scalings, tied = stage.state_dict(), self._adapter_scalings(stage), tied_names(stage)
+            state = adapter_entries(model, state) if saved else state
             for name, value in state.items():
                 if name not in tied and name not in self._local:
                     self._local[name] = value
@@ -101,7 +112,7 @@ class _WholeWeights:
         self._entries = dict[str, _Entry]()
         for entry in entries:  # a weight that several stages have is sent by the first of them
             self._entries.setdefault(entry.name, entry)
-        self._names = [*self._entries]
+        self.names = [*self._entries]
 
     def _collect_entries(self, entries: list[_Entry]) -> list[_Entry]:
         """Collect the entries of all pipeline positions on every rank, in order; one rank of each position reports."""
@@ -122,22 +133,22 @@ class _WholeWeights:
 
     def iterate_separately(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the base model's weights, and the adapter's under peft's names."""
-        for name in self._names:
+        for name in self.names:
             stock = plain_name(name)
             if self._adapter is not None and belongs_to_adapter(name):
                 stock = stock_name(name, self._adapter.name)
-            yield stock, self._gather_tensor(name)
+            yield stock, self.gather_tensor(name)
 
     def iterate_merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the base model's weights with the adapter added, and none of the adapter's own."""
-        for name in self._names:
+        for name in self.names:
             # a module that is trained whole has its trained copy beside `original_module`
             if ".lora_" in name or ".original_module." in name:
                 continue
             parts = self._adapter_tensor_names(name)
-            weight = self._gather_tensor(name)
+            weight = self.gather_tensor(name)
             if parts:
-                tensors = {role: self._gather_tensor(tensor_name) for role, tensor_name in parts.items()}
+                tensors = {role: self.gather_tensor(tensor_name) for role, tensor_name in parts.items()}
                 weight = _merge_adapter(weight, tensors, self._entries[name].scaling or 0.0)
             yield plain_name(name), weight
 
@@ -149,8 +160,8 @@ class _WholeWeights:
                 f"merge_adapter: {tied[0]} is trained, and is the weight of the other end of the model as well "
                 "(tie_word_embeddings), which must not change; leave merge_adapter out, which gives base and adapter"
             )
-        mergeable = {part for name in self._names for part in self._adapter_tensor_names(name).values()}
-        if others := [name for name in self._names if ".lora_" in name and name not in mergeable]:
+        mergeable = {part for name in self.names for part in self._adapter_tensor_names(name).values()}
+        if others := [name for name in self.names if ".lora_" in name and name not in mergeable]:
             raise ModelError(
                 f"merge_adapter does not know what {', '.join(others[:3])} add to the model's weights; leave it out, "
                 "which gives base and adapter, or merge what longspan.save_model(model, folder, world) saved with peft"
@@ -175,19 +186,26 @@ class _WholeWeights:
         names = {role: f"{module}.{tensor_name}" for role, tensor_name in suffixes.items()}
         return {role: tensor_name for role, tensor_name in names.items() if tensor_name in self._entries}
 
-    def _gather_tensor(self, name: str) -> Tensor:
-        """Gather a whole tensor on the device of every rank: its stage gathers it and sends it to the other stages."""
-        entry, world = self._entries[name], self._world
+    def gather_tensor(self, name: str, *, first_only: bool = False) -> Tensor:
+        """Gather a whole tensor on the device of every rank: its stage gathers it and sends it to the other stages.
+
+        With `first_only` the home's first rank gets it, and ranks of other stages an empty tensor.
+        """
+        entry, world, position = self._entries[name], self._world, self._world.coordinates.pp
+        receivers = [stage for stage in range(world.home.pp) if stage != entry.stage]
+        if first_only:
+            receivers = [0] if entry.stage and (world.slot, world.coordinates.tp) == (0, 0) else []
+        sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
         with world.watch.naming(f"gathering of {name}", world.home.ranks):
-            if world.coordinates.pp == entry.stage:
+            if position == entry.stage:
                 value = self._local[name]
                 whole_tensor = (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(world.device)
-                sends = [(stage, whole_tensor.contiguous()) for stage in range(world.home.pp) if stage != entry.stage]
-                receives = []
+                sends = [(stage, whole_tensor.contiguous()) for stage in receivers]
             else:
-                whole_tensor = torch.empty(entry.shape, dtype=entry.dtype, device=world.device)
-                sends, receives = [], [(entry.stage, whole_tensor)]
-            if world.home.pp > 1:
+                shape = entry.shape if position in receivers else (0,)
+                whole_tensor = torch.empty(shape, dtype=entry.dtype, device=world.device)
+                receives = [(entry.stage, whole_tensor)] if position in receivers else []
+            if sends or receives:
                 world.channels.pipeline.exchange(sends, receives, "weights of a stage").wait()
         return whole_tensor
 
