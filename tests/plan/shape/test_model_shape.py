@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from longspan.errors import PlanError
 from longspan.plan import Cost
@@ -52,6 +54,29 @@ def test_attention_at_another_rate() -> None:
     assert faster.linear_seconds == pytest.approx((plain.linear_seconds + linear) / 2) != plain.linear_seconds
     with pytest.raises(PlanError, match="attention_tflops is 0; give a number above 0"):
         Cost.for_model(SMALL, tflops=100, attention_tflops=0)
+
+
+FAMILIES = {  # with the width of their MLPs
+    "gpt2": {"n_inner": None},
+    "gpt2, a width": {"n_inner": 100},
+    "gpt_bigcode": {},
+    "nemotron": {"intermediate_size": 100, "num_key_value_heads": 4},
+    "opt": {"ffn_dim": 100, "word_embed_proj_dim": 64},
+    **{family: {"intermediate_size": 100} for family in ("biogpt", "gpt_neox", "phi", "starcoder2", "llama")},
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_weights_are_those_of_the_family(case: str, tmp_path: Path) -> None:
+    family = case.partition(",")[0]
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 500}
+    config: Any = CONFIG_MAPPING[family](**sizes, max_position_embeddings=8, **FAMILIES[case])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1)
+    config.save_pretrained(tmp_path)
+    shape = ModelShape.of(config)
+    assert shape.stored_weights == pytest.approx(matrices, rel=0.01) and ModelShape.of(tmp_path) == shape
 
 
 @pytest.mark.parametrize("place", ["object", "file", "folder", "text_config", "text_config object"])

@@ -8,6 +8,8 @@ from longspan.errors import PlanError
 from longspan.files import read_json
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_IN_FILES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}  # of GPT-2
+_WIDTHS = {"gpt2": "n_inner", "gpt_bigcode": "n_inner", "opt": "ffn_dim"}  # of MLPs; null: four times the hidden size
 
 
 class ConfigReader:
@@ -47,12 +49,14 @@ class ConfigReader:
         return str(self.value("model_type") or "")
 
     def value(self, *names: str) -> Any:
-        """Return the first of these attributes that is set; None if none is."""
-        for name in names:
+        """Return the first of these attributes that is set, perhaps by its family's name; None if none is."""
+        for name in (*names, *(_IN_FILES[name] for name in names if name in _IN_FILES)):
             config = self._config
             value = cast(dict[str, Any], config).get(name) if isinstance(config, dict) else getattr(config, name, None)
             if value is not None:
                 return value
+        if "intermediate_size" in names and self.family in _WIDTHS:
+            return self.value(_WIDTHS[self.family]) or 4 * self.count("hidden_size")
         return None
 
     def count(self, *names: str) -> int:

@@ -166,6 +166,9 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
 
 
 _GATED_QUERIES = ("qwen3_next", "qwen3_5")  # families whose query projection has a gate for each query
+# Families whose MLPs have two products and no gate, beside those that name their activation mlp_hidden_act.
+_WITHOUT_GATE = ("apertus", "arcee", "bert-generation", "biogpt", "gpt2", "gpt_bigcode", "gpt_neox", "jais2")
+_WITHOUT_GATE += ("nanochat", "nemotron", "opt", "persimmon", "phi", "starcoder2")
 _GATED_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")  # whose shared expert has a weight for each row
 
 
@@ -246,7 +249,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     have a projection to it and back.
     """
     hidden = read.count("hidden_size")
-    products = 2 if read.value("mlp_hidden_act") is not None else 3  # Nemotron-H has no gate
+    products = 2 if read.value("mlp_hidden_act") is not None or read.family in _WITHOUT_GATE else 3
     if kind == "dense":
         width = _dense_mlp_width(read)
         return Weights(products * hidden * width, hidden * width)
