@@ -14,6 +14,7 @@ from longspan.cli.flags import TrainFlags, flag_types, parse_flags, parse_train
 from longspan.cli.main import VERBS, main
 from longspan.cli.megatron_flags import HINTS
 from longspan.cli.plan import PlanFlags
+from longspan.config.defaults import resolve_defaults
 from longspan.config.file import config_keys, load_config
 from longspan.config.sections import ContextConfig, RunConfig
 from tests.train.small import value_of
@@ -59,6 +60,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 MEGATRON = "longspan {} has no flag --{}: the flag of Megatron-LM is here --"
+DEGREE = ["--context.context_parallel_size", "2"]
 WRONG = [
     (["trian"], "longspan has no verb 'trian': did you mean 'train'?"),
     (["train", "--train.stpes", "5"], "longspan train has no flag --train.stpes: did you mean '--train.steps'?"),
@@ -106,8 +108,8 @@ WRONG = [
     (["train", "--lora.targets", "--json"], "--lora.targets has no value; it must be a list of strings, as in --lora"),
     (["train", "a.toml", "b.toml"], "Unrecognized options: b.toml; see longspan train --help"),
     (["export", "a"], "Missing from longspan export: FOLDER"),
-    (["train", "--world", "3"], "context.context_parallel_size 2 does not divide 3 slots"),
-    (["train"], "context.context_parallel_size 2 does not divide 1 slot"),
+    (["train", "--world", "3", *DEGREE], "context.context_parallel_size 2 does not divide 3 slots"),
+    (["train", "--device=cpu", *DEGREE], "context.context_parallel_size 2 does not divide 1 slot"),
     (["train", "none.toml"], "cannot read the configuration none.toml: No such file or directory"),
     (["eval", "nowhere"], "there is no run nowhere"),
     (["eval", "runs/x/checkpoints/step-000007"], "there is no checkpoint runs/x/checkpoints/step-000007"),
@@ -170,7 +172,7 @@ def test_sizes_of_levels_in_every_spelling(words: list[str], sizes: object) -> N
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--world", "3", "--debug"]) == 2
+    assert main(["train", "--world", "3", *DEGREE, "--debug"]) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err and err.splitlines()[-1].startswith("error: ")
 
@@ -180,7 +182,7 @@ def test_under_torchrun_the_line_names_the_rank(
 ) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    assert main(["train"]) == 2
+    assert main(["train", "--context.eval_context_parallel_size", "4"]) == 2
     assert capsys.readouterr().err.startswith("error (rank 3): context.eval_context_parallel_size 4 does not divide 6")
     assert main(["train", "--world", "4"]) == 2
     assert "torchrun has started 6; leave it out" in capsys.readouterr().err
@@ -217,8 +219,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
 
 
 def test_without_file_or_flags_there_are_the_defaults() -> None:
-    flags, config = parse_train([])
-    assert config == load_config() and (flags.config, flags.world) == ("", 0)
+    flags, config = parse_train(["--device", "cpu"])
+    assert config == resolve_defaults(RunConfig(), 1) and (flags.config, flags.world) == ("", 0)
 
 
 def test_eval_takes_the_section_of_its_run() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.cli import machine
+from longspan.cli import machine, processes
 from longspan.cli.gpu_plans import dry_run
 from longspan.cli.gpu_plans.positions import can_scale, position_limit
 from longspan.cli.main import main
@@ -100,7 +100,7 @@ def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixt
 def test_a_gpu_that_is_here_has_its_own_bytes(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dry_run, "usable_gpus", lambda: 2)
+    monkeypatch.setattr(processes, "usable_gpus", lambda: 2)
     monkeypatch.setattr(dry_run, "find_first_gpu", lambda: ("NVIDIA A100-SXM4-40GB", 42_000_000_000))
     monkeypatch.setattr(dry_run, "free_host_bytes", lambda: 100_000_000_000)
     assert main(["train", config, "--dry-run", "--json"]) == 0

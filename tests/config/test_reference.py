@@ -37,6 +37,9 @@ def test_the_page_begins_with_the_keys_that_most_runs_set() -> None:
 def test_a_default_that_depends_on_other_keys_is_in_its_text() -> None:
     sections, _ = reference_page().split("### [[eval]]")
     depends = {row.split("`")[1].rpartition(".")[2] for row in sections.splitlines() if "| *see text* |" in row}
-    assert depends == {name.partition(".")[2] for name in _DEMO} - {"preset"} | {"path", "train"} | {
-        f"eval_{bound}_dynamic_context_parallel_size" for bound in ("min", "max")
+    by_slots = {"context_parallel_size", "max_tokens_per_slot", "eval_context_parallel_size"}
+    evaluation = {
+        f"eval_{x}_context_parallel_size{s}"
+        for x, s in (("min_dynamic", ""), ("max_dynamic", ""), ("hierarchical", "s"))
     }
+    assert depends == {key.partition(".")[2] for key in _DEMO} - {"preset"} | {"path", "train"} | by_slots | evaluation
