@@ -86,15 +86,15 @@ def test_gains_of_dynamic_plans_are_those_of_their_record(tmp_path: Path) -> Non
     record = ROOT / "bench/records/dynamic-worth.json"
     command = [sys.executable, str(ROOT / "bench/plans/worth.py"), "--draw", str(record), "--tables"]
     done = subprocess.run([*command, "--plot", str(tmp_path / "a.svg")], check=True, capture_output=True, text=True)
-    gains, of_readme, published, emulated, regrets = done.stdout.strip().split("\n\n")
+    gains, of_readme, *tables = done.stdout.strip().split("\n\n")
     assert of_readme in (ROOT / "README.md").read_text()
     page = (ROOT / "docs/planning.md").read_text()
-    assert all(table in page for table in (gains, published, emulated, regrets))
+    assert len(tables) == 4 and all(table in page for table in (gains, *tables))
     assert (tmp_path / "a.svg").read_text() == (ROOT / "docs/dynamic-worth.svg").read_text()
     rows = json.loads(record.read_text())["gains"].values()
     equal = sum(row["gain"] < 1.03 for row in rows)
-    assert len(rows) == 119 and equal == 34 and f"in {equal} of 119 rows" in page
-    assert min(row["gain"] for row in rows) > 0.97, "a dynamic plan is not slower than the best plan of one degree"
+    assert len(rows) == 87 and f"in {equal} of 87 rows" in page
+    assert min(row["gain"] for row in rows) >= 1 - 1e-9, "a dynamic plan is not slower than the best plan of one degree"
 
 
 @pytest.mark.whole

@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from worth_cases import LONGEST, MODELS, PUBLISHED, Case, cases, cost_of
+from worth_cases import LONGEST, MODELS, PUBLISHED, WEIGHTS_OF_EXPERTS, Case, cases, cost_of
 from worth_page import markdown, tables_of_pages
 from worth_picture import picture
 
@@ -33,7 +33,7 @@ from longspan.plan.simulate.distributions import sample_lengths
 from longspan.plan.simulate.sensitivity import plan_sensitivity, rows_by_way
 
 Row = dict[str, Any]
-PUBLISHED_SEEDS, PUBLISHED_SLOTS, PUBLISHED_CAP = range(6), 32, 3072
+PUBLISHED_SEEDS, PUBLISHED_SLOTS, PUBLISHED_CAP = range(3), 32, 3072
 SENSITIVE_SLOTS = (64, 256, 1024, 8192)
 EMULATED_ROWS = (16384, 32768, 65536, 131072, 262144, 524288)
 COMMAND = "python bench/plans/worth.py --out bench/records/dynamic-worth.json --plot docs/dynamic-worth.svg"
@@ -57,6 +57,7 @@ class Problem:
             max_tokens_per_slot=case.cap,
             cost=case.cost(),
             node_size=case.node_size,
+            mode=mode_of(case.weights),
         )
         return cls(case.documents(), Layout(case.slots), options)
 
@@ -73,6 +74,11 @@ class Problem:
         cap, slots = self.options.max_tokens_per_slot or LONGEST, self.home.slots
         degrees = [cp for cp in range(1, min(slots, 128) + 1) if slots % cp == 0 and max(self.lengths) <= cp * cap]
         return min((self.fixed(cp, cost) for cp in degrees), key=lambda plan: plan.predicted_seconds)
+
+
+def mode_of(weights: str) -> Literal["free", "lockstep"]:
+    """The mode of plans whose weights are held so."""
+    return "free" if weights == "free" else "lockstep"
 
 
 def degree_of(plan: Plan) -> int:
@@ -114,35 +120,40 @@ def without_messages(cost: Cost) -> Cost:
     return replace(cost, network=replace(network, **links))
 
 
-def published_row(gbps: float, seed: int) -> Row:
+def published_row(gbps: float, seed: int, weights: str) -> Row:
     """The setting of Megatron-LM's pull request 2000: Qwen3-30B-A3B, 32 GPUs, 3,072 tokens a rank, longest 49,152."""
     longest, most = 49152, 16
     lengths = sample_lengths("lognorm", PUBLISHED_SLOTS * PUBLISHED_CAP * 8, seed=seed, longest=longest).tolist()
-    options = PlanOptions(cp_comm_type="auto", heads=32, max_tokens_per_slot=PUBLISHED_CAP, cost=cost_of("32/4", gbps))
+    options = PlanOptions(
+        cp_comm_type="auto",
+        heads=32,
+        max_tokens_per_slot=PUBLISHED_CAP,
+        cost=cost_of("32/4", gbps, weights, PUBLISHED_SLOTS),
+        mode=mode_of(weights),
+    )
     problem = Problem(lengths, Layout(PUBLISHED_SLOTS), options)
-    dynamic, sixteen, best = problem.dynamic(max_cp=most), problem.fixed(most), problem.best_fixed()
+    dynamic, sixteen = problem.dynamic(max_cp=most), problem.fixed(most)  # no lower degree holds the longest document
     ring = plan_fixed(lengths, problem.home, most, options=options, cp_comm_type="p2p").predicted_seconds
     seconds, busy = dynamic.predicted_seconds, dynamic.timeline().busy.sum() / PUBLISHED_SLOTS
     computed = dynamic.timeline(without_messages(options.cost)).busy.sum() / PUBLISHED_SLOTS
     return {
         "gbps": gbps,
         "seed": seed,
+        "weights": weights,
         "longest": max(lengths),
         "dynamic": seconds,
         "micro_batches": len(dynamic.micro_batches),
         "over_bound": seconds / dynamic.lower_bound_seconds,
         "messages": float(busy - computed) / seconds,
-        "idle": float(seconds - busy - options.cost.update_seconds) / seconds,
+        "waits": float(seconds - busy - options.cost.update_seconds) / seconds,
         "over_ring_16": ring / seconds,
         "over_fixed_16": sixteen.predicted_seconds / seconds,
-        "over_best_fixed": best.predicted_seconds / seconds,
-        "best_cp": degree_of(best),
     }
 
 
 def sensitivity_rows(slots: int, gbps: float = 25.0) -> Iterator[Row]:
     """Each constant 20 % lower and higher: the dynamic and the best plan of one degree, priced with the right one."""
-    problem = Problem.of(Case(slots=slots, gbps=gbps))
+    problem = Problem.of(Case(slots=slots, gbps=gbps, weights="not counted"))
     right = problem.options.cost
     of_dynamic = plan_sensitivity(problem.dynamic, right)
     of_fixed = plan_sensitivity(problem.best_fixed, right)
@@ -193,13 +204,15 @@ def run_part(
 def parts_of(quick: bool) -> dict[str, list[tuple[str, Callable[[], Any]]]]:
     """What is computed, by part of the record and key."""
     chosen = [Case(slots=16, gbps=12.5), Case(slots=8, gbps=2.65, node_size=4)] if quick else list(cases())
-    networks, seeds = ((40.0,), range(1)) if quick else ((40.0, 25.0, 12.5), PUBLISHED_SEEDS)
+    networks, seeds = ((40.0,), range(1)) if quick else ((40.0,), PUBLISHED_SEEDS)
+    ways = WEIGHTS_OF_EXPERTS[:1] if quick else WEIGHTS_OF_EXPERTS
     slots = (16,) if quick else SENSITIVE_SLOTS
     return {
         "gains": [(case.key, lambda case=case: gain_row(case)) for case in chosen],
         "published": [
-            (f"{gbps:g} {seed}", lambda gbps=gbps, seed=seed: published_row(gbps, seed))
+            (f"{gbps:g} {seed} {way}", lambda gbps=gbps, seed=seed, way=way: published_row(gbps, seed, way))
             for gbps in networks
+            for way in ways
             for seed in seeds
         ],
         "emulated": [("2 x 4", lambda: list(emulated_rows()))],

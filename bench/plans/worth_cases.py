@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from longspan.plan import Cost, Machine
+from longspan import Layout
+from longspan.plan import Cost, CostSettings, Machine, ModelShape
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.plan.simulate.distributions import sample_lengths
 
@@ -26,29 +27,9 @@ QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
-QWEN3_32B: dict[str, Any] = QWEN3_8B | {
-    "hidden_size": 5120,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 64,
-    "intermediate_size": 25600,
-}
-# DeepSeek-V2-Lite's sizes. A configuration of latent attention has no price; its keys and values are sent expanded, so
-# there are as many heads of them as of queries, here of 160 numbers, the mean of its keys (192) and values (128).
-EXPANDED_LATENT = QWEN3_30B_A3B | {
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 160,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_experts": 64,
-    "vocab_size": 102400,
-}
 MODELS = {
     "32/8": ("Qwen3-8B", QWEN3_8B),
     "32/4": ("Qwen3-30B-A3B", QWEN3_30B_A3B),
-    "64/8": ("Qwen3-32B", QWEN3_32B),
-    "16/16": ("DeepSeek-V2-Lite, its latent keys and values expanded", EXPANDED_LATENT),
 }
 # Published figures of long fine-tuning sets. No paper that could be read here prints a whole histogram, so the shape
 # between the published figures is assumed: exponential around each mean, and log-uniform between two ends.
@@ -57,6 +38,12 @@ PUBLISHED = {
     "cited for arXiv 2505.19609 at en.papernotes.org); each part exponential",
     "longalign": "10,000 examples of 8K to 64K tokens (LongAlign, arXiv 2401.18058); log-uniform in between",
 }
+
+
+# How weights are held: FSDP2 over all slots, the default; with reshard_after_forward = false; sharded inside hosts and
+# copied between them; in free mode; and with experts shared by 8 slots.
+WEIGHTS = ("FSDP2", "gathered once", "HSDP", "free", "not counted")
+WEIGHTS_OF_EXPERTS = ("FSDP2", "gathered once", "ep 8", "ep 8, gathered once", "HSDP", "free", "not counted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +57,13 @@ class Case:
     heads: str = "32/8"
     node_size: int = 8
     seed: int = 7
+    weights: str = "FSDP2"
 
     @property
     def key(self) -> str:
         """Its name in the record."""
-        return f"{self.lengths} {self.slots} {self.cap} {self.gbps:g} {self.heads} {self.node_size} {self.seed}"
+        values = self.lengths, self.slots, self.cap, f"{self.gbps:g}", self.heads, self.node_size, self.seed
+        return " ".join(map(str, (*values, self.weights)))
 
     @property
     def query_heads(self) -> int:
@@ -92,14 +81,27 @@ class Case:
 
     def cost(self) -> Cost:
         """H200s of `Machine.known`, with this network."""
-        return cost_of(self.heads, self.gbps)
+        return cost_of(self.heads, self.gbps, self.weights, self.slots, self.node_size)
 
 
 @cache
-def cost_of(heads: str, gbps: float) -> Cost:
-    """The price of a model on H200s with so many GB/s a GPU across hosts."""
-    machine = Machine.known("H200").with_link("across", bytes_per_second=gbps * 1e9)
-    return machine.cost(MODELS[heads][1])
+def cost_of(heads: str, gbps: float, weights: str, slots: int, node_size: int = 8) -> Cost:
+    """The price of a model on H200s with so many GB/s a GPU across hosts, and weights of `WEIGHTS` over the slots."""
+    machine, model = Machine.known("H200").with_link("across", bytes_per_second=gbps * 1e9), MODELS[heads][1]
+    if weights == "not counted":
+        return machine.cost(model)
+    copies = max(1, slots // node_size) if weights == "HSDP" else 1
+    settings = CostSettings(
+        shards=slots // copies,
+        dp_replicate=copies,
+        ep=8 if "ep" in weights else 1,
+        gathered_once="once" in weights,
+        free=weights == "free",
+    )
+    cost = machine.cost(model, settings)
+    if weights != "free":
+        return cost
+    return cost.with_closing(ModelShape.of(model).stored_weights, Layout(slots), node_size=node_size)
 
 
 def _draw_published(name: str, random: np.random.Generator, count: int) -> np.ndarray:
@@ -109,14 +111,11 @@ def _draw_published(name: str, random: np.random.Generator, count: int) -> np.nd
 
 
 def cases() -> Iterator[Case]:
-    """The selection, by what it varies: networks and slots, caps, heads, published sets, one host, emulated hosts."""
+    """The selection, by what it varies: networks and slots, published sets, weights, one host, emulated ones."""
     for gbps in NETWORKS:
         yield from (Case(lengths=name, slots=slots, gbps=gbps) for name in NAMES for slots in SLOTS)
-        yield from (Case(slots=slots, cap=cap, gbps=gbps) for cap in (4096, 16384, 32768) for slots in (64, 256))
-        yield from (
-            Case(slots=slots, heads=heads, gbps=gbps) for heads in MODELS if heads != "32/8" for slots in (64, 256)
-        )
         yield from (Case(lengths=name, gbps=gbps) for name in PUBLISHED)
+        yield from (Case(gbps=gbps, weights=weights) for weights in WEIGHTS[1:])
     yield from (Case(lengths=name, slots=8, cap=cap) for name in NAMES for cap in (8192, 16384, 32768))
     emulated = (Case(lengths=name, slots=8, cap=cap, gbps=2.65, node_size=4) for name in NAMES for cap in (8192, 16384))
     yield from emulated

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from worth_cases import NAMES, NETWORKS, PUBLISHED, SLOTS
+from worth_cases import NAMES, NETWORKS, PUBLISHED, SLOTS, WEIGHTS, WEIGHTS_OF_EXPERTS
 
 Row = dict[str, Any]
 AS_GOOD = 1.03  # gains below this: one degree is as good
@@ -13,25 +13,29 @@ slot, none longer than 128K, seed 7, lockstep, hosts of 8 slots. The best plan o
 degrees that hold the longest document, and each of its groups has its fastest type, as in dynamic plans. Key/value
 heads are repeated where a degree exceeds them. *Gain* is the time of that plan over the time of the dynamic one;
 *allowed* is its time over the lower bound, which no plan can beat. A network below 10 GB/s goes through sockets. Gains
-are of one draw of lengths; another seed changes them. Gathers and sums of sharded weights are not counted: work hides
-them down to 12.5 GB/s; at 2.65 GB/s this holds with weights sharded inside a host, or in free mode."""
+are of one draw of lengths; another seed changes them. Weights are sharded by FSDP2 over all slots, gathered twice and
+summed once in every micro-batch, unless a row says otherwise."""
+WEIGHTS_NOTE = """\
+*FSDP2*: over all slots, the default. *Gathered once*: with `reshard_after_forward = false`. *HSDP*: sharded inside
+hosts, copied between them. *Free*: `context.mode = "free"`, gathered and summed once a step. *Not counted*: as if
+weights were whole everywhere and needed no sum."""
 PUBLISHED_NOTE = """\
 Megatron-LM pull request 2000: Qwen3-30B-A3B on 32 GPUs, 3,072 tokens a rank, longest 49,152, degrees to 16; 1.48 × is
-claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. *Messages* and *idle* are shares of the
-dynamic step: messages that kernels do not hide, inside hosts too, and waits for slower slots. Of messages the bound
-has only those of documents that are longer than a slot's cap, as far as kernels cannot hide them. The last three
-columns are the times of other plans over that of the dynamic one: degree 16 as a ring, degree 16 under its best type,
-and the best of one degree and type."""
+claimed there. Lengths here are lognormal, 8 × 32 × 3,072 tokens a step. *Messages* and *waits* are shares of the
+dynamic step: messages that kernels do not hide, inside hosts too, and waits for slower slots and for weights. Of
+messages the bound has only those of documents that are longer than a slot's cap, as far as kernels cannot hide them.
+The last two columns are the times of plans of degree 16, the only one up to 16 that holds the longest document, over
+that of the dynamic one: as a ring, and under the best type of each group."""
 EMULATED_NOTE = """\
 Attention's FLOPs for each byte that crosses hosts grow with the rows of a document. So a document on a slow network
 waits as long for messages, relative to its kernels, as a shorter one on a fast network: rows × bytes/s is the same.
 The table has one document over two hosts of 4 H200, 32 query and 8 key/value heads of 128; FLOPs a byte are those
 under `a2a`."""
 SENSITIVITY_NOTE = """\
-Lognormal lengths, 8K tokens a slot, 25 GB/s a GPU between hosts. Each constant is 20 % lower (−) and higher (+).
-*Moved* is the share of rows in groups of another degree or type. *Regret* is how much longer the plan that was made
-with the wrong constant takes, at the right price; below 0 it is faster by chance. *One degree* is the degree that is
-best at the wrong price, and its regret."""
+Lognormal lengths, 8K tokens a slot, 25 GB/s a GPU between hosts, weights not counted. Each constant is 20 % lower (−)
+and higher (+). *Moved* is the share of rows in groups of another degree or type. *Regret* is how much longer the plan
+that was made with the wrong constant takes, at the right price; below 0 it is faster by chance. *One degree* is the
+degree that is best at the wrong price, and its regret."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -42,7 +46,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def select(record: Row, **values: Any) -> list[Row]:
     """The rows of gains that have these values, in hosts of 8 unless told."""
-    values = {"node_size": 8} | values
+    values = {"node_size": 8, "weights": "FSDP2"} | values
     return [row for row in record["gains"].values() if all(row[name] == value for name, value in values.items())]
 
 
@@ -103,23 +107,13 @@ def markdown(record: Row) -> str:
     lines += ["## Networks and slots, 8K tokens a slot, 32 query and 8 key/value heads (Qwen3-8B)", ""]
     rows = [((name, f"{n}"), usual(lengths=name, slots=n)) for name in NAMES for n in SLOTS]
     lines += by_network(record, ("lengths", "slots"), rows)
-    lines += ["## Tokens a slot, lognormal lengths", ""]
-    rows = [
-        ((f"{c // 1024}K", f"{n}"), usual(lengths="lognorm", slots=n, cap=c))
-        for c in (4096, 8192, 16384, 32768)
-        for n in (64, 256)
-    ]
-    lines += by_network(record, ("tokens a slot", "slots"), rows)
-    lines += ["## Heads, lognormal lengths, 8K tokens a slot", ""]
-    models = record["models"]
-    rows = [
-        ((f"{h}, {models[h]}", f"{n}"), usual(lengths="lognorm", slots=n, heads=h)) for h in models for n in (64, 256)
-    ]
-    lines += by_network(record, ("query/key-value heads", "slots"), rows)
     lines += ["## Published figures of long fine-tuning sets, 64 slots", ""]
     lines += [f"- `{name}`: {words}" for name, words in record["published_lengths"].items()]
     lines += ["", "No whole histogram was found that could be read, so the shape between these figures is assumed.", ""]
     lines += by_network(record, ("lengths",), [((name,), usual(lengths=name, slots=64)) for name in PUBLISHED])
+    lines += ["## How weights are held, lognormal lengths, 64 slots, 8K tokens a slot", "", WEIGHTS_NOTE, ""]
+    rows = [((weights,), usual(lengths="lognorm", slots=64, weights=weights)) for weights in WEIGHTS]
+    lines += by_network(record, ("weights",), rows)
     lines += ["## One host of 8", ""]
     one_host = [row for row in select(record, slots=8) if row["gbps"] == 50]
     lines += table(
@@ -140,33 +134,32 @@ def published_lines(record: Row) -> Iterator[str]:
     yield PUBLISHED_NOTE
     head = (
         "GB/s",
+        "weights",
         "seed",
         "longest",
         "dynamic s",
         "over the bound",
         "messages",
-        "idle",
+        "waits",
         "ring, 16",
         "best type, 16",
-        "best of one degree",
     )
     yield ""
     yield from table(head, [_published_cells(row) for row in record["published"].values()])
 
 
 def _published_cells(row: Row) -> tuple[str, ...]:
-    best = f"{row['over_best_fixed']:.2f} (cp {row['best_cp']})"
-    shares = (f"{row['messages']:.0%}", f"{row['idle']:.0%}")
+    shares = (f"{row['messages']:.0%}", f"{row['waits']:.0%}")
     over_bound, *ratios = (f"{row[name]:.2f}" for name in ("over_bound", "over_ring_16", "over_fixed_16"))
     return (
         f"{row['gbps']:g}",
+        row["weights"],
         f"{row['seed']}",
         f"{row['longest']:,}",
         f"{row['dynamic']:.2f}",
         over_bound,
         *shares,
         *ratios,
-        best,
     )
 
 
@@ -226,7 +219,7 @@ def _sensitive_cells(row: Row) -> tuple[str, ...]:
 
 
 def tables_of_pages(record: Row) -> Iterator[str]:
-    """The tables of README.md and of docs/planning.md: gains, the published setting, emulated cases, regrets."""
+    """The tables of README.md and of docs/planning.md: gains, weights, published, emulated, regrets."""
     gains: list[Sequence[str]] = []
     for name in NAMES:
         for gbps in NETWORKS:
@@ -234,20 +227,24 @@ def tables_of_pages(record: Row) -> Iterator[str]:
             gains.append((SHORT[name], f"{gbps:g} GB/s", *(of_slots[slots] for slots in SLOTS)))
     yield _joined(("lengths", "between hosts", *(f"{slots:,} GPUs" for slots in SLOTS)), gains)
     yield _joined(("between hosts", *(SHORT[name] for name in NAMES)), list(_readme_rows(record)))
+    weights_rows: list[Sequence[str]] = []
+    for weights in WEIGHTS:
+        of_gbps = {row["gbps"]: row for row in select(record, **usual(lengths="lognorm", slots=64, weights=weights))}
+        cells = (f"{of_gbps[gbps]['gain']:.2f}, {of_gbps[gbps]['dynamic']:.3g} s" for gbps in NETWORKS)
+        weights_rows.append((weights, *cells))
+    yield _joined(("weights", *(f"{gbps:g} GB/s" for gbps in NETWORKS)), weights_rows)
     published: list[Sequence[str]] = []
-    for gbps in sorted({row["gbps"] for row in record["published"].values()}, reverse=True):
-        rows = [row for row in record["published"].values() if row["gbps"] == gbps]
-        names = ("over_bound", "over_ring_16", "over_best_fixed")
-        bound, *others = (_span([row[name] for row in rows]) for name in names)
-        shares = (f"{sum(row[name] for row in rows) / len(rows):.0%}" for name in ("messages", "idle"))
-        published.append((f"{gbps:g} GB/s", bound, *shares, *others))
+    for weights in WEIGHTS_OF_EXPERTS:
+        for gbps in sorted({row["gbps"] for row in record["published"].values()}, reverse=True):
+            rows = [r for r in record["published"].values() if (r["gbps"], r["weights"]) == (gbps, weights)]
+            names = ("dynamic", "over_ring_16", "over_fixed_16")
+            published.append((weights, f"{gbps:g} GB/s", *(_span([row[name] for row in rows]) for name in names)))
     head = (
+        "weights",
         "between hosts",
-        "dynamic over the bound",
-        "messages that show",
-        "idle",
+        "dynamic s",
         "ring of 16 over dynamic",
-        "best of one degree over dynamic",
+        "degree 16 at its best types over dynamic",
     )
     yield _joined(head, published)
     rows = [row for rows in record["emulated"].values() for row in rows]

@@ -327,6 +327,15 @@ def test_the_page_shows_what_is_printed(
         *([float(n.replace(",", "")) for n in re.findall(number, text)] for text in (shown, printed)), strict=True
     )
     assert all(a == pytest.approx(b, rel=0.1, abs=1.0) for a, b in pairs), printed
+    assert main(["plan", "--model", "Qwen3-8B", "--gpu", "h100", "--gpus", "4", "--same", "1x262144", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)  # of the second command, of which the page has some names
+    (shown,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
+    for name in ("longest", "step_seconds", "total"):
+        (value,) = set(
+            re.findall(rf'"device": .*"{name}": ([\d.]+)' if name == "total" else rf'"{name}": ([\d.]+)', shown)
+        )
+        found = answer["device"]["total"] if name == "total" else answer[name]
+        assert float(value) == pytest.approx(found, rel=0.01), name
 
 
 @pytest.mark.parametrize(
