@@ -51,8 +51,8 @@ def earlier_text(record: Mapping[str, Any]) -> str:
     """A sentence about the rows that an earlier transformers gave; empty if there are none."""
     made_with = Counter(row["transformers"] for row in record["models"].values())
     del made_with[record["versions"]["transformers"]]
-    runs = ", ".join(f"{count} with {version}" for version, count in sorted(made_with.items()))
-    return f" Of classes and variants, {runs} were run." if runs else ""
+    rows = ", ".join(f"{count} were made with transformers {version}" for version, count in sorted(made_with.items()))
+    return f" Of the rows of classes and variants, {rows}." if rows else ""
 
 
 def as_text(record: Mapping[str, Any]) -> str:
