@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3Config
 
 from longspan import Layout, SequenceShard, plan_fixed
 from longspan.config.sections import DataConfig
@@ -18,6 +18,7 @@ from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.files import CorpusFile, file_differences, files_of_other_kinds, find_files
 from longspan.corpus.first_rows import sample_texts
+from longspan.corpus.run_corpus import check_largest_id
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile
@@ -158,6 +159,28 @@ def test_what_describes_a_data_set_is_no_row_of_it(tmp_path: Path) -> None:
     (tmp_path / "data" / "train-00000-of-00001.parquet").write_bytes(b"")
     assert list(find_files(str(tmp_path))) == ["data/notes.md", "data/train-00000-of-00001.parquet"]
     assert files_of_other_kinds(str(tmp_path)) == {".md": 2, ".txt": 1, ".json": 1}
+
+
+def test_ids_that_no_row_has_may_lie_beyond_the_embedding(tmp_path: Path) -> None:
+    """Of tokens that were added to the model's own tokenizer; the first row with one is named, labels included."""
+    tokenizer = train_tokenizer(["some text of a row"], 300)
+    size = tokenizer.size
+    tokenizer.engine.add_tokens(["<one>", "<two>"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    loaded = load_tokenizer(tmp_path / "tokenizer")
+    assert (loaded.own_size, loaded.size) == (size, size + 2)
+    model, rows = Qwen3Config(vocab_size=size), tmp_path / "rows.jsonl"
+    keys: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer"), "max_document_tokens": 8}
+    rows.write_text('{"text": "some text of a row, which is cut"}\n' * 3)
+    check_largest_id(build(tmp_path / "a", rows, **keys), model, "m")
+    rows.write_text('{"text": "some text of a row, which is cut"}\n' * 3 + '{"text": "a <two>"}\n{"text": "b <two>"}\n')
+    corpus = build(tmp_path / "b", rows, **keys)
+    assert (corpus.manifest.largest_id, corpus.manifest.largest_at) == (size + 1, "rows.jsonl, line 4")
+    with pytest.raises(DataError, match=rf"line 4 holds token id {size + 1}, and the embedding of m has {size} rows"):
+        check_largest_id(corpus, model, "m")
+    rows.write_text(json.dumps({"input_ids": [1, 2], "labels": [-100, size]}))
+    with pytest.raises(DataError, match=rf"line 1 holds token id {size}, and"):
+        check_largest_id(build(tmp_path / "c", rows, **keys), model, "m")
 
 
 JSONL = [

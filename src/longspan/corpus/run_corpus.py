@@ -37,7 +37,7 @@ def build_shared_corpus(
         preset = PRESETS.get(config.model.preset_name)
         # The embedding of a tiny preset (without `rows`) is made as large as its tokenizer.
         if tokenizer is None or preset is None or preset.rows:
-            check_tokenizer(config, model, config.data.vocab_size if tokenizer is None else tokenizer.size)
+            check_tokenizer(config, model, config.data.vocab_size if tokenizer is None else tokenizer.own_size)
         directory.mkdir(parents=True, exist_ok=True)
         if not (resumed and (directory / "config.json").is_file()):  # a resumed run keeps the one that it began with
             model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
@@ -75,6 +75,16 @@ def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> No
     )
     rows = model.get_text_config().vocab_size
     check_vocabulary(size, rows, tokenizer=str(tokenizer), model=source or config.model.preset_name)
+
+
+def check_largest_id(corpus: Corpus, model: PreTrainedConfig, source: str) -> None:
+    """Raise DataError, naming the row, if a corpus holds a token id without a row in the embedding of a model."""
+    largest, rows = corpus.manifest.largest_id, model.get_text_config().vocab_size
+    if largest >= rows:
+        raise DataError(
+            f"{corpus.manifest.largest_at} holds token id {largest}, and the embedding of {source} has {rows} rows; "
+            "leave the row out, use the model's own tokenizer, or give the model rows for it (resize_token_embeddings)"
+        )
 
 
 def configured_tokenizer(config: RunConfig) -> TextTokenizer | None:

@@ -62,6 +62,11 @@ class TextTokenizer:
         return max(self.engine.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
+    def own_size(self) -> int:
+        """The same without added tokens, which a model's own tokenizer may have beyond the model's embedding."""
+        return max(self.engine.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+
+    @cached_property
     def surrounding_ids(self) -> tuple[list[int], list[int]]:
         """Return the ids that the tokenizer's post-processor puts before and after a text, read off a text "a"."""
         text_ids, ids_with_special = (
@@ -265,7 +270,10 @@ def _load_by_transformers(folder: Path) -> TextTokenizer:
 
 
 def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str, model: str) -> None:
-    """Raise DataError if a tokenizer has ids without a row in the model's embedding."""
+    """Raise DataError if a tokenizer has ids, added tokens aside, without a row in the model's embedding.
+
+    Whether rows name an added token beyond the embedding is known when they were read (`check_largest_id`).
+    """
     if tokenizer_size > embedding_rows:
         raise DataError(
             f"the vocabulary does not match: tokenizer {tokenizer} has ids up to {tokenizer_size - 1}, "

@@ -45,9 +45,10 @@ class Manifest:
     """What a folder of documents contains: kinds of rows of each source, counts, and what was left out.
 
     `key` is a digest of everything that decides the documents. Every text begins with the tokens `opening` and ends
-    with `closing`. `special` counts the names of special tokens in texts, `names_as_text` the texts in which `<image>`
-    and the like are plain text, `unseen` what chat templates leave out beside assistant turns. `dtype` is the type of
-    tokens (empty: none are stored, and rows are read again), `codes` that of their codes (empty: none).
+    with `closing`. `largest_at` is the row with the token `largest_id`. `special` counts the names of special tokens in
+    texts, `names_as_text` the texts in which `<image>` and the like are plain text, `unseen` what chat templates leave
+    out beside assistant turns. `dtype` is the type of tokens (empty: none are stored, and rows are read again), `codes`
+    that of their codes (empty: none).
     """
 
     tokenizer_digest: str
@@ -64,6 +65,8 @@ class Manifest:
     tokens: int = 0
     targets: int = 0
     images: int = 0
+    largest_id: int = -1
+    largest_at: str = ""
     skipped: tuple[str, ...] = ()
     parse_special_tokens: bool = False
     opening: tuple[str, ...] = ()

@@ -222,6 +222,8 @@ class _Writer:
             tokens=self.tokens,
             images=0 if self._images is None else self._images.count,
             targets=self._targets,
+            largest_id=notes.largest[0],
+            largest_at=notes.largest[1],
             skipped=tuple(notes.skipped),
             special=dict(notes.special.most_common()),
             names_as_text=dict(sorted(notes.names_as_text.items())),

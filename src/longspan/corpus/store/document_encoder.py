@@ -35,12 +35,13 @@ class FileChunk(NamedTuple):
 
 
 class Notes:
-    """Notes about some rows: their number, counts of what is left out (fields of LeftOut), names of special tokens in
-    them, names of images that are plain text, what a chat template leaves out, the first bad rows, and files that are
-    not UTF-8."""
+    """Notes about some rows: their number, their largest token id, counts of what is left out (fields of LeftOut),
+    names of special tokens in them, names of images that are plain text, what a chat template leaves out, the first bad
+    rows, and files that are not UTF-8."""
 
     def __init__(self) -> None:
         self.rows = 0
+        self.largest: tuple[int, str] = -1, ""  # the largest token id, labels included, and the place of its first row
         self.left_out: Counter[str] = Counter[str]()
         self.special: Counter[str] = Counter[str]()
         self.names_as_text: Counter[str] = Counter[str]()
@@ -50,6 +51,7 @@ class Notes:
     def add_notes(self, other: "Notes") -> None:
         """Add the notes about further rows."""
         self.rows += other.rows
+        self.largest = max(self.largest, other.largest, key=lambda pair: pair[0])
         self.left_out.update(other.left_out)
         self.special.update(other.special)
         self.names_as_text.update(other.names_as_text)
@@ -164,6 +166,8 @@ class _BatchDocuments:
             reason = f"max_document_tokens is {most_tokens}, and an image is not cut; raise it, or set it to 0"
             self.add_bad_row(BadRow(where, f"an image takes {largest_span} tokens: {reason}"))
             return
+        ids_and_labels = ids if sample.labels is None else np.concatenate([ids, sample.labels])
+        self._notes.largest = max(self._notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0])
         file, position = place
         for piece in cut_row(len(ids), codes, most_tokens, self._notes.left_out, uncut):
             images = (image for image in sample.images if piece.start <= image.start < piece.stop)

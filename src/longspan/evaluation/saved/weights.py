@@ -76,7 +76,7 @@ def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreT
         )
     tokenizer = load_tokenizer(folder).set_parsing(subject.config.data.parse_special_tokens)
     rows = configuration.get_text_config().vocab_size
-    check_vocabulary(tokenizer.size, rows, tokenizer=str(folder), model=str(subject.weights.path))
+    check_vocabulary(tokenizer.own_size, rows, tokenizer=str(folder), model=str(subject.weights.path))
     return tokenizer
 
 

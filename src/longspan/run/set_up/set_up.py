@@ -22,9 +22,9 @@ from longspan.comm.all_ranks import LogLine, first_rank_warns, run_on_every_rank
 from longspan.config.defaults import warn_about_lost_updates
 from longspan.config.file import to_toml
 from longspan.config.sections import LoraSection, ModelConfig, RunConfig
-from longspan.corpus.run_corpus import check_tokenizer
+from longspan.corpus.run_corpus import check_largest_id
 from longspan.corpus.tokenizer_files import copy_generation_settings
-from longspan.data.documents import Corpus
+from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.errors import ConfigError, ModelError, RunFolderError
 from longspan.evaluation.auto_degree import choose_degrees
 from longspan.files import write_atomically
@@ -176,7 +176,8 @@ def _fit_configuration(data: RunData, config: RunConfig, world: World, log: LogL
     """
     vocabulary = _corpus_vocabulary_size(data, config)
     configuration = run_on_every_rank(world, lambda: model_configuration(config, vocabulary), ModelError)
-    check_tokenizer(config, configuration, data.tokenizer_size)
+    for corpus in (data.corpus, *(s.documents.corpus for s in data.sets if isinstance(s.documents, CorpusDocuments))):
+        check_largest_id(corpus, configuration, config.model.source or config.model.preset_name)
     return scale_positions(configuration, config.model, *data.longest, log)
 
 
