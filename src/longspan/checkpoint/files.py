@@ -76,10 +76,10 @@ def publish_checkpoint(
     write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
     if in_store:
         return
-    _sync_folder(partial)
+    sync_to_disk(partial)
     remove_folder(path)  # a damaged checkpoint of the same step, over which rename would fail
     partial.rename(path)
-    _sync_folder(path.parent)
+    sync_to_disk(path.parent)
 
 
 def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
@@ -258,8 +258,8 @@ def _digest(path: Path) -> Digest:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_folder(path: Path) -> None:
-    """Have the disk keep the entries of a folder before the process goes on."""
+def sync_to_disk(path: Path) -> None:
+    """Have the disk keep a file, or the entries of a folder, before the process goes on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

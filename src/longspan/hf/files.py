@@ -10,7 +10,6 @@ As in transformers, what a collator itself draws at random is not repeated in th
 middle of an epoch: its loader had drawn a batch ahead.
 """
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from transformers.trainer_utils import SaveStrategy, get_last_checkpoint, rotate
 from transformers.utils import logging
 
 import longspan
-from longspan.checkpoint.files import complete_checkpoints, read_state
+from longspan.checkpoint.files import complete_checkpoints, read_state, sync_to_disk
 from longspan.checkpoint.storage import not_data_text, read_values
 from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError, ModelError
@@ -131,11 +130,12 @@ class FilesPart(StockTrainer):
         """
         unfinished, folder = root / UNFINISHED, root / f"checkpoint-{self.state.global_step}"
         self.state.save_to_json(str(unfinished / folder.name / STATE))
-        _sync_folder_tree(unfinished / folder.name)
+        for path in (*(unfinished / folder.name).rglob("*"), unfinished / folder.name):
+            sync_to_disk(path)
         if folder.exists():
             folder.rename(unfinished / "replaced")
         (unfinished / folder.name).rename(folder)
-        _sync_folder(root)
+        sync_to_disk(root)
         shutil.rmtree(unfinished)
         best_checkpoint, limit = self.state.best_model_checkpoint, self.args.save_total_limit
         rotate_checkpoints(str(root), save_total_limit=limit, best_model_checkpoint=best_checkpoint, use_mtime=True)
@@ -332,23 +332,3 @@ def _make_empty_folder(folder: Path) -> None:
     """Make a folder, without what an interrupted save left in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _sync_folder_tree(folder: Path) -> None:
-    """Return once the disk has all files under a folder."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        else:
-            _sync_folder(path)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the entries of a folder durable on its disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
