@@ -260,7 +260,6 @@ BAD: list[tuple[str, list[Any], Layout, int, dict[str, Any], str]] = [
     ),
     ("layer type", [3], Layout(4), 2, {"cp_comm_type": ["p2p", "x"]}, "cp_comm_type of layer 1 is 'x'"),
     ("no type", [3], Layout(4), 2, {"cp_comm_type": []}, "cp_comm_type is an empty list"),
-    ("sizes", [3], Layout(4), 2, {"cp_comm_type": "a2a+p2p"}, r"needs hierarchical_.*\(a2a, p2p\) with product 2"),
     (
         "product",
         [3],

@@ -59,3 +59,30 @@ def test_messages_of_sharded_weights_are_in_every_price(pp: int) -> None:
     assert dict(comparison.plans())["fixed, cp 1"] == plan
     regrets = {change.constant: change.regret for change in comparison.sensitivity()}
     assert "time of gathers and sums of sharded parameters" in regrets and all(abs(r) < 0.01 for r in regrets.values())
+
+
+@pytest.mark.parametrize(
+    "cost", [Cost(across_bytes_per_second=1e9), Machine.known("H200").cost(small)], ids=["ideal", "H200"]
+)
+def test_a2a_p2p_without_sizes_has_the_best_sizes(cost: Cost) -> None:
+    home, lengths = Layout(16), [60000, 9000, 8000, 300, 20, 5]
+    options = PlanOptions(cp_comm_type="a2a+p2p", heads=8, max_tokens_per_slot=8192, node_size=8, cost=cost)
+    best = plan_fixed(lengths, home, 16, options=options)
+    sizes = [(inner, 16 // inner) for inner in (1, 2, 4, 8)]
+    given = [plan_fixed(lengths, home, 16, options=options, hierarchical_context_parallel_sizes=pair) for pair in sizes]
+    assert best.predicted_seconds <= min(plan.predicted_seconds for plan in given) * (1 + 1e-9)
+    dynamic = plan_dynamic(lengths, home, options=options)
+    assert dynamic.predicted_seconds <= best.predicted_seconds and dynamic.lower_bound_seconds > 0
+    comparison = PlannerComparison(lengths=lengths, home=home, options=options)
+    assert dict(comparison.plans()) | {"fixed, cp 16": best, "dynamic": dynamic} == dict(comparison.plans())
+    unknown = plan_fixed(lengths, home, 16, options=options, heads=None)
+    layered = plan_fixed(lengths, home, 16, options=options, cp_comm_type=["p2p", "a2a+p2p", "a2a+p2p"])
+    sizes_of_heads = (1, 2, 4, 8)
+    for plan, first in (
+        (best, sizes_of_heads),
+        (unknown, sizes_of_heads if cost.network else (1,)),
+        (layered, sizes_of_heads),
+    ):
+        groups = [group for batch in plan.micro_batches for group in batch.groups]
+        assert all(n[0] in first and n[0] * n[1] == 16 for g in groups if (n := g.hierarchical_context_parallel_sizes))
+        assert any(g.hierarchical_context_parallel_sizes for g in groups) and plan.check() == plan

@@ -45,7 +45,7 @@ def choose_degree(
     options = replace(
         choice.options,
         cp_comm_type=best.options.cp_comm_type,
-        hierarchical_context_parallel_sizes=best.options.hierarchical_context_parallel_sizes,
+        hierarchical_context_parallel_sizes=best.planned.micro_batches[0].groups[0].hierarchical_context_parallel_sizes,
     )
     return replace(choice, degree=best.cp, options=options), comparison.reason(name)
 

@@ -142,9 +142,9 @@ def _list_ways(cost: Cost, degree: NDArray[np.int64], node_size: int) -> list[tu
     """
     alone = np.ones_like(degree)
     ways = {"p2p": alone, "all_gather": alone, "a2a": degree}
-    if cost.cp_comm_type == "a2a+p2p":
+    if cost.cp_comm_type == "a2a+p2p" and cost.a2a_size:
         return [("a2a+p2p", np.gcd(degree, cost.a2a_size))]
-    if cost.cp_comm_type != "auto":
+    if not cost.has_choice:
         return [(cost.cp_comm_type, ways[cost.cp_comm_type])]
     inner = range(2, min(node_size, int(degree.max()) - 1) + 1)
     return [*ways.items(), *(("a2a+p2p", np.where(degree % size == 0, size, 1)) for size in inner)]

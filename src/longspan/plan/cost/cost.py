@@ -53,13 +53,13 @@ class Cost:
     `passes` "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were
     measured. `cp_comm_type` is the type under which groups are priced; "auto" is the fastest for each group, of those
     that `heads` query heads of a rank allow (0: unknown, and types that exchange heads are left out). Under a2a+p2p
-    `a2a_size` slots exchange heads. `exchange_bytes` are those of a row's queries, keys, values and outputs and of
-    their gradients, which a2a exchanges. `merge_seconds` are what a ring takes to add a step to each row's output,
-    `copy_seconds` what `all_gather` takes to lay out a row. `network` describes the links where they were measured or
-    are known; without it they are ideal. `states` is the cost of a hybrid's state-space layers in groups of one
-    partition; None for models without. A host has `node_size` slots. A slot has `stages` pipeline stages, which
-    planners set to the home's, of `chunks` model chunks each; all seconds but those of `lockstep_seconds` and of a step
-    are of the whole model. Raises PlanError for values below 0 or not finite.
+    `a2a_size` slots exchange heads (0: the best number for each group). `exchange_bytes` are those of a row's queries,
+    keys, values and outputs and of their gradients, which a2a exchanges. `merge_seconds` are what a ring takes to add a
+    step to each row's output, `copy_seconds` what `all_gather` takes to lay out a row. `network` describes the links
+    where they were measured or are known; without it they are ideal. `states` is the cost of a hybrid's state-space
+    layers in groups of one partition; None for models without. A host has `node_size` slots. A slot has `stages`
+    pipeline stages, which planners set to the home's, of `chunks` model chunks each; all seconds but those of
+    `lockstep_seconds` and of a step are of the whole model. Raises PlanError for values below 0 or not finite.
     """
 
     linear_seconds: float = 45.4e9 / 4e14  # 6 FLOPs for each of 7.57e9 weights
@@ -101,7 +101,7 @@ class Cost:
         if self.forward and (self.forward.passes != "forward" or self.passes == "forward"):
             refusal = "forward is the cost of forward passes only, in a cost of both passes"
             raise PlanError(f"{refusal}; Cost.forward_only makes it")
-        check_count("a2a_size, the slots that exchange heads,", self.a2a_size)
+        check_count("a2a_size, the slots that exchange heads,", self.a2a_size, least=0)
         check_count("heads of a cost", self.heads, least=0)
         for name in ("node_size", "stages", "chunks"):
             check_count(f"{name} of a cost", getattr(self, name))
@@ -141,20 +141,27 @@ class Cost:
         return dataclasses.replace(self, cp_comm_type=max(types, key=types.count), a2a_size=a2a_size, heads=heads)
 
     def ways(self, most: int) -> Iterator["Cost"]:
-        """Yield this cost under each type that "auto" chooses from for groups of up to `most` slots, or else as it is.
+        """Yield this cost under each type or size to choose from for groups of up to `most` slots, or else as it is.
 
-        The planner takes the first of equally fast types. Exchanges need the heads, from `heads` or the network, and
+        The planner takes the first of equally fast ones. Exchanges need the heads, from `heads` or the network, and
         those of a2a+p2p a size that divides the heads and a host.
         """
-        if self.cp_comm_type != "auto":
+        if not self.has_choice:
             yield self
             return
         heads = self.heads or (self.network.heads if self.network else 0)
-        if heads:
-            yield self.under("a2a")
-        yield from (self.under("p2p"), self.under("all_gather"))
-        inner = range(2, min(most - 1, self.node_size, heads) + 1)
+        if self.cp_comm_type == "a2a+p2p":
+            yield self.under("a2a+p2p")
+        else:
+            yield from [self.under("a2a")] * bool(heads)
+            yield from (self.under("p2p"), self.under("all_gather"))
+        inner = range(2, min(most, self.node_size, heads) + 1)
         yield from (self.under("a2a+p2p", i) for i in inner if heads % i == 0 and self.node_size % i == 0)
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether each group has the type ("auto") or the sizes (a2a+p2p without) that are fastest for it."""
+        return self.cp_comm_type == "auto" or (self.cp_comm_type == "a2a+p2p" and not self.a2a_size)
 
     def allows(self, degree: ArrayLike) -> NDArray[np.bool_]:
         """Return whether degrees suit this type: a2a divides the heads (unknown: only by 1), a2a+p2p has two levels."""
@@ -162,7 +169,7 @@ class Cost:
         heads = self.heads or (self.network.heads if self.network else 0)
         if self.cp_comm_type == "a2a":
             return (heads % np.maximum(degree, 1) == 0) if heads else degree == 1
-        return (degree % self.a2a_size == 0) & (degree > self.a2a_size) if self.a2a_size > 1 else degree > 0
+        return degree % self.a2a_size == 0 if self.a2a_size > 1 else degree > 0
 
     def for_partition(self, partition: str) -> "Cost":
         """Return this cost for groups of a partition, which matters only to the states of a hybrid."""
@@ -193,7 +200,7 @@ class Cost:
         tokens, squares, degree = _float_array(tokens), _float_array(squares), _float_array(degree)
         together = fewest_together(degree, inside, self.node_size) if together is None else together
         rows = Rows(tokens, squares, degree, _float_array(together))
-        if self.cp_comm_type == "auto":
+        if self.has_choice:
             return self._least_seconds(rows, inside, documents)
         if self.states:
             ring_members = degree / exchanging_members(self.cp_comm_type, self.a2a_size, degree)

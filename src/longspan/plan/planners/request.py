@@ -70,8 +70,8 @@ class Request(PlanOptions):
         """
         sizes, heads = self.hierarchical_context_parallel_sizes, (self.heads or 0) // self.tp
         a2a_size = 1
-        if sizes is not None and "a2a+p2p" in self.types:
-            a2a_size = max(1, sizes if isinstance(sizes, int) else sizes[0])
+        if "a2a+p2p" in self.types:
+            a2a_size = 0 if sizes is None else max(1, sizes if isinstance(sizes, int) else sizes[0])
         cost = replace(self.cost, node_size=self.node_size).under(self.types, a2a_size, heads=heads)
         return cost.for_partition(self.partition)
 
@@ -131,7 +131,8 @@ class Request(PlanOptions):
                 f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {fit_text}"
             )
         sizes = self.hierarchical_context_parallel_sizes
-        check_hierarchy(self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
+        if sizes is not None:
+            check_hierarchy(self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
         check_heads(self, cp)
         check_first_size(self)
         self.check_longest(cp)
@@ -212,13 +213,15 @@ class Request(PlanOptions):
     def _resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Replace "auto" by the fastest type of each group of several slots, with its levels (on a tie the first).
 
-        Where neither the options nor the cost's network, made for one model, know the query heads, the groups keep
-        "auto": `attend`, which sees the heads, chooses.
+        Groups of a2a+p2p without sizes get the fastest ones. Where neither the options nor the cost's network, made for
+        one model, know the query heads, the groups keep "auto": `attend`, which sees the heads, chooses.
         """
-        if "auto" not in self.types or not (self.heads or self.cost.network):
+        chooses_type = "auto" in self.types and bool(self.heads or self.cost.network)
+        if not chooses_type and ("a2a+p2p" not in self.types or self.hierarchical_context_parallel_sizes is not None):
             return micro_batches
         table = GroupTable.of(micro_batches)
-        ways = list(replace(self.cost, cp_comm_type="auto").ways(int(table.degree.max(initial=1))))
+        cost = replace(self.cost, cp_comm_type="auto") if chooses_type else self.cost.under("a2a+p2p", 0)
+        ways = list(cost.ways(int(table.degree.max(initial=1))))
         seconds = np.array([table.seconds_under(way, self.node_size) for way in ways])
         least_seconds = seconds.min(axis=0)
         choice: Iterator[int] = iter(np.argmax(seconds <= least_seconds * (1 + SAME), axis=0).tolist())
@@ -227,15 +230,15 @@ class Request(PlanOptions):
         ]
 
     def _with_type(self, group: Group, way: Cost) -> Group:
-        """Return the group with the type that `way` prices in place of "auto", and its two levels if that is a2a+p2p.
+        """Return the group with the type that `way` prices in place of "auto", and its two levels if a layer has them.
 
         A group of one slot, which sends nothing, gets p2p. Layers of a list that name a type keep it.
         """
         kind = way.cp_comm_type if group.degree > 1 else "p2p"
-        sizes = group.hierarchical_context_parallel_sizes
-        if kind == "a2a+p2p":
-            sizes = way.a2a_size, group.degree // way.a2a_size
         types = kind if isinstance(self.cp_comm_type, str) else tuple(kind if t == "auto" else t for t in self.types)
+        sizes = group.hierarchical_context_parallel_sizes
+        if kind == "a2a+p2p" or ("a2a+p2p" in types and sizes is None):
+            sizes = level_sizes(way.a2a_size, group.degree)
         return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
 
     def lower_bound(self, max_cp: int | None = None) -> Bound:

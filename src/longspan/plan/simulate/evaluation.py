@@ -17,12 +17,11 @@ from longspan.errors import PlanError, plural
 from longspan.layout import Layout, check_lengths
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.dynamic import plan_dynamic
-from longspan.plan.hierarchy import level_sizes
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.simulate.type_and_partition import list_type_options, type_text
+from longspan.plan.simulate.type_and_partition import list_type_options, plan_type_text
 from longspan.plan.timeline import predicted_seconds
 
 MOST_ROUNDS = 8  # micro-batches for each stage, beyond which a fuller pipeline gains less than a ninth
@@ -107,7 +106,7 @@ class DegreeChoice:
     @property
     def cp_comm_type(self) -> str:
         """The communication type, with its sizes where it has two levels."""
-        return type_text(self.options.cp_comm_type, [self.options.hierarchical_context_parallel_sizes])
+        return plan_type_text(self.planned)
 
 
 @dataclass(frozen=True)
@@ -226,23 +225,18 @@ def _price_degree(evaluation: _Evaluation, cp: int) -> DegreeChoice:
     """Price an evaluation at a degree: planned, each document once, and filled up with repeated documents."""
     planned, options = _find_fastest_type(evaluation, cp)
     slots, accumulation = evaluation.home.slots, evaluation.accumulation
-    batches = _fill_passes(evaluation.lengths, slots, cp, accumulation, options)
+    batches = _fill_passes(evaluation.lengths, slots, cp, accumulation, planned.micro_batches[0].groups[0])
     filled_seconds = predicted_seconds(batches, slots, planned.cost, node_size=options.node_size)
     steps = sum(len(batch.groups) for batch in batches)
     return DegreeChoice(cp, slots // cp, len(batches) // accumulation, steps, filled_seconds, planned, options)
 
 
-def _fill_passes(
-    lengths: tuple[int, ...], slots: int, cp: int, accumulation: int, options: PlanOptions
-) -> list[MicroBatch]:
-    """Fill whole passes of `accumulation` micro-batches, each group of `cp` slots with one document.
+def _fill_passes(lengths: tuple[int, ...], slots: int, cp: int, accumulation: int, planned: Group) -> list[MicroBatch]:
+    """Fill whole passes of `accumulation` micro-batches, each group of `cp` slots, like `planned`, with one document.
 
     After the last document the first one follows again, and so on until the last pass is full.
     """
-    groups, types = slots // cp, options.cp_comm_type
-    kind = types if isinstance(types, str) else tuple(types)
-    sizes = options.hierarchical_context_parallel_sizes
-    levels = None if sizes is None else level_sizes(sizes, cp)
+    groups, kind, levels = slots // cp, planned.cp_comm_type, planned.hierarchical_context_parallel_sizes
     slots_of_groups = [tuple(range(g * cp, (g + 1) * cp)) for g in range(groups)]
     passes = -(-len(lengths) // (groups * accumulation))
     batches: list[MicroBatch] = []

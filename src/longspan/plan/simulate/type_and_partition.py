@@ -38,7 +38,7 @@ def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None)
     exchanged = options.heads is not None and (cp is None or heads_allow(cp, options.heads, ("a2a",), home.tp))
     if exchanged and options.partition == "contiguous":
         return [_with_type(options, "a2a")]
-    levels = (_with_type(options, "a2a+p2p", sizes) for sizes in _possible_levels(options, home, cp))
+    levels = [_with_type(options, "a2a+p2p")] if options.heads is not None and options.partition != "contiguous" else []
     return [*rings, *([_with_type(options, "a2a")] if exchanged else []), *levels]
 
 
@@ -76,23 +76,9 @@ def plan_type_text(plan: Plan) -> str:
     return type_text(names, (group.hierarchical_context_parallel_sizes for group in groups)) if names else ""
 
 
-def _with_type(options: PlanOptions, kind: str, sizes: int | tuple[int, int] | None = None) -> PlanOptions:
-    """Return the options under this communication type, with its sizes if it has two levels."""
-    return replace(options, cp_comm_type=kind, hierarchical_context_parallel_sizes=sizes)
-
-
-def _possible_levels(options: PlanOptions, home: Layout, cp: int | None) -> Iterator[int | tuple[int, int]]:
-    """Yield the numbers of neighbours that may exchange heads under a2a+p2p: they divide a node and a rank's heads.
-
-    At a degree `cp` both levels are yielded, in a dynamic plan (None) only the first, which divides the slots. Nothing
-    is yielded if the heads are not known, nor for contiguous rows, whose rings are uneven.
-    """
-    if options.heads is None or options.partition == "contiguous":
-        return
-    heads, widest = options.heads // home.tp, home.slots if cp is None else cp
-    for inner in range(2, widest):
-        if widest % inner == 0 and options.node_size % inner == 0 and heads % inner == 0:
-            yield inner if cp is None else (inner, cp // inner)
+def _with_type(options: PlanOptions, kind: str) -> PlanOptions:
+    """Return the options under this communication type, with the best sizes if it has two levels."""
+    return replace(options, cp_comm_type=kind, hierarchical_context_parallel_sizes=None)
 
 
 TYPES = ("a2a", "p2p")  # all_gather takes more memory the longer the documents are, which is not weighed
