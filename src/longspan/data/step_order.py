@@ -49,8 +49,9 @@ class StepOrder:
     the numbers of the texts that documents are parts of, ascending (None: each is a text). The seed chooses
     `eval_documents` texts before anything else; their documents are `evaluation`, and never trained on.
     Several sources are a `mixture`: tokens of sources are in proportion to their weights, and each source has epochs of
-    its own. A step may reach into the next epoch, except in a run of `epochs` (0: steps without end), which trains each
-    document so often: its steps end where an epoch does. An order pickles without the arrays that are in files. Raises
+    its own. A step reaches into the next epoch up to a document that it has already (unless it `may_repeat` documents),
+    except in a run of `epochs` (0: steps without end), which trains each document so often: its steps end where an
+    epoch does. An order pickles without the arrays that are in files. Raises
     DataError if no document is left to train on.
     """
 
@@ -81,7 +82,8 @@ class StepOrder:
         self.stream: DocumentStream = DocumentStream(
             self.lengths, shuffled_sources(self.lengths, mixture, held_out, seed)
         )
-        self._budget = tokens_per_step
+        self._budget, self.epoch = tokens_per_step, self.stream.documents
+        self.may_repeat: bool = len(self.stream.sources) > 1 or tokens_per_step > self.stream.tokens
         self.ends: EpochEnds = ENDLESS
         if epochs:
             self.ends = EpochEnds(self.stream.documents, self.stream.place_after(epochs))
@@ -149,7 +151,10 @@ class StepOrder:
 
     def _document_ids(self, step: int) -> Integers:
         """Return the documents of a step."""
-        start, end = self._bounds_of_step(step)
+        return self._ids_between(*self._bounds_of_step(step))
+
+    def _ids_between(self, start: int, end: int) -> Integers:
+        """Return the documents from one place of the stream to another."""
         ids = list[Integers]()
         while start < end:
             stream_part = self.stream.part_at(start)
@@ -178,9 +183,18 @@ class StepOrder:
             end_index = int(np.searchsorted(stream_part.ends, stream_part.ends[index] + tokens_left, side="right")) - 1
             end = stream_part.first + end_index
             if end_index < len(stream_part.ids) or end >= last_end:
-                return min(max(end, start + 1), last_end)
+                return self._end_without_repeats(start, min(max(end, start + 1), last_end))
             tokens_left -= int(stream_part.ends[end_index] - stream_part.ends[index])
             stream_part, index = self.stream.next_part(stream_part), 0
+
+    def _end_without_repeats(self, start: int, end: int) -> int:
+        """Return the end of a step, moved before the first document of the next epoch that the step has already."""
+        rest = self.epoch - start % self.epoch  # of the epoch
+        if self.may_repeat or end - start <= rest:
+            return end
+        ids = self._ids_between(start, end)
+        repeats = np.isin(ids[rest:], ids[:rest])
+        return start + rest + int(np.argmax(repeats)) if repeats.any() else end
 
 
 def count_texts(lengths: Sequence[int] | npt.NDArray[Any], texts: npt.NDArray[Any] | None) -> int:
@@ -238,6 +252,7 @@ class PackOrder:
         self.evaluation: tuple[int, ...] = order.evaluation
         self.texts, self.held_out_texts = order.texts, order.held_out_texts
         self._across, packs, self.ends = across, max(1, tokens_per_step // pack_to), ENDLESS
+        self.epoch, self.may_repeat = self.stream.tokens, True
         if order.ends != ENDLESS:
             self.ends = EpochEnds(self.stream.tokens, self.stream.tokens_before(order.ends.last))
         self._borders = (

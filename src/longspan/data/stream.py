@@ -22,9 +22,7 @@ from longspan.errors import DataError, plural
 from longspan.layout import Integers
 
 HELD_OUT, EPOCH, EVAL_SET = 0, 1, 2  # which of the seed's streams
-ORDER = (
-    4  # the number of this order of documents, which checkpoints hold; in order 3 steps reached over all epochs' ends
-)
+ORDER = 4  # of documents, which checkpoints hold; in order 3 steps reached over the ends of epochs with all documents
 
 
 class Mixture(NamedTuple):

@@ -17,7 +17,6 @@ from longspan.data.stream import ORDER
 from longspan.errors import CheckpointError, ConfigError
 from longspan.run.run_data import RunData
 from longspan.train.optim.schedule import Schedule
-from longspan.train.plans.order import make_step_order
 
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data", "lora")
@@ -89,13 +88,13 @@ def check_steps_left(config: RunConfig, data: RunData, world: World, checkpoint:
         raise ConfigError(
             f"{checkpoint} is at step {state['step']}, beyond train.steps {config.train.steps}; raise {key}"
         )
+    begin = data.order.begin_of_step(state["step"])
     if "begin" in state:
-        begin, instead = state["begin"], f"it was {state['config']['train']['epochs']:g} then: set it back"
-    else:  # of an earlier version
-        endless = replace(config, train=replace(config.train, epochs=0.0))
-        begin = make_step_order(endless, data.corpus).begin_of_step(state["step"])
-        instead = "it is of a version whose steps reached into the next epoch: go on with train.steps in its place"
-    if begin != data.order.begin_of_step(state["step"]):
+        goes_on, instead = begin == state["begin"], f"it was {state['config']['train']['epochs']:g} then: set it back"
+    else:
+        goes_on = begin <= data.order.epoch or (data.order.may_repeat and not config.train.epochs)
+        instead = "it is of a version whose steps reached into the next epoch: go on with that version"
+    if not goes_on:
         raise ConfigError(
             f"under train.epochs {config.train.epochs:g} step {state['step'] + 1} does not begin where {checkpoint} "
             f"ends, and some documents would be trained on once more or once less; {instead}, or set run.dir to a new "
