@@ -330,12 +330,13 @@ def test_levels_follow_the_degree_that_is_compared() -> None:
 def test_degrees_that_the_query_heads_do_not_allow_are_refused_before_a_corpus_is_read() -> None:
     wide = {"context.cp_comm_type": "a2a", "context.context_parallel_size": 16}
     with pytest.raises(
-        ConfigError, match=r"context.context_parallel_size 16 .* deals 8 query heads to the 16 slots .* 1, 2, 4 or 8"
+        ConfigError,
+        match=r"context.cp_comm_type 'a2a' deals 8 query heads to the 16 slots .* context_parallel_size 1, 2, 4 or 8",
     ):
         check_config(load_config(None, wide), 16)
     evaluated = {"context.eval_cp_comm_type": "a2a", "context.eval_context_parallel_size": 4}
     with pytest.raises(
-        ConfigError, match=r"context.eval_context_parallel_size 8 .* 4 query heads \(of each rank, 8 / tp 2\)"
+        ConfigError, match=r"context.eval_cp_comm_type 'a2a' .* 4 query heads \(of each rank, 8 / tp 2\) to the 8 slots"
     ):
         check_config(load_config(None, evaluated | {"parallel.tp": 2, "context.eval_context_parallel_size": 8}), 16)
     dynamic = {"context.cp_comm_type": "a2a", "context.planner": "dynamic", "context.max_tokens_per_slot": 128}
