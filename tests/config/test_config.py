@@ -331,7 +331,7 @@ def test_degrees_that_the_query_heads_do_not_allow_are_refused_before_a_corpus_i
     wide = {"context.cp_comm_type": "a2a", "context.context_parallel_size": 16}
     with pytest.raises(
         ConfigError,
-        match=r"context.cp_comm_type 'a2a' deals 8 query heads to the 16 slots .* context_parallel_size 1, 2, 4 or 8",
+        match=r"context.cp_comm_type 'a2a' deals 8 query heads to the 16 slots .*context_parallel_size 1, 2, 4 or 8",
     ):
         check_config(load_config(None, wide), 16)
     evaluated = {"context.eval_cp_comm_type": "a2a", "context.eval_context_parallel_size": 4}
