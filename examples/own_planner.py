@@ -42,7 +42,7 @@ class SlowMessages(Cost):
     def group_seconds(self, tokens: Any, squares: Any, degree: Any, *more: Any, **keywords: Any) -> Any:
         """As `Cost.group_seconds`, and what the messages between the slots of a group wait."""
         seconds = super().group_seconds(tokens, squares, degree, *more, **keywords)
-        if self.cp_comm_type == "auto":  # the fastest type of each group, all of them priced by this method
+        if self.has_choice:  # the fastest type or sizes of each group, all of them priced by this method
             return seconds
         return seconds + self.message_seconds * (degree - 1)
 

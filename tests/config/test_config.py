@@ -41,7 +41,7 @@ def test_the_pinned_defaults() -> None:
         "p2p",
     )
     assert (config.context.max_tokens_per_slot, config.context.node_size) == (1024, "auto")
-    assert config.context.hierarchical_context_parallel_sizes == (2, 2)
+    assert config.context.hierarchical_context_parallel_sizes == 0
     assert (config.context.evaluation.context_parallel_size, config.context.evaluation.max_tokens_per_slot) == (4, 2048)
     assert (config.train.steps, config.train.tokens_per_step, config.train.lr, config.train.seed) == (
         300,

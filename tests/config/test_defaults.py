@@ -46,7 +46,7 @@ def test_every_value_is_known_afterwards_and_stays(given: dict[str, Any]) -> Non
 EVAL = ("planner", "context_parallel_size", "cp_comm_type", "partition", "max_tokens_per_slot")
 SIZES = "hierarchical_context_parallel_sizes"
 FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
-    "training": ({"context_parallel_size": 4}, ["fixed", 4, "p2p", "zigzag", "auto", (2, 2)]),
+    "training": ({"context_parallel_size": 4}, ["fixed", 4, "p2p", "zigzag", "auto", 0]),
     "all of it": (
         {"context_parallel_size": 2, "cp_comm_type": ("a2a", "p2p"), "partition": "contiguous", "planner": "padded"}
         | {"max_tokens_per_slot": 99, SIZES: (2, 1)},
@@ -59,16 +59,16 @@ FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     ),
     "one degree beside dynamic plans": (
         {"planner": "dynamic", "context_parallel_size": 8, "eval_planner": "fixed", "eval_cp_comm_type": "a2a+p2p"},
-        ["fixed", 8, "a2a+p2p", "zigzag", "auto", (2, 4)],
+        ["fixed", 8, "a2a+p2p", "zigzag", "auto", 0],
     ),
     "another degree": (
-        {"context_parallel_size": 4, "eval_context_parallel_size": 8, "max_tokens_per_slot": 64},
+        {"context_parallel_size": 4, "eval_context_parallel_size": 8, "max_tokens_per_slot": 64, SIZES: (2, 2)},
         ["fixed", 8, "p2p", "zigzag", 64, (2, 4)],
     ),
-    "0": ({"context_parallel_size": 4, "eval_context_parallel_size": 0}, ["fixed", 4, "p2p", "zigzag", "auto", (2, 2)]),
+    "0": ({"context_parallel_size": 4, "eval_context_parallel_size": 0}, ["fixed", 4, "p2p", "zigzag", "auto", 0]),
     "auto": (
         {"max_tokens_per_slot": 64, "eval_max_tokens_per_slot": "auto"},
-        ["fixed", 1, "p2p", "zigzag", 64, (2, 2)],
+        ["fixed", 1, "p2p", "zigzag", 64, 0],
     ),
     "what is given": (
         {"eval_planner": "dynamic", "eval_cp_comm_type": "a2a", "eval_partition": "contiguous"}

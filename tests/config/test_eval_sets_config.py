@@ -50,7 +50,7 @@ def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
         cp_comm_type="a2a",
         partition="zigzag",
         max_tokens_per_slot=99,
-        hierarchical_context_parallel_sizes=(2, 2),
+        hierarchical_context_parallel_sizes=0,
         attention_kernel="x",
     )
 
@@ -68,7 +68,7 @@ def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
     ],
 )
 def test_a_degree_alone_changes_the_degree(table: Any, keys: dict[str, Any], values: tuple[object, ...]) -> None:
-    made = entry(table, **keys)
+    made = entry(table, context__hierarchical_context_parallel_sizes=(2, 2), **keys)
     assert (made.planner, made.context_parallel_size) == values[:2]
     assert (made.hierarchical_context_parallel_sizes, made.max_tokens_per_slot) == values[2:]
 

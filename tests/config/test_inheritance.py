@@ -14,7 +14,7 @@ from longspan.plan.hierarchy import level_sizes
 
 OWN = ModelConfig(path="folder-of-no-model")
 KEYS = tuple(key.name for key in fields(PlanSection))
-SIZES = st.sampled_from([2, 4, (1, 1), (2, 1), (2, 2), (4, 2)])
+SIZES = st.sampled_from([0, 2, 4, (1, 1), (2, 1), (2, 2), (4, 2)])
 VALUES: dict[str, Any] = {
     "planner": st.sampled_from(["fixed", "padded", "dynamic"]),
     "max_tokens_per_slot": st.sampled_from([0, 64, 600, AUTO]),
@@ -71,8 +71,8 @@ def test_a_degree_that_is_given_makes_plans_of_one_degree(
         assert section.planner != "dynamic" and section.context_parallel_size == degree
         assert section.cp_comm_type == (AUTO if degree == AUTO else parent.cp_comm_type)
         if isinstance(degree, int) and degree != parent.context_parallel_size:
-            levels = level_sizes(parent.hierarchical_context_parallel_sizes, degree)
-            assert section.hierarchical_context_parallel_sizes == levels
+            sizes = parent.hierarchical_context_parallel_sizes
+            assert section.hierarchical_context_parallel_sizes == (level_sizes(sizes, degree) if sizes else 0)
 
 
 @given(TRAINING, SOME, SOME)

@@ -42,7 +42,10 @@ def test_the_choice_is_that_of_which_degree() -> None:
 def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
     """Until then plans, of a check or a warm-up, have the smallest degree that fits, with levels fitted to it."""
     config = load_config(None, {DEGREE: "auto", "context.eval_max_tokens_per_slot": 100})
-    config = replace(config, context=config.context.set_evaluation(cp_comm_type="a2a+p2p"))
+    config = replace(
+        config,
+        context=config.context.set_evaluation(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2)),
+    )
     choice, home = PlanChoice.evaluation(config), Layout(8)
     (group,) = choice.plan([390], home).micro_batches[0].groups
     assert (group.degree, group.hierarchical_context_parallel_sizes) == (4, (2, 2))

@@ -100,7 +100,7 @@ class PlanSection:
             "As context.eval_hierarchical_context_parallel_sizes. Default: the same, fitted to the degree.",
         ),
     ] = NOT_GIVEN
-    """Sizes (a2a, p2p) of a2a+p2p; read with that type only."""
+    """Sizes (a2a, p2p) of a2a+p2p; 0: the best ones of each group. Read with that type only."""
     attention_kernel: Annotated[
         str,
         Texts(
@@ -124,7 +124,7 @@ class ContextConfig(PlanSection):
     context_parallel_size: PositiveInt = NOT_GIVEN
     min_dynamic_context_parallel_size: PositiveInt = 1
     max_dynamic_context_parallel_size: NonNegativeInt = 0
-    hierarchical_context_parallel_sizes: int | tuple[int, ...] = (2, 2)
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] = 0
     mixer_kernels: tuple[str, ...] = ()
     """Kernels of state-space layers that are used only where named: mamba_ssm, causal_conv1d, or only torch
     (docs/hybrid.md)."""
@@ -196,7 +196,7 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     The parent of an evaluation set is evaluation as a whole, whose parent is `training`. A degree 0 and a limit of rows
     "auto" are those of training. Levels that are not given are fitted to the degree, where the planner has only one.
 
-    >>> config = ContextConfig(context_parallel_size=4, cp_comm_type="a2a", max_tokens_per_slot=64)
+    >>> config = ContextConfig(context_parallel_size=4, cp_comm_type="a2a", hierarchical_context_parallel_sizes=2)
     >>> evaluation = inherit_keys(PlanSection(context_parallel_size=8), config, config)
     >>> evaluation.cp_comm_type, evaluation.hierarchical_context_parallel_sizes
     ('a2a', (2, 4))
@@ -234,10 +234,11 @@ def _fit_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, .
     planner, degree = section.planner, section.context_parallel_size
     if isinstance(parent, ContextConfig) and isinstance(degree, str):
         degree = parent.context_parallel_size
+    sizes = parent.hierarchical_context_parallel_sizes
     same = (planner, degree) == (parent.planner, parent.context_parallel_size)
-    if same or not degree or isinstance(degree, str):  # 0 or "auto": chosen later
-        return parent.hierarchical_context_parallel_sizes
-    return level_sizes(parent.hierarchical_context_parallel_sizes, degree)
+    if same or not sizes or not degree or isinstance(degree, str):  # a degree 0 or "auto" is chosen later
+        return sizes
+    return level_sizes(sizes, degree)
 
 
 def _default_planner(degree: int | str, parent: PlanSection) -> str:

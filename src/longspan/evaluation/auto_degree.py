@@ -45,7 +45,7 @@ def choose_degree(
     options = replace(
         choice.options,
         cp_comm_type=best.options.cp_comm_type,
-        hierarchical_context_parallel_sizes=best.planned.micro_batches[0].groups[0].hierarchical_context_parallel_sizes,
+        hierarchical_context_parallel_sizes=best.options.hierarchical_context_parallel_sizes,
     )
     return replace(choice, degree=best.cp, options=options), comparison.reason(name)
 
@@ -92,15 +92,11 @@ def choose_degrees(
 
 
 def _set_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
-    """Set the degree, type and levels of a choice in the section of a set.
-
-    A type without levels gets (1, degree), as the key has no value for none.
-    """
+    """Set the degree, type and levels of a choice in the section of a set."""
     types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
-    levels = (1, choice.degree) if sizes is None else sizes if isinstance(sizes, int) else tuple(sizes)
     return replace(
         entry,
         context_parallel_size=choice.degree,
         cp_comm_type=types if isinstance(types, str) else tuple(types),
-        hierarchical_context_parallel_sizes=levels,
+        hierarchical_context_parallel_sizes=tuple(sizes) if isinstance(sizes, Sequence) else sizes or 0,
     )

@@ -43,7 +43,7 @@ class LongspanArguments:
     cp_comm_type: str = _key("auto", "p2p, all_gather, a2a, a2a+p2p or auto")
     partition: str = _key("auto", "zigzag, contiguous or auto")
     hierarchical_context_parallel_sizes: list[int] = field(
-        default_factory=list, metadata={"help": "sizes (a2a, p2p) of a2a+p2p"}
+        default_factory=list, metadata={"help": "sizes (a2a, p2p) of a2a+p2p; empty: the best ones"}
     )
     attention_kernel: str = _key("", "attention kernel; empty: the first that can")
     mixer_kernels: list[str] = field(default_factory=list, metadata={"help": "kernels of state-space layers"})

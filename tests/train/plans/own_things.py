@@ -64,9 +64,9 @@ class Slow(Cost):
     more: float = 0.0
 
     def group_seconds(self, tokens: Any, squares: Any, degree: Any, *arguments: Any, **keywords: Any) -> Any:
-        """As of `Cost`, and more; of "auto" the least of all types, each with more."""
+        """As of `Cost`, and more; of a choice the least of all types or sizes, each with more."""
         seconds = super().group_seconds(tokens, squares, degree, *arguments, **keywords)
-        return seconds if self.cp_comm_type == "auto" else seconds + self.more * (np.asarray(degree) > 1)
+        return seconds if self.has_choice else seconds + self.more * (np.asarray(degree) > 1)
 
 
 class Infinite(Cost):

@@ -79,8 +79,9 @@ class PlanningFlags(SourceFlags):
     cp_comm_type: Literal["", "p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = ""
     """How the slots of a group share attention; empty: p2p, for hybrids the fastest, with --compare the fastest of each
     row of the table; auto: chosen for each group, with --compare as if empty."""
-    hierarchical_context_parallel_sizes: int | tuple[int, ...] = ()
-    """With a2a+p2p: the a2a and the p2p size, or the a2a size of groups of any degree (2 2, or 2)."""
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] = 0
+    """With a2a+p2p: the a2a and the p2p size, or the a2a size of groups of any degree (2 2, or 2); 0: the best
+    ones of each group."""
     cp: int = 0
     """Degree of fixed and padded plans; 0: the smallest that divides the slots and holds the longest document, with
     --compare up to five such degrees."""
@@ -122,7 +123,12 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
     if flags.cost_model:
         if flags.machine or flags.tflops:
             raise ConfigError("--cost-model has its own prices; leave --machine and --tflops out")
-        return own_cost(flags.cost_model, flags.model or QWEN3_8B, "--cost-model")
+        from transformers import AutoConfig
+
+        from longspan.model.weights.hf_folder import read_configuration
+
+        config = read_configuration(Path(flags.model)) if flags.model else AutoConfig.for_model(**QWEN3_8B)
+        return own_cost(flags.cost_model, config, "--cost-model")
     # --machine next to --tflops is refused below, and its file need not be read
     machine = read_machine(flags.machine, "--machine") if flags.machine and not flags.tflops else None
     _check_depths(flags, machine)

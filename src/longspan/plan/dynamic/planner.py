@@ -51,9 +51,9 @@ def plan_dynamic(
     the slowest of each micro-batch ("lockstep"), or only those that share a group ("free"). `partition` is that of
     `plan_fixed`: "contiguous" saves copies under `a2a`, and takes longer than predicted under the other types.
 
-    Under `a2a+p2p` give `hierarchical_context_parallel_sizes` as one number, the slots that exchange heads (of a pair
-    only the first counts). In a group of any degree as many slots exchange heads as the greatest common divisor of that
-    number and the degree.
+    `hierarchical_context_parallel_sizes` of `a2a+p2p` is one number, the slots that exchange heads (of a pair only the
+    first counts): in a group of any degree as many as the greatest common divisor of that number and the degree. None:
+    the sizes that are fastest for each group.
 
     `heads` is the model's number of query heads, which the home's tp divides. With it, groups have only degrees that
     `cp_comm_type` allows: under `a2a` those that divide the query heads of a rank. Without it, any degree is possible,

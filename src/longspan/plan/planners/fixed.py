@@ -43,7 +43,8 @@ def plan_fixed(
 
     Every slot runs the same number of micro-batches, a multiple of `micro_batch_multiple`, and holds at most
     `max_tokens_per_slot` rows in each, in whole multiples of `row_multiple`. `targets` is what divides the loss
-    (default length − 1 a document). `hierarchical_context_parallel_sizes` count if a layer uses a2a+p2p.
+    (default length − 1 a document). `hierarchical_context_parallel_sizes` count if a layer uses a2a+p2p; None: the
+    sizes that are fastest for each group.
 
     `partition` is how the rows of a group are divided between its slots. "zigzag": of each document equal shares from
     its beginning and its end, so that every slot has as much causal attention. "contiguous": documents end to end, one

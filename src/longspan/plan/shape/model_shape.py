@@ -29,7 +29,7 @@ from longspan.plan.shape.mixer_shape import MixerShape, mixer_kind, read_mixer_s
 
 SEEN_BY_IMAGES = ("gemma3", "shieldgemma2")  # families in whose every layer tokens of an image see each other
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers
-QWEN3_8B = {
+QWEN3_8B: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 4096,
     "num_hidden_layers": 36,

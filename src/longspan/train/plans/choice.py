@@ -18,7 +18,6 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import LongDocumentError, heads_allow, name_arguments
 from longspan.plan.cost.correction import NO_CORRECTION, Correction
-from longspan.plan.hierarchy import level_sizes
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.refinement import MOST_AHEAD, Refinement
@@ -197,15 +196,12 @@ class PlanChoice:
     def at_degree(self, degree: int, *, longest: int) -> "PlanChoice":
         """Return this choice at a fixed degree, with a cap raised, if need be, to hold a document of `longest` tokens.
 
-        Sizes of hierarchical levels become those of `level_sizes`, whose product is the degree.
+        Sizes of a2a+p2p that are given are fitted to the degree.
         """
-        options, cap = self.options, self.options.max_tokens_per_slot
-        sizes = options.hierarchical_context_parallel_sizes
+        cap = self.options.max_tokens_per_slot
         if cap is not None:
             cap = max(cap, -(-longest // degree))
-        if sizes is not None:
-            sizes = level_sizes(sizes, degree)
-        options = replace(options, max_tokens_per_slot=cap, hierarchical_context_parallel_sizes=sizes)
+        options = replace(fit_to_degree(self.options, degree), max_tokens_per_slot=cap)
         return replace(self, planner="fixed", degree=degree, options=options)
 
     def plan(self, lengths: Sequence[int], home: Layout, *, targets: int | None = None) -> Plan:
@@ -297,7 +293,7 @@ def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads:
     return PlanOptions(
         max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
         cp_comm_type=section.cp_comm_type or "p2p",
-        hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes,
+        hierarchical_context_parallel_sizes=section.hierarchical_context_parallel_sizes or None,
         cost=replace(cost, chunks=parallel.vpp if parallel.pipeline_schedule == "1f1b" else 1),
         node_size=PlanOptions.node_size if isinstance(node_size, str) else node_size,
         row_multiple=plan_row_multiple(config.parallel),
