@@ -327,6 +327,21 @@ def test_levels_follow_the_degree_that_is_compared() -> None:
     assert found == [(1, 1), (2, 1), (2, 2), (2, 2)]
 
 
+@pytest.mark.parametrize("planner", ["fixed", "padded", "dynamic"])
+def test_without_sizes_each_group_has_the_best_ones(planner: str) -> None:
+    """In training, in evaluation and in a set, each at its own degree: exchanges inside hosts of 8 slots."""
+    own = {"cp_comm_type": "a2a+p2p", "planner": planner, "max_tokens_per_slot": 1024}
+    own |= {"context_parallel_size": 16, "min_dynamic_context_parallel_size": 16}
+    given = {f"context.{key}": value for key, value in own.items()}
+    given |= {f"context.eval_{key}": value for key, value in own.items()} | {"model.path": "folder"}
+    set_of_degree = {"name": "books", "path": "books", "planner": "fixed", "context_parallel_size": 32}
+    config, cost = load_config(None, given | {"eval": [set_of_degree]}), Cost(across_bytes_per_second=1e9)
+    choices = [PlanChoice.evaluation(config, entry, cost=cost, heads=8) for entry in config.evaluations]
+    for choice, cp in zip([PlanChoice.training(config, cost=cost, heads=8), *choices], (16, 16, 32), strict=True):
+        groups = choice.plan((16000, 15000), Layout(32)).micro_batches[0].groups
+        assert {(g.degree, g.hierarchical_context_parallel_sizes) for g in groups} == {(cp, (8, cp // 8))}
+
+
 def test_degrees_that_the_query_heads_do_not_allow_are_refused_before_a_corpus_is_read() -> None:
     wide = {"context.cp_comm_type": "a2a", "context.context_parallel_size": 16}
     with pytest.raises(
