@@ -45,7 +45,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _run_hooks_until_gathered(state: Any) -> Iterator[None]:
-    """While open, run a layer's FSDP2 hooks only until its parameters are gathered; afterwards only inputs are cast.
+    """While open, run a layer's FSDP2 hooks only until its parameters are gathered, or where they cast.
 
     Other hooks keep their order, as ours take the places of FSDP2's. A block of several modules, which are gathered
     together, keeps its hooks: FSDP2 registers these under one handle, which names none of them.
@@ -72,24 +72,22 @@ class _GatheredHooks:
     def __init__(self, state: Any, pre_forward: Any, post_forward: Any) -> None:
         """Take a layer's FSDP2 state and hooks; `_runs_fsdp_hooks`: the forward pass under way runs FSDP2's hooks."""
         self.pre_forward, self.post_forward = pre_forward, post_forward
-        self._state, self._runs_fsdp_hooks = state, False
+        self._runs_fsdp_hooks = False
         self._groups = [*reduction_groups([state._modules[0]])]
         policy = state._mp_policy
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self._casts_outputs: bool = policy.output_dtype is not None
 
     def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run FSDP2's hook where a parameter is not gathered yet; else only cast the inputs.
+        """Run FSDP2's hook where a parameter is not gathered yet, or inputs or outputs are cast, which its hooks do.
 
-        Where outputs are cast, both of FSDP2's hooks always run, as the one after the pass casts them. Returning None
-        leaves the inputs as they are.
+        Returning None leaves the inputs as they are.
         """
-        self._runs_fsdp_hooks = self._casts_outputs or not all(group.is_unsharded for group in self._groups)
-        if self._runs_fsdp_hooks:
-            return self.pre_forward(module, args, kwargs)
-        if self._input_dtype is None or all(_has_dtype(x, self._input_dtype) for x in (*args, *kwargs.values())):
-            return None
-        return self._state._cast_forward_inputs(args, kwargs)
+        casts = self._casts_outputs or not (
+            self._input_dtype is None or all(_has_dtype(x, self._input_dtype) for x in (*args, *kwargs.values()))
+        )
+        self._runs_fsdp_hooks = casts or not all(group.is_unsharded for group in self._groups)
+        return self.pre_forward(module, args, kwargs) if self._runs_fsdp_hooks else None
 
     def end_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         """Run FSDP2's hook behind a forward pass if `begin_forward` ran the one before it; None leaves the output."""

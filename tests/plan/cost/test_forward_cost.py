@@ -126,7 +126,7 @@ def test_an_evaluation_in_free_mode_gathers_parameters_and_sums_no_gradients() -
     [
         ({"passes": "backward"}, "passes of a cost is 'backward'; use one of forward and backward, forward"),
         ({"cp_comm_type": "ring"}, "cp_comm_type of a cost is 'ring'; use one of p2p"),
-        ({"a2a_size": 0}, "a2a_size, the slots that exchange heads, is 0"),
+        ({"a2a_size": -1}, "a2a_size, the slots that exchange heads, is -1"),
         ({"forward": {"linear_seconds": 1.0}}, "forward is the cost of forward passes only"),
     ],
 )

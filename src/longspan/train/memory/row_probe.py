@@ -116,7 +116,9 @@ def probe_plan(
     count = -(-rows // most)  # documents of a group
     document_rows = min(most, -(-rows // (count * unit)) * unit)
     lengths = [document_rows * degree] * (home.slots // degree * in_flight * count)
-    options = replace(choice.options, max_tokens_per_slot=document_rows * count)
+    # without a pipeline's bubble in the price, for which more and smaller micro-batches would be made
+    cost = replace(choice.options.cost, chunks=1 << 20)
+    options = replace(choice.options, max_tokens_per_slot=document_rows * count, cost=cost)
     return replace(choice, options=options).at_degree(degree, longest=lengths[0]).plan(lengths, home)
 
 
