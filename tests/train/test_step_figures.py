@@ -44,7 +44,9 @@ def test_images_count() -> None:
 def test_stages_of_a_pipeline_share_a_step() -> None:
     plan = plan_fixed([32] * 8, Layout(2, pp=2), cp=1, max_tokens_per_slot=32, cost=COST)
     figures = StepFigures(shape=TEXT, devices=2, priced_here=True).step_figures(plan, 2.0)
-    assert figures["predicted_seconds"] == plan.predicted_seconds == pytest.approx(9 * 0.16)  # eight micro-batches, and one to fill the stages
+    assert (
+        figures["predicted_seconds"] == plan.predicted_seconds == pytest.approx(9 * 0.16)
+    )  # eight micro-batches, and one to fill the stages
     assert figures["bound_share"] == pytest.approx(8 * 0.16 / 2.0, rel=0.15)
 
 
