@@ -112,18 +112,22 @@ def keep_layer_arguments(model: PreTrainedModel) -> None:
         layer.register_forward_pre_hook(_note_arguments, with_kwargs=True)
         layer.register_forward_hook(_forget_arguments, always_call=True)
     for module in model.modules():
-        if hasattr(module, "gradient_checkpointing"):
+        if isinstance(module, PreTrainedModel) or hasattr(module, "gradient_checkpointing"):
             module.register_forward_pre_hook(_note_in_recomputation)
 
 
 def _note_in_recomputation(module: nn.Module, _: Any) -> None:
-    """Wrap a module's checkpointing function, whoever set it and when, so that recomputation notes arguments too."""
-    run: Any = getattr(module, "_gradient_checkpointing_func", None)
-    function = getattr(run, "func", run)
-    if function is checkpoint:  # a re-entrant one gives no gradients to tensors among keyword arguments (Gemma 3n)
-        run = partial(run, use_reentrant=False)
-    if run is not None and function is not _checkpoint_with_note:
-        vars(module)["_gradient_checkpointing_func"] = partial(_checkpoint_with_note, run)
+    """Wrap checkpointing functions, whoever set them and when, so that recomputation notes arguments too.
+
+    Those of a module, and of the layers of a model: in transformers 5.17 a layer's hooks ran inside its checkpoint.
+    """
+    for part in module.modules() if isinstance(module, PreTrainedModel) else (module,):
+        run: Any = vars(part).get("_gradient_checkpointing_func")
+        function = getattr(run, "func", run)
+        if function is checkpoint:  # a re-entrant one gives no gradients to tensors among keyword arguments (Gemma 3n)
+            run = partial(run, use_reentrant=False)
+        if run is not None and function is not _checkpoint_with_note:
+            vars(part)["_gradient_checkpointing_func"] = partial(_checkpoint_with_note, run)
 
 
 def _checkpoint_with_note(function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any) -> Any:
