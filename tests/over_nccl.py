@@ -100,7 +100,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "evaluation/test_evaluate.py::test_every_document_and_metric_equals_the_stock_model",
         "evaluation/test_gathers.py::test_parameters_are_gathered_once_where_all_ranks_have_room",
         "evaluation/test_no_trace.py::test_evaluations_leave_no_trace few",
-        "evaluation/test_passkey.py::test_the_grid_equals_greedy_decoding_and_dense_losses",
         "train/own_loss/test_exact.py::test_equals_one_process micro-batch",
         "train/own_loss/test_exact.py::test_equals_one_process folded",
         "train/steps/test_any_plan.py::test_loss_and_gradients 4",

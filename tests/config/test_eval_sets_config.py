@@ -76,7 +76,6 @@ def test_a_degree_alone_changes_the_degree(table: Any, keys: dict[str, Any], val
 def test_toml_there_and_back_and_nothing_is_left_open(tmp_path: Path) -> None:
     tables = [
         BOOKS,
-        {"name": "keys", "path": "passkey", "passkey_lengths": [512, 2048], "passkey_depths": [0, 0.5]},
         {"name": "code.2", "path": 'a "b"', "every": 0, "metrics": ["m.f"], "cp_comm_type": ["p2p", "a2a"]},
     ]
     config = load_config(None, {"eval": tables})
@@ -114,15 +113,6 @@ IMPOSSIBLE: list[tuple[list[dict[str, Any]], str]] = [
     ([{"path": "a"}], r"the first table \[\[eval\]\] has name = ''; give one of letters"),
     ([BOOKS, {"name": "a/b", "path": "a"}], r"the second table \[\[eval\]\] has name = 'a/b'"),
     ([{"name": "books"}], r"eval.books.path is empty"),
-    (
-        [BOOKS | {"passkey_lengths": [512]}],
-        r"eval.books.passkey_lengths is \[512\] and eval.books.path is .books.; passkey",
-    ),
-    ([{"name": "keys", "path": "passkey"}], r"eval.keys.passkey_lengths, .*: passkey retrieval of 0 lengths, 5 depths"),
-    (
-        [{"name": "keys", "path": "passkey", "passkey_lengths": [512], "passkey_depths": [2]}],
-        r"from 0 \(its beginning\) to 1 \(its end\), not \[2.0\]",
-    ),
     ([BOOKS, BOOKS | {"path": "b"}], r"2 of 2 tables \[\[eval\]\] have name = 'books'"),
     (
         [BOOKS | {"context_parallel_size": 3}],

@@ -17,14 +17,10 @@ from torch.nn import functional as F
 from longspan import World
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.run_corpus import build_shared_corpus
-from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.errors import ConfigError, DataError, LongspanError
-from longspan.evaluation.passkey import passkey_documents
-from longspan.evaluation.result import PasskeyGrid
 from longspan.evaluation.sets import open_set
 from longspan.model.presets import preset_config
-from longspan.report import write_report
 from longspan.run.checks.config_check import check_config
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loggers.run_loggers import scalars
@@ -68,8 +64,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str, 
         {"name": "books", "every": 3, "metrics": [f"{HERE}.top_five"], "max_document_tokens": 0}
         | {"planner": "dynamic", "max_tokens_per_slot": 128},
         {"name": "some", "documents": 3, "context_parallel_size": 1, "attention_kernel": "cpu_flash"},
-        {"name": "keys", "path": "passkey", "passkey_lengths": [400, 420], "passkey_depths": [0, 1]}
-        | {"passkey_samples": 1, "max_tokens_per_slot": 256},
         train__eval_document_losses=True,
         run__loggers=["tests.run.loggers.fake_loggers.FileLogger"],
     )
@@ -107,7 +101,7 @@ def test_each_document_of_a_set_counts_once_as_in_the_stock_model(straight: tupl
     assert row["eval_perplexity"] == pytest.approx(math.exp(row["eval_loss"]), rel=1e-12)
     assert row["eval_top_five"] == sum(hits for *_, hits in stock) / targets
     assert row["eval_token_accuracy"] <= row["eval_top_five"] and 0 < row["eval_bits_per_byte"] < 8
-    assert [e.name for e in result.named] == ["books", "some", "keys"] and "books  " in result.text()
+    assert [e.name for e in result.named] == ["books", "some"] and "books  " in result.text()
     some = [json.loads(line) for line in (folder / "evaluations" / "some-step-000006.jsonl").read_text().splitlines()]
     assert len(some) == 3 and {line["name"] for line in some} <= {line["name"] for line in lines}
 
@@ -224,24 +218,7 @@ def test_documents_of_a_set_are_no_longer_than_the_model_knows(tmp_path: Path) -
         ConfigError, match=r"has 1000000 tokens \(of set 'books'\), .* with eval.books.max_document_tok"
     ):
         check("books", 10**6)
-    with pytest.raises(ConfigError, match=r'set model.rope_scaling = "yarn" and model.rope_factor = 30.75, or leave '):
-        check("keys", 10**6, passkey=True)
     check("books", 60)
-
-
-def test_keys_that_were_retrieved_are_in_rows_lines_and_the_report(
-    straight: tuple[RunConfig, str, TrainResult],
-) -> None:
-    config, text, result = straight
-    rows = rows_of(config, "keys")
-    assert [row["step"] for row in rows] == [2, 4, 6]
-    documents = passkey_documents(load_tokenizer(config.run.dir), (400, 420), (0, 1), samples=1, seed=config.train.seed)
-    lines = (Path(config.run.dir) / "evaluations" / "keys-step-000006.jsonl").read_text().splitlines()
-    assert [json.loads(line)["name"] for line in lines] == [document.name for document in documents]
-    grid = PasskeyGrid.from_json(rows[-1]["passkey"])
-    assert (grid.lengths, grid.depths, grid.samples, grid.step, grid.cp) == ((400, 420), (0.0, 1.0), 1, 6, 2)
-    assert grid == result.named[-1].passkey and grid.table() in text
-    assert "Passkey retrieval (keys): " in write_report(config.run.dir).read_text()
 
 
 def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from longspan.report import plan_page, write_report
 from longspan.report.chart import Chart, Series
 from longspan.report.chart_documents import NamedBar, bar_document, chart_document
 from longspan.report.eval_page import eval_page
-from longspan.report.passkey import passkey_picture
 from longspan.report.plan_section import plan_document
 from longspan.report.run_folder import RunFolder
 from tests.report.runs import FACTS, mixed_plan, train_row, write_run
@@ -27,8 +26,6 @@ from tests.report.test_eval_page import DIFFERENCE, RECORD, ROW
 TAIL = (
     "\"'><x-hostile onclick=alert(1)>\u2028</script></style></title></textarea>--><svg/onload=alert(2)>`${3}&quot;a.b"
 )
-PASSKEY = {"step": 60, "cp": 2, "lengths": [64, 128], "depths": [0.0, 1.0], "samples": 2}
-PASSKEY |= {"retrieved": [[2, 1], [0, 2]], "losses": [[0.1, 1.0], [2.0, 0.5]]}
 SAMPLE = {"step": 60, "name": "s", "text": "what?", "answer": "7", "predicted": "8", "images": ["aGk=", "aGk= onerror"]}
 
 
@@ -77,10 +74,7 @@ def run_in(folder: Path, change: Callable[[Any], Any]) -> Path:
         rows[-1] | {"eval_name": name, "planner": "my.planner", "step": step} for name in ("a", "b") for step in (1, 60)
     ]
     buckets = [[0, 127, 3.5, 100, 2], [128, 255, 3.0, 158, 1]]
-    rows += [
-        rows[-1] | {"by_position": buckets, "by_length": buckets, "eval_own": 2.0, "passkey": PASSKEY | {"step": n}}
-        for n in (1, 60)
-    ]
+    rows += [rows[-1] | {"by_position": buckets, "by_length": buckets, "eval_own": 2.0} for n in (1, 60)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
     memory = {"measures": ["full", "own"], "device": {"total": 9e9, "weights": 5e9, "kept": 1e9, "own": 3}, "host": {}}
     (path / "run.json").write_text(json.dumps(change(FACTS | {"memory": memory, "mtp": "m", "rows": "r"})))
@@ -118,8 +112,6 @@ def pages(folder: Path, change: Callable[[Any], Any], tail: str) -> Iterator[str
     yield bar_document(
         f"bars{tail}", [NamedBar(f"one{tail}", 1.0, f"w{tail}"), NamedBar(f"two{tail}", 2.0, "")], f"s{tail}"
     )
-    grids = RunFolder.read(folder / f"run{tail.replace('/', '!')}").passkey
-    yield from (passkey_picture(grid, name=name) for name, grid in grids)
 
 
 def test_pages_hold_no_element_of_a_record(tmp_path: Path) -> None:
@@ -154,7 +146,7 @@ BAD_ROWS = [
     '{"step": 10, "eval_loss": 1.0, "eval_tokens": 1e300, "cp": 1e29, "eval_documents": 1, "planner": 7, '
     '"by_position": [[1e300, 0, 1, 1, 1], [0, 0, null, 0, 0]], "by_length": {"a": 1}, "eval_activation_bytes": "x"}',
     '{"step": 11, "eval_loss": -1e29, "eval_tokens": 1, "cp": 1, "eval_documents": 1, "planner": [], "by_position": 1, '
-    '"by_length": [[1, 2, 1e29, 3, 4], [5, 6, -1e29, 7, 8]], "passkey": {"step": "x", "lengths": [1]}}',
+    '"by_length": [[1, 2, 1e29, 3, 4], [5, 6, -1e29, 7, 8]]}',
     "\x00\xff", "[]", "7", '"text"',
 ]  # fmt: skip
 

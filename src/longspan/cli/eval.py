@@ -14,7 +14,6 @@ from longspan.cli.evaluation.output import (
     check_writable,
     result_tables,
     write_documents,
-    write_picture,
     write_result_folder,
 )
 from longspan.cli.processes import (
@@ -110,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         for _, path in request.paths:
             find_root(path, key="--data")
     if is_reporting():
-        check_writable(flags.documents, flags.out, flags.plot)
+        check_writable(flags.documents, flags.out)
     print_note(processes.note, sys.stderr)
     starts.end_part("command")
     args = (request, processes.ranks, processes.backend, starts)
@@ -129,8 +128,6 @@ def _write_results(flags: EvalFlags, results: Sequence[SubjectResult], ranks: in
     record = results_record(results, ranks)
     if flags.documents:
         write_documents(results, Path(flags.documents))
-    if flags.plot:
-        write_picture(results, Path(flags.plot))
     if flags.out:
         write_result_folder(results, record, Path(flags.out))
     print(as_json(record) if flags.json else result_tables(results, ranks))

@@ -1,46 +1,11 @@
-"""The section [data] with its tables [[data.sources]], and the settings of passkey retrieval. Imports no torch."""
+"""The section [data] with its tables [[data.sources]]. Imports no torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, NonNegativeInt, PositiveFloat
-from longspan.errors import DataError, plural
 
-PASSKEY = "passkey"  # the path of an evaluation set that is made, not read
 MAX_TEXT_BYTES = 1 << 26
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
-@dataclass(frozen=True)
-class PasskeySettings:
-    """Passkey retrieval: a number is hidden in made text, and asked for at the end."""
-
-    lengths: tuple[int, ...] = ()
-    """Lengths of documents in tokens, such as 1024 4096 16384; none: no passkey retrieval."""
-    depths: tuple[float, ...] = DEPTHS
-    """Where in a document the number stands, from 0 (its beginning) to 1 (its end)."""
-    samples: int = 4
-    """Documents of each length and depth."""
-    seed: int = 0
-    """Seed of the numbers."""
-
-    def check(self) -> None:
-        """Raise DataError for what makes no documents."""
-        check_passkey(self.lengths, self.depths, self.samples)
-
-
-def check_passkey(lengths: Sequence[int], depths: Sequence[float], samples: int) -> None:
-    """Raise DataError for lengths, depths or samples that make no documents."""
-    if not lengths or not depths or samples < 1:
-        raise DataError(
-            f"passkey retrieval of {plural(len(lengths), 'length')}, {plural(len(depths), 'depth')} and "
-            f"{plural(samples, 'sample')} has no document; give at least one of each"
-        )
-    if outside := [depth for depth in depths if not 0 <= depth <= 1]:
-        raise DataError(
-            f"passkey depths are shares of a document, from 0 (its beginning) to 1 (its end), not {outside}"
-        )
 
 
 @dataclass(frozen=True)

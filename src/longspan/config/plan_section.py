@@ -9,7 +9,6 @@ The plans themselves are made in `train/plans`.
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from longspan.config.data_sections import DEPTHS, PasskeySettings
 from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, NonNegativeFloat, NonNegativeInt, PositiveInt, Texts
 from longspan.plan.hierarchy import level_sizes
 
@@ -156,14 +155,7 @@ class EvalConfig(PlanSection):
     name: str = ""
     """Letters, digits, - and _ and dots: in lines, in metrics.jsonl, and the folder RUN/evaluation/NAME."""
     path: str = ""
-    """A folder or file of .txt .md .py .jsonl, or stdlib, as data.path; tokenized with the run's tokenizer. Or passkey:
-    made documents, which hide a number and ask for it (docs/evaluation.md)."""
-    passkey_lengths: tuple[int, ...] = ()
-    """With path = "passkey": tokens of the documents in which a number is hidden, such as [1024, 4096, 16384]."""
-    passkey_depths: tuple[float, ...] = DEPTHS
-    """Where in a document it stands, from 0 (its beginning) to 1 (its end)."""
-    passkey_samples: PositiveInt = 4
-    """Documents of each length and depth."""
+    """A folder or file of .txt .md .py .jsonl, or stdlib, as data.path; tokenized with the run's tokenizer."""
     documents: NonNegativeInt = 0
     """At most this many of its documents, chosen by train.seed; 0: all."""
     max_document_tokens: NonNegativeInt = NOT_GIVEN
@@ -174,10 +166,6 @@ class EvalConfig(PlanSection):
     """Metrics of your own, as train.eval_metrics. Default: the same."""
     max_seconds: NonNegativeFloat = NOT_GIVEN
     """As train.eval_seconds, of this set; 0: no limit. Default: the same."""
-
-    def passkey(self, seed: int) -> PasskeySettings:
-        """Return the settings of the documents that are made for the path "passkey"."""
-        return PasskeySettings(self.passkey_lengths, self.passkey_depths, self.passkey_samples, seed)
 
     @property
     def prefix(self) -> str:

@@ -19,8 +19,7 @@ from longspan.comm import World, raise_first_error
 from longspan.data.documents import CorpusDocuments
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.gather_once import gather_once, gathered_bytes
-from longspan.evaluation.metrics import EvaluationOptions, Mean, MeasuredDocuments, check_metrics
-from longspan.evaluation.passkey import PasskeyDocuments
+from longspan.evaluation.metrics import EvaluationOptions, Mean, check_metrics
 from longspan.evaluation.result import Evaluation
 from longspan.evaluation.row_sums import RowSums, Totals
 from longspan.layout import Layout
@@ -51,16 +50,13 @@ def evaluate(
     >>> result.loss, result.perplexity, result.metrics["token_accuracy"].value
 
     `documents[d]` is document d: it has a length and is indexed by an int64 array of positions, those that a rank
-    holds; MeasuredDocuments bring metrics as well. Parameters, gradients, modes of modules and states of random
+    holds. Parameters, gradients, modes of modules and states of random
     generators are afterwards as they were before, also where it raises; `world.step` does not change.
 
     Raises PlanError for documents that fit no plan, EvaluationError for a metric that gives no (sum, count), DataError
     for documents that cannot be read, and EvaluationStopped where `options` stop it: each on all ranks.
     """
     started, options = time.perf_counter(), options or EvaluationOptions()
-    measured = documents if isinstance(documents, MeasuredDocuments) else None
-    if measured is not None:
-        options = replace(options, document_metrics={**options.document_metrics, **measured.metrics})
     inputs = move_rows(_check_inputs(model, documents, choice, world))
     plan, naming = inputs.plan, world.watch.naming("evaluation", world.home.ranks, step=options.step)
     around = nullcontext() if options.around is None else options.around(plan.predicted_seconds)
@@ -72,16 +68,13 @@ def evaluate(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
     # the result names the widest degree, unless a choice names one degree for all documents (0: the plan's)
-    result = replace(
+    return replace(
         _make_result(inputs, totals, options),
         cp=_degree_of_result(choice, plan),
         seconds=time.perf_counter() - started,
         # Without the parameters that stayed gathered, which are no activations.
         activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes - portions.gathered),
     )
-    if measured is not None:
-        result = replace(result, **measured.figures(result.document_metrics, step=result.step, cp=result.cp))
-    return result
 
 
 def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World) -> StepInputs:
@@ -142,9 +135,7 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
 # ---- the plan of an evaluation, priced for forward passes only
 
 
-def list_degree_choices(
-    choice: PlanChoice, documents: CorpusDocuments | PasskeyDocuments, home: Layout
-) -> list[PlanChoice]:
+def list_degree_choices(choice: PlanChoice, documents: CorpusDocuments, home: Layout) -> list[PlanChoice]:
     """List a choice at several degrees, each under a cap that holds the documents.
 
     They are 1, 2, 4, … as far as they divide the slots, and all slots. Degrees at which a2a cannot split the query

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from numbers import Real
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import IO, Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -64,20 +64,6 @@ class Bucket(NamedTuple):
     last: int
     loss: Mean
     documents: int
-
-
-@runtime_checkable
-class MeasuredDocuments(Protocol):
-    """Documents that bring metrics, and fields of an evaluation's result: passkey documents, say."""
-
-    @property
-    def metrics(self) -> Mapping[str, DocumentMetric]:
-        """Metrics of each document, besides those of `EvaluationOptions.document_metrics`."""
-        ...
-
-    def figures(self, measured: Mapping[str, Sequence[Mean]], *, step: int, cp: int) -> Mapping[str, Any]:
-        """Return fields of `Evaluation` and their values, from each metric's sum and count of every document."""
-        ...
 
 
 def check_sum_and_count(name: str, result: Any) -> tuple[Any, Any]:

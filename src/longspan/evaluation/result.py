@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from longspan.errors import plural
@@ -13,84 +13,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PasskeyGrid:
-    """Of the `samples` documents of each length and depth, how many were `retrieved`: every token of the answer right.
-
-    `retrieved[l][d]` and `losses[l][d]`, the mean loss of the answers' tokens, are those of `lengths[l]` and
-    `depths[d]`.
-    """
-
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...]
-    samples: int
-    retrieved: tuple[tuple[int, ...], ...]
-    losses: tuple[tuple[float, ...], ...]
-    step: int = 0
-    cp: int = 0
-
-    @property
-    def documents(self) -> int:
-        """The number of documents."""
-        return len(self.lengths) * len(self.depths) * self.samples
-
-    @property
-    def share(self) -> float:
-        """The share of all keys that were retrieved."""
-        return sum(map(sum, self.retrieved)) / self.documents
-
-    def share_of_length(self, index: int) -> float:
-        """Return the share of keys that were retrieved from documents of `lengths[index]`."""
-        return sum(self.retrieved[index]) / (len(self.depths) * self.samples)
-
-    def table(self) -> str:
-        """Write the shares as text: a line for each depth, a column for each length.
-
-        >>> print(PasskeyGrid((512, 1024), (0.0, 1.0), 4, ((4, 4), (1, 3)), ((0.1, 0.1), (2.0, 0.7))).table())
-        keys retrieved: 12 of 16, 4 for each length and depth (1: the key stands at the end)
-        depth   512  1,024
-        0      100%    25%
-        1      100%    75%
-        """
-        rows = [
-            (f"{depth:g}", *(f"{100 * row[d] / self.samples:.0f}%" for row in self.retrieved))
-            for d, depth in enumerate(self.depths)
-        ]
-        rows.insert(0, ("depth", *(f"{length:,}" for length in self.lengths)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip() for cells in rows
-        ]
-        title = (
-            f"keys retrieved: {sum(map(sum, self.retrieved))} of {self.documents}, {self.samples} for each length and"
-        )
-        return "\n".join([f"{title} depth (1: the key stands at the end)", *lines])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the grid as a JSON object; `from_json` gives an equal one back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "PasskeyGrid":
-        """Read a grid from a JSON object, in which a loss that is not finite is null.
-
-        Raises KeyError, TypeError or ValueError for an object that is no grid.
-        """
-        rows: Sequence[Sequence[int]] = value["retrieved"]
-        grid = cls(
-            lengths=tuple(map(int, value["lengths"])),
-            depths=tuple(map(float, value["depths"])),
-            samples=int(value["samples"]),
-            retrieved=tuple(tuple(map(int, row)) for row in rows),
-            losses=tuple(tuple(float("nan") if x is None else float(x) for x in row) for row in value["losses"]),
-            step=int(value["step"]),
-            cp=int(value["cp"]),
-        )
-        if [len(row) for row in grid.retrieved] != [len(grid.depths)] * len(grid.lengths) or grid.samples < 1:
-            raise ValueError(f"{len(grid.lengths)} x {len(grid.depths)} cells were expected")
-        return grid
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """The loss over the documents of an evaluation, the sum over `targets` predicted tokens divided by their number.
 
@@ -98,7 +20,7 @@ class Evaluation:
     `token_bytes`) and the caller's metrics, each a sum and a count. `by_position` and `by_length` have the loss by the
     position of the predicting token and by the length of its document, in buckets cut at powers of two.
     `document_losses` has the sum and the targets of every document, `document_metrics` the sum and count of every
-    document for each metric of documents. `passkey` has the retrieved keys of documents by `passkey_documents`.
+    document for each metric of documents.
     `activation_bytes` is the most memory that the evaluation added on any GPU; None on CPUs.
     """
 
@@ -116,7 +38,6 @@ class Evaluation:
     by_length: "tuple[Bucket, ...]" = ()
     document_losses: "tuple[Mean, ...]" = ()
     document_metrics: "Mapping[str, tuple[Mean, ...]]" = field(default_factory=dict)
-    passkey: PasskeyGrid | None = None
     activation_bytes: int | None = None
 
     @property
@@ -136,8 +57,6 @@ class Evaluation:
         row: dict[str, Any] = {"step": self.step} | ({"eval_name": self.name} if self.name else {})
         row |= {"eval_loss": self.loss, "eval_perplexity": self.perplexity}
         row |= {f"eval_{name}": mean.value for name, mean in self.metrics.items()}
-        if self.passkey is not None:
-            row |= {"eval_passkey_retrieved": self.passkey.share, "passkey": self.passkey.to_json()}
         row |= {"eval_tokens": self.tokens, "eval_targets": self.targets, "eval_documents": self.documents}
         row |= {"cp": self.cp, "planner": self.plan.planner, "seconds": round(self.seconds, 6)}
         if self.activation_bytes is not None:

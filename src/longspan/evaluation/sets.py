@@ -1,10 +1,10 @@
 """The evaluation sets of a run, each with its documents and metrics, opened before the first step on all ranks.
 
 Texts under a set's path are tokenized with the run's tokenizer into RUN/evaluation/NAME, once, and again where they
-changed. Sets of other kinds are made: `SET_MAKERS` has a function for each path that stands for one.
+changed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
-from longspan.config.data_sections import PASSKEY
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.corpus.build import ensure_corpus
@@ -27,7 +26,6 @@ from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import sample_documents
 from longspan.errors import DataError, plural
 from longspan.evaluation.metrics import Metric
-from longspan.evaluation.passkey import PasskeyDocuments, passkey_documents
 from longspan.files import name_file_in_errors
 
 
@@ -40,7 +38,7 @@ class EvaluationSet:
     """
 
     config: EvalConfig
-    documents: CorpusDocuments | PasskeyDocuments
+    documents: CorpusDocuments
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     token_bytes: npt.NDArray[np.int64] | None = None
 
@@ -75,26 +73,13 @@ class EvaluationSet:
         return f"evaluation set {self.name}: {size}; evaluated {when}"
 
 
-def _make_passkey_set(entry: EvalConfig, config: RunConfig) -> EvaluationSet:
-    """Make the set of passkey retrieval that an entry of the configuration asks for."""
-    passkey = entry.passkey(config.train.seed)
-    tokenizer = load_tokenizer(Path(config.run.dir))
-    documents = passkey_documents(tokenizer, passkey.lengths, passkey.depths, passkey.samples, passkey.seed)
-    return EvaluationSet(entry, documents)
-
-
-# What makes the set of a path that stands for no files; entered by all ranks, and the same on each.
-SET_MAKERS: dict[str, Callable[[EvalConfig, RunConfig], EvaluationSet]] = {PASSKEY: _make_passkey_set}
-
-
 def check_paths(config: RunConfig, world: World) -> None:
     """Raise DataError on every rank for a set whose path is missing or holds no text, before a corpus is built."""
 
     def list_files() -> None:
         """List the files of each set, which raises where there are none."""
         for entry in config.eval:
-            if entry.path not in SET_MAKERS:
-                _corpus_settings(config, entry).files(Path(config.run.dir))
+            _corpus_settings(config, entry).files(Path(config.run.dir))
 
     run_on_first_rank(world, list_files, DataError)
 
@@ -104,8 +89,6 @@ def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -
 
     All ranks call it together, once the run has its tokenizer. Raises DataError for texts that cannot be read.
     """
-    if (make := SET_MAKERS.get(entry.path)) is not None:
-        return run_on_every_rank(world, lambda: make(entry, config), DataError)
     corpus = _shared_corpus(config, entry, world, log)
     documents = corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed))
     return EvaluationSet(entry, documents)
@@ -113,8 +96,6 @@ def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -
 
 def describe_trained_files(training: Corpus, evaluated: EvaluationSet) -> str:
     """Say in a line how many source files of a set are trained on too, and which; "" where none is."""
-    if not isinstance(evaluated.documents, CorpusDocuments):
-        return ""
     corpus = evaluated.documents.corpus
     evaluated_sums = {source.sha256 for source in corpus.sources}
     trained = {source.sha256 for source in training.sources if source.sha256 in evaluated_sums}

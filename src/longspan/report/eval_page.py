@@ -16,18 +16,16 @@ _COLUMNS = ("eval_loss", "eval_perplexity")  # before metrics
 _COUNTS = ("eval_documents", "eval_tokens", "eval_targets")
 
 
-def eval_page(record: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
+def eval_page(record: Mapping[str, Any]) -> str:
     """Return the page of one call of `longspan eval`, from the record that --json prints.
-
-    `pictures` are charts of passkey retrieval as SVG or HTML, which is put in as it is.
 
     >>> Path("report.html").write_text(eval_page(json.loads(Path("results.json").read_text())))
     """
-    return page(f"{record['target']} · longspan", list(_eval_sections(record, pictures)))
+    return page(f"{record['target']} · longspan", list(_eval_sections(record)))
 
 
-def _eval_sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterator[str]:
-    """Yield the sections: header, evaluations, differences from another model, curves, and `pictures` (markup)."""
+def _eval_sections(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the sections: header, evaluations, differences from another model, and curves."""
     models = [record, *([record["compare"]] if "compare" in record else [])]
     yield _eval_header(record)
     yield section("Evaluations", scrolling_table(*_evaluations_table(models)))
@@ -36,8 +34,6 @@ def _eval_sections(record: Mapping[str, Any], pictures: Sequence[str]) -> Iterat
     charts = list(_loss_charts(models))
     if charts:
         yield section("Where the loss is", tag("div", *charts, class_="grid-2"))
-    for picture in pictures:
-        yield section("Passkey retrieval", tag("div", picture, class_="scroll"))
 
 
 def _eval_header(record: Mapping[str, Any]) -> str:

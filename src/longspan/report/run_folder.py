@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from longspan.errors import ConfigError, PlanError, plural
-from longspan.evaluation.result import PasskeyGrid
 from longspan.files import json_values, parse_json
 from longspan.plan import Plan
 from longspan.plan.cost.correction import PARTS
 from longspan.plan.plan_rows import find_plan
 from longspan.report.evaluation_rows import EvalRow, number
-from longspan.report.passkey import passkey_grids
 from longspan.run.facts import RunFacts
 from longspan.run.loggers.metrics_log import read_json_rows
 
@@ -65,7 +63,6 @@ class RunFolder:
     train: dict[str, np.ndarray]
     evaluations: tuple[EvalRow, ...] = ()
     final: tuple[EvalRow, ...] = ()
-    passkey: tuple[tuple[str, PasskeyGrid], ...] = ()
     samples: tuple[dict[str, Any], ...] = ()
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)
@@ -103,7 +100,6 @@ class RunFolder:
             train={name: np.array([number(train[s].get(name)) for s in steps]) for name in _columns(train.values())},
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
             final=tuple(_evaluation_rows(summary.get("eval_at_degrees", ()), notes)),
-            passkey=passkey_grids(rows),
             samples=_read_samples(path / "samples.jsonl", notes),
             config_text=config_text,
             config=config,

@@ -26,7 +26,6 @@ from longspan.report.evaluation_sections import (
 )
 from longspan.report.markup import section, tag, text
 from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
-from longspan.report.passkey import passkey_section
 from longspan.report.run_folder import CORRECTION, MTP_LOSS, RunFolder
 from longspan.report.series import smooth
 from longspan.run.facts import RunFacts
@@ -152,8 +151,6 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     yield _figure_cards(run)
     yield section("Loss", *chart_at_both_widths(partial(loss_chart, run)))
     yield from evaluation_sections(run)
-    if run.passkey:
-        yield passkey_section(run.passkey)
     if run.samples:
         yield samples_section(run.samples)
     yield memory_section(run)

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from longspan.errors import plural
-from longspan.evaluation.result import PasskeyGrid
 from longspan.launch.stop_signals import leave_closed_output
 
 LINE_SECONDS = 30.0  # where there is no terminal, no longer without a line
@@ -102,8 +101,6 @@ class ProgressDisplay:
             f"{self._step_text(row)}  {subject} {row['eval_loss']:.6f} at cp {row['cp']} "
             f"({', '.join([plural(tokens, 'token'), *_metric_texts(row)])}, in {seconds:.1f} s)"
         )
-        if "passkey" in row:
-            self.log(PasskeyGrid.from_json(row["passkey"]).table())
 
     def show_eval_progress(self, name: str, done: int, count: int) -> None:
         """Show how many micro-batches of an evaluation are done, and how many it has."""

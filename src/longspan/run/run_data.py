@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
-from longspan.config.data_sections import PASSKEY
 from longspan.config.sections import RunConfig, held_out_set
 from longspan.corpus.run_corpus import build_shared_corpus
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
@@ -122,8 +121,7 @@ def check_set_lengths(
     for entry in (s for s in sets if s.name):
         tokens, origin = entry.longest
         check_longest_of_set(config, entry.config, home, tokens, origin, heads)
-        is_passkey = entry.config.path == PASSKEY
-        check_set_length(model, config.model, longest, entry.name, tokens, passkey=is_passkey)
+        check_set_length(model, config.model, longest, entry.name, tokens)
 
 
 def with_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:

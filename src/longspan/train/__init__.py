@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from longspan.evaluation.evaluate import evaluate as evaluate
     from longspan.evaluation.metrics import EvaluationOptions as EvaluationOptions
     from longspan.evaluation.metrics import TargetRows as TargetRows
-    from longspan.evaluation.passkey import PASSKEY_OPENING as PASSKEY_OPENING
-    from longspan.evaluation.passkey import passkey_documents as passkey_documents
-    from longspan.evaluation.passkey import passkey_text as passkey_text
     from longspan.model import without_adapter as without_adapter
     from longspan.model.experts.router import RouterCoefficients as RouterCoefficients
     from longspan.train.gradients import clip_grad_norm as clip_grad_norm

@@ -57,13 +57,10 @@ def scale_positions(
     return scaled
 
 
-def check_set_length(
-    configuration: PreTrainedConfig, model: ModelConfig, longest: int, name: str, tokens: int, *, passkey: bool = False
-) -> None:
+def check_set_length(configuration: PreTrainedConfig, model: ModelConfig, longest: int, name: str, tokens: int) -> None:
     """Raise ConfigError where a document of the evaluation set `name` has more `tokens` than the model has positions.
 
-    `longest` is the tokens of the longest document of the run's corpus, by which positions are scaled. With `passkey`,
-    the documents are those of passkey retrieval, whose lengths the configuration lists: they cannot be cut.
+    `longest` is the tokens of the longest document of the run's corpus, by which positions are scaled.
     """
     # The corpus has been checked and its lines logged: "" and the empty log are not read.
     limit = position_limit(scale_positions(configuration, model, longest, "", lambda _: None))
@@ -71,10 +68,9 @@ def check_set_length(
         factor = f"model.rope_factor = {smallest_factor(configuration, tokens):g}"
         longer = factor if model.rope_scaling else f'model.rope_scaling = "yarn" and {factor}'
         cut = f"cut documents with eval.{name}.max_document_tokens = {limit}"
-        shorter = f"leave out of eval.{name}.passkey_lengths what is above {limit}" if passkey else cut
         raise ConfigError(
             f"the longest document has {tokens} tokens (of set {name!r}), and the model knows {limit} positions "
-            f"(max_position_embeddings of its configuration, and model.rope_scaling); set {longer}, or {shorter}"
+            f"(max_position_embeddings of its configuration, and model.rope_scaling); set {longer}, or {cut}"
         )
 
 

@@ -9,7 +9,6 @@ from tyro.conf import FlagConversionOff, Positional, UseAppendAction
 
 from longspan.cli.flags import Switch, check_least, parse_flags
 from longspan.cli.processes import Device
-from longspan.config.data_sections import PASSKEY, PasskeySettings
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
@@ -85,11 +84,8 @@ class EvalFlags:
     """Stop with an error where the evaluations take more than so many seconds; 0: no limit."""
     documents: str = ""
     """Write the loss of every document to this file, one JSON object a line."""
-    plot: str = ""
-    """Write the picture of passkey retrieval, an SVG, to this file."""
     out: str = ""
-    """Write results.json (what --json prints), documents.jsonl, report.html and the passkey picture to this folder."""
-    passkey: PasskeySettings = field(default_factory=PasskeySettings)
+    """Write results.json (what --json prints), documents.jsonl and report.html to this folder."""
     model: SavedModel = field(default_factory=SavedModel)
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
@@ -121,7 +117,6 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     CheckpointError for an impossible request.
     """
     _check_values(flags)
-    _check_passkey_flags(flags)
     flag_keys = read_flag_keys(argv)
     refuse_training_keys(flag_keys)
     first = _make_subject(argv, saved_weights(flags.target), flags, base=flags.without_adapter)
@@ -146,7 +141,6 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         degrees=_parse_degrees(flags.degrees),
         metrics=flags.metrics,
         seconds=flags.seconds,
-        passkey=flags.passkey,
         flag_keys=flag_keys,
         home_changes=changes,
     )
@@ -183,19 +177,6 @@ def _copy_layout(config: RunConfig, other: RunConfig) -> RunConfig:
         encoder=replace(other.encoder, tp=config.encoder.tp, max_rows=config.encoder.max_rows),
         run=replace(other.run, machine=config.run.machine),
     )
-
-
-def _check_passkey_flags(flags: EvalFlags) -> None:
-    """Raise ConfigError or DataError for flags of passkey retrieval without documents, or with a second set's name."""
-    if flags.passkey.lengths:
-        flags.passkey.check()
-    elif flags.plot or flags.passkey != PasskeySettings():
-        raise ConfigError(
-            "--plot and --passkey.* are of passkey retrieval, which needs lengths of documents in tokens; give "
-            "--passkey.lengths 1024 4096, say"
-        )
-    if flags.passkey.lengths and PASSKEY in named_paths(flags.data):
-        raise ConfigError(f"--data and --passkey.lengths both make a set {PASSKEY!r}; name the texts: --data NAME=PATH")
 
 
 def read_flag_keys(argv: Sequence[str]) -> frozenset[str]:

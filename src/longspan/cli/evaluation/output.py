@@ -13,34 +13,27 @@ from longspan.evaluation.saved.comparison import (
     Difference,
     comm_types,
     document_rows,
-    retrieval_grids,
     set_differences,
 )
 from longspan.evaluation.saved.request import SetResult, SubjectResult
 from longspan.files import as_json, json_values, os_error_text
 from longspan.plain_text import text_table
 from longspan.report.eval_page import eval_page
-from longspan.report.passkey import passkey_pictures
 
 if TYPE_CHECKING:
     from longspan.evaluation.metrics import Bucket
 
 
-PICTURE = "passkey.svg"
-
-
-def check_writable(file: str, out: str, plot: str = "") -> None:
+def check_writable(file: str, out: str) -> None:
     """Make the folders of results and check that they can be written to, before hours of evaluation.
 
-    `file`, `out` and `plot` are the values of --documents, --out and --plot, "" without the flag. Raises ConfigError.
+    `file` and `out` are the values of --documents and --out, "" without the flag. Raises ConfigError.
     """
     if file and Path(file).is_dir():
         raise ConfigError(f"--documents {file} is a folder; give a file in it, such as {Path(file, 'documents.jsonl')}")
     if out and Path(out).exists() and not Path(out).is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
-    if plot and Path(plot).is_dir():
-        raise ConfigError(f"--plot {plot} is a folder; give a file in it, such as {Path(plot, PICTURE)}")
-    folders = {flag: Path(name).parent for flag, name in (("--documents", file), ("--plot", plot)) if name}
+    folders = {"--documents": Path(file).parent} if file else {}
     if out:
         folders["--out"] = Path(out)
     for flag, folder in folders.items():
@@ -59,17 +52,10 @@ def write_documents(results: Sequence[SubjectResult], file: Path) -> None:
 
 
 def write_result_folder(results: Sequence[SubjectResult], record: dict[str, Any], folder: Path) -> None:
-    """Write the results to a folder: results.json, documents.jsonl, report.html and a picture of passkey retrieval."""
+    """Write the results to a folder: results.json, documents.jsonl and report.html."""
     _write_text(folder / "results.json", as_json(record, indent=1) + "\n")
     write_documents(results, folder / "documents.jsonl")
-    if grids := retrieval_grids(results):
-        write_picture(results, folder / PICTURE)
-    _write_text(folder / "report.html", eval_page(json_values(record), [passkey_pictures(grids)] if grids else []))
-
-
-def write_picture(results: Sequence[SubjectResult], file: Path) -> None:
-    """Draw what passkey retrieval shows, as an SVG."""
-    _write_text(file, passkey_pictures(retrieval_grids(results)))
+    _write_text(folder / "report.html", eval_page(json_values(record)))
 
 
 def _write_text(file: Path, text: str) -> None:
@@ -91,9 +77,9 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
 def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
     """Yield the tables to print, one text after another.
 
-    First one line for each difference between the first subject and another; then each subject's table and its passkey
-    grids; then a set's degrees, if there are several, and with one subject the losses by length and by position; last
-    the tables of the differences.
+    First one line for each difference between the first subject and another; then each subject's table; then a
+    set's degrees, if there are several, and with one subject the losses by length and by position; last the tables of
+    the differences.
     """
     first = results[0]
     pairs = [
@@ -105,7 +91,6 @@ def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[st
         yield "\n".join(_difference_line(difference, first, other_result) for difference, other_result in pairs)
     for result in results:
         yield f"{_result_title(result)} on {plural(ranks, 'rank')}\n{_evaluation_table(result)}"
-        yield from (f"passkey at cp {grid.cp}, {grid.table()}" for _, grid in retrieval_grids([result]))
     for name in dict.fromkeys(set_result.evaluation.name for set_result in first.sets):
         at_degrees = [set_result.evaluation for set_result in first.sets if set_result.evaluation.name == name]
         if len(at_degrees) > 1:

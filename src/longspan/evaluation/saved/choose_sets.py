@@ -1,22 +1,18 @@
-"""Which documents are evaluated: those of --data, those of passkey retrieval, or those that the weights' run holds out.
+"""Which documents are evaluated: those of --data, or those that the weights' run holds out.
 
 Two subjects with the same tokenizer read the same tokens. Otherwise both read the same whole texts, and only bits per
-byte can be compared; of passkey documents the keys that are retrieved.
+byte can be compared.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank
-from longspan.config.data_sections import PASSKEY
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.tokenizer import TextTokenizer
-from longspan.data.documents import CorpusDocuments
 from longspan.errors import ConfigError, DataError
-from longspan.evaluation.passkey import passkey_documents
 from longspan.evaluation.saved.request import EvalRequest, Subject
 from longspan.evaluation.saved.sets import NamedDocuments, held_out_documents, open_run_set, text_sets
 from longspan.evaluation.saved.weights import CheckedWeights
@@ -32,9 +28,8 @@ def choose_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: 
     tokenizers = [weights.tokenizer for weights in checked]
     if all(tokenizer_digest(tokenizer) == tokenizer_digest(tokenizers[0]) for tokenizer in tokenizers):
         sets = _limit_sets(request, _find_sets(request, checked[0], world, log))
-        passkey = _passkey_sets(request, checked[0], world)
-        return [(*sets, *passkey) for _ in checked]
-    if not request.paths and not request.passkey.lengths:
+        return [sets for _ in checked]
+    if not request.paths:
         raise ConfigError(
             f"the tokenizers of {checked[0].subject.folder} and {checked[1].subject.folder} differ, and the documents "
             "of a run are kept as tokens: only texts can be compared; give --data"
@@ -42,8 +37,7 @@ def choose_sets(request: EvalRequest, checked: Sequence[CheckedWeights], world: 
     subject_sets = [_find_sets(request, weights, world, log) for weights in checked]
     for first, other in zip(*subject_sets, strict=True):
         _check_same_texts(first, other)
-    pairs = zip(subject_sets, checked, strict=True)
-    return [(*_limit_sets(request, sets), *_passkey_sets(request, weights, world)) for sets, weights in pairs]
+    return [_limit_sets(request, sets) for sets in subject_sets]
 
 
 def tokenizer_digest(tokenizer: TextTokenizer) -> str:
@@ -52,13 +46,11 @@ def tokenizer_digest(tokenizer: TextTokenizer) -> str:
 
 
 def _find_sets(request: EvalRequest, weights: CheckedWeights, world: World, log: LogLine) -> Sets:
-    """Find the sets of one subject: texts at given paths, or sets of its run; none if only keys are to be retrieved."""
+    """Find the sets of one subject: texts at given paths, or sets of its run."""
     subject = weights.subject
     if request.paths:
         data = _data_settings(request)
         return text_sets(dict(request.paths), weights.tokenizer, data, world, log)
-    if request.passkey.lengths and not request.sets:
-        return ()
     return run_on_every_rank(world, lambda: _run_sets(_run_folder(subject), subject.config, request.sets), DataError)
 
 
@@ -67,15 +59,6 @@ def _run_sets(run_dir: Path, config: RunConfig, names: Sequence[str]) -> Sets:
     if not names:
         return (held_out_documents(run_dir, config),)
     return tuple(open_run_set(run_dir, config, name) for name in names)
-
-
-def _passkey_sets(request: EvalRequest, weights: CheckedWeights, world: World) -> Sets:
-    """Return the documents of passkey retrieval, if the request has any."""
-    passkey = request.passkey
-    if not passkey.lengths:
-        return ()
-    make = partial(passkey_documents, weights.tokenizer, passkey.lengths, passkey.depths, passkey.samples, passkey.seed)
-    return (NamedDocuments(PASSKEY, run_on_every_rank(world, make, DataError)),)
 
 
 def _run_folder(subject: Subject) -> Path:
@@ -109,11 +92,7 @@ def _check_same_texts(first: NamedDocuments, other: NamedDocuments) -> None:
     A set lacks the texts that were too short for its tokenizer. Only where every file is one document do the names of
     files show that both sets lack the same texts.
     """
-    corpora = [
-        named_documents.documents.corpus
-        for named_documents in (first, other)
-        if isinstance(named_documents.documents, CorpusDocuments)
-    ]
+    corpora = [named_documents.documents.corpus for named_documents in (first, other)]
     if any(corpus.manifest.left_out.cut_texts for corpus in corpora):
         raise DataError(
             f"texts of --data {first.name} are cut into documents, by two tokenizers at different places; give "

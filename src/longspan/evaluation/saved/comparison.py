@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 
 from longspan.errors import ConfigError
-from longspan.evaluation.result import PasskeyGrid
 from longspan.evaluation.saved.request import SetResult, SubjectResult
 
 Unit = Literal["loss", "bits_per_byte"]
@@ -46,12 +45,11 @@ class Difference:
 def set_differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
     """Return the difference on every set: of losses where both read the same tokens, otherwise of bits per byte.
 
-    Passkey documents that two tokenizers made are not the same text, and have no difference. Raises ConfigError where a
-    tokenizer does not give the bytes of its tokens.
+    Raises ConfigError where a tokenizer does not give the bytes of its tokens.
     """
     unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
     pairs = zip(first.sets, other.sets, strict=True)
-    return [_set_difference(*pair, unit) for pair in pairs if unit == "loss" or pair[0].evaluation.passkey is None]
+    return [_set_difference(*pair, unit) for pair in pairs]
 
 
 def _set_difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
@@ -153,19 +151,6 @@ def comm_types(result: SetResult) -> list[str]:
     groups = [group for batch in result.evaluation.plan.micro_batches for group in batch.groups if group.degree > 1]
     types = [group.cp_comm_type for group in groups]
     return sorted({name for names in types for name in ((names,) if isinstance(names, str) else names)})
-
-
-def retrieval_grids(results: Sequence[SubjectResult]) -> list[tuple[str, PasskeyGrid]]:
-    """Return the grid of every evaluation of passkey retrieval, each with the title of its weights.
-
-    The title is "" if there are results of one subject only.
-    """
-    return [
-        (result.weights.title if len(results) > 1 else "", grid)
-        for result in results
-        for set_result in result.sets
-        if (grid := set_result.evaluation.passkey) is not None
-    ]
 
 
 def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:

@@ -24,7 +24,6 @@ from longspan.errors import ConfigError, DataError
 from longspan.evaluation.auto_degree import choose_degree_on_ranks
 from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
-from longspan.evaluation.passkey import PasskeyDocuments
 from longspan.evaluation.saved.choose_sets import choose_sets, tokenizer_digest
 from longspan.evaluation.saved.fit import Change, changes_line, find_set, fit_node_size, fit_set
 from longspan.evaluation.saved.request import EvalRequest, SetResult, SubjectResult
@@ -114,9 +113,7 @@ def _fit_subject(
     longest = max(longest_set.documents.lengths)
     origin = longest_set.documents.origins[longest_set.longest]
     scaled = bool(request.flag_keys & {"model.rope_scaling", "model.rope_factor"})
-    is_passkey = isinstance(longest_set.documents, PasskeyDocuments)
-    cut_by = "--passkey.lengths of at most" if is_passkey else "--max-document-tokens"
-    configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log, cut_by=cut_by)
+    configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log)
     folder = checked.tokenizer.folder
     sets = run_on_every_rank(
         world, lambda: tuple(named_documents.with_images(configuration, folder) for named_documents in sets), DataError

@@ -1,9 +1,8 @@
 """A call of `longspan eval` and its results: values that travel to ranks and back."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from longspan.config.data_sections import PasskeySettings
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.evaluation.result import Evaluation
@@ -41,7 +40,6 @@ class EvalRequest:
     degrees: tuple[int, ...] = ()  # to be compared; none: the configuration's
     metrics: tuple[str, ...] = ()
     seconds: float = 0.0
-    passkey: PasskeySettings = field(default_factory=PasskeySettings)
     flag_keys: frozenset[str] = frozenset()
     home_changes: tuple[Change, ...] = ()
 

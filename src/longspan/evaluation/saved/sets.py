@@ -28,8 +28,6 @@ from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import sample_documents
 from longspan.errors import DataError
-from longspan.evaluation.passkey import PasskeyDocuments
-from longspan.evaluation.sets import SET_MAKERS
 from longspan.train.plans.order import make_step_order
 
 HELD_OUT = ""  # name of the set of documents that a run holds out
@@ -40,7 +38,7 @@ class NamedDocuments:
     """Documents and the name that their evaluations are recorded under."""
 
     name: str
-    documents: CorpusDocuments | PasskeyDocuments
+    documents: CorpusDocuments
 
     @property
     def longest(self) -> int:
@@ -48,12 +46,7 @@ class NamedDocuments:
         return int(np.argmax(self.documents.lengths))
 
     def take_evenly(self, count: int) -> "NamedDocuments":
-        """Take a number of the documents (0: all), at even distances, so that all files are represented.
-
-        Passkey documents, which were made in the number that was asked for, all stay.
-        """
-        if isinstance(self.documents, PasskeyDocuments):
-            return self
+        """Take a number of the documents (0: all), at even distances, so that all files are represented."""
         ids = self.documents.ids
         if not 0 < count < len(ids):
             return self
@@ -82,8 +75,6 @@ def open_run_set(run_dir: Path, config: RunConfig, name: str) -> NamedDocuments:
     Raises DataError where there are none.
     """
     entry = next(entry for entry in config.eval if entry.name == name)
-    if (make := SET_MAKERS.get(entry.path)) is not None:
-        return NamedDocuments(name, make(entry, config).documents)
     folder = run_dir / "evaluation" / name
     try:
         corpus = Corpus(folder)

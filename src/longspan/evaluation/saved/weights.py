@@ -81,24 +81,24 @@ def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreT
 
 
 def fit_positions(
-    checked: CheckedWeights, longest: int, origin: str, *, scaled: bool, log: LogLine, cut_by: str
+    checked: CheckedWeights, longest: int, origin: str, *, scaled: bool, log: LogLine
 ) -> PreTrainedConfig:
     """Fit the configuration to a longest document of `longest` tokens, from source `origin`.
 
     `scaled`: flags gave a scaling of positions, which takes the place of the one that the model was trained with.
-    Raises ConfigError for a document beyond the model's positions, with what lengthens the model, and with `cut_by`,
-    the flag that cuts documents.
+    Raises ConfigError for a document beyond the model's positions, with what lengthens the model, and the flag
+    that cuts documents.
     """
     settings, configuration = checked.subject.config.model, checked.configuration
     if scaled:
         unscaled = model_configuration(checked.subject.config, configuration.get_text_config().vocab_size)
-        return scale_positions(unscaled, settings, longest, origin, log, cut_by=cut_by)
+        return scale_positions(unscaled, settings, longest, origin, log, cut_by="--max-document-tokens")
     limit = position_limit(configuration)
     if limit is None or longest <= limit:
         return configuration
     raise ConfigError(
         f"the longest document has {longest} tokens ({origin}), and the model in {checked.subject.weights.path} knows "
-        f"{limit} positions; {_advise_positions(checked, longest)}, or cut documents with {cut_by} {limit}"
+        f"{limit} positions; {_advise_positions(checked, longest)}, or cut documents with --max-document-tokens {limit}"
     )
 
 

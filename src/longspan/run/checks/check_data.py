@@ -8,11 +8,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from longspan.config.data_sections import PASSKEY
-from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.corpus.files import STDLIB, find_files
-from longspan.errors import ConfigError, DataError
+from longspan.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -44,7 +42,7 @@ def check_data(config: RunConfig) -> None:
 def check_files(config: RunConfig) -> None:
     """Raise ConfigError for a model or a tokenizer that does not exist, DataError for texts that `find_files` refuses.
 
-    Without sources or a path, texts are those of Python's standard library. Passkey retrieval reads none.
+    Without sources or a path, texts are those of Python's standard library.
     """
     model, data = config.model, config.data
     for key, path in (("model.path", model.path), ("model.config", model.config), ("data.tokenizer", data.tokenizer)):
@@ -58,8 +56,7 @@ def check_files(config: RunConfig) -> None:
         else:
             find_files(data.path or STDLIB, leave_out=run_dir)
     for entry in config.eval:
-        if entry.path != PASSKEY:
-            find_files(entry.path, leave_out=run_dir, key=f"{entry.prefix}path")
+        find_files(entry.path, leave_out=run_dir, key=f"{entry.prefix}path")
 
 
 def check_packs(config: RunConfig) -> None:
@@ -97,7 +94,6 @@ def check_eval_sets(config: RunConfig) -> None:
             )
         if not entry.path:
             raise ConfigError(f"{entry.prefix}path is empty; name a folder or file of texts")
-        _check_passkey_set(entry)
         _check_metric_names(f"{entry.prefix}metrics", entry.metrics)
     names = [entry.name for entry in config.eval]
     for name in names:
@@ -106,21 +102,6 @@ def check_eval_sets(config: RunConfig) -> None:
                 f"{names.count(name)} of {len(names)} tables [[eval]] have name = {name!r}; give each a name of its own"
             )
     _check_metric_names("train.eval_metrics", config.train.eval_metrics)
-
-
-def _check_passkey_set(entry: EvalConfig) -> None:
-    """Raise ConfigError for keys of passkey retrieval at a set of texts, and for values that make no documents."""
-    if entry.path != PASSKEY:
-        if entry.passkey_lengths:
-            raise ConfigError(
-                f"{entry.prefix}passkey_lengths is {list(entry.passkey_lengths)} and {entry.prefix}path is "
-                f'{entry.path!r}; passkey retrieval has path = "{PASSKEY}", and texts have no passkey_lengths'
-            )
-        return
-    try:
-        entry.passkey(0).check()  # with any seed
-    except DataError as error:
-        raise ConfigError(f"{entry.prefix}passkey_lengths, passkey_depths, passkey_samples: {error}") from error
 
 
 def _check_metric_names(key: str, names: Iterable[str]) -> None:
