@@ -139,7 +139,7 @@ def test_flags_and_keys_in_the_text_of_a_page_are_there(page: Path) -> None:
     if page.name != "megatron-nemo.md":  # which has those of Megatron-LM
         assert named <= FOREIGN | known_flags() | set(config_keys()), sorted(named)
     dotted = {span for span in spans if re.fullmatch(rf"({'|'.join(section_kinds())})\.[a-z_]+", span)}
-    dotted = {name for name in dotted if not re.search(r"\.(json|toml|lock)$|^mtp\.(fc|pre_fc)", name)}
+    dotted = {name for name in dotted if not re.search(r"\.(jsonl?|toml|lock)$|^mtp\.(fc|pre_fc)", name)}
     assert dotted <= {*config_keys(), *FORMER_KEYS, "section.key"}, sorted(dotted)
 
 

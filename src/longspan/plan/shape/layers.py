@@ -167,8 +167,10 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
 
 _GATED_QUERIES = ("qwen3_next", "qwen3_5")  # families whose query projection has a gate for each query
 # Families whose MLPs have two products and no gate, beside those that name their activation mlp_hidden_act.
-_WITHOUT_GATE = ("apertus", "arcee", "bert-generation", "biogpt", "gpt2", "gpt_bigcode", "gpt_neox", "jais2")
-_WITHOUT_GATE += ("nanochat", "nemotron", "opt", "persimmon", "phi", "starcoder2")
+_WITHOUT_GATE = (
+    *("apertus", "arcee", "bert-generation", "biogpt", "gpt2", "gpt_bigcode", "gpt_neox", "jais2"),
+    *("nanochat", "nemotron", "opt", "persimmon", "phi", "starcoder2"),
+)
 _GATED_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")  # whose shared expert has a weight for each row
 
 
