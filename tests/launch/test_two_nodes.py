@@ -28,7 +28,7 @@ from tests.train.small import small_config, train_rank
 ROOT = Path(__file__).parents[2]
 SCRIPT = [str(ROOT / "bench/two_nodes.sh"), "--cpu"]
 RUN = {"context.planner": "dynamic", "context.node_size": 2, "context.max_tokens_per_slot": 34}
-RUN |= {"train.eval_every": 0, "train.tokens_per_step": 400}  # of documents of up to 64 tokens
+RUN |= {"train.eval_every": 0, "train.tokens_per_step": 400, "train.seed": 1}  # of documents of up to 64 tokens
 
 on_cpus = pytest.mark.skipif(backend() != "gloo", reason="on CPUs")
 reads_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
