@@ -190,7 +190,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "fraction": (lambda: _make(longspan={"memory_fraction": 2.0}), "memory_fraction is 2.0; it must be above 0"),
     "rows": (
         lambda: _make(longspan={"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}),
-        "hierarchical_context_parallel_sizes (2, 2) multiply to 4, but the group has context_parallel_size 1; use one of",
+        "hierarchical_context_parallel_sizes (2, 2) multiply to 4, but the group has context_parallel_size 1",
     ),
     "long document": (
         lambda: _ended(lambda trainer: trainer.train(), longspan={"max_tokens_per_slot": "16"}),
