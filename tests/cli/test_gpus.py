@@ -73,7 +73,7 @@ WRONG = (
     ["--context.mixer_kernels", "mamba", "--world", "2"],
     ["--context.context_parallel_size", "3", "--world", "2"],
     ["--parallel.tp", "3", "--world", "2"],
-    ["--train.lr", "-1", "--world", "2"],
+    ["--train.lr", "-2", "--world", "2"],
     ["--model.path", "nowhere", "--train.lr", "1e-5"],
     ["--data.path", "nowhere.jsonl", "--context.eval_context_parallel_size", "2", "--world", "2"],
     ["--data.tokenizer", "nowhere", "--context.eval_context_parallel_size", "2", "--world", "2"],
