@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+from bench.plans.message_bound import bound_with_messages
 from bench.plans.strong_bound import strong_bound
 
 from longspan.layout import Layout
@@ -92,6 +93,6 @@ def test_the_published_setting_of_dynamic_context_parallelism(seed: int) -> None
     lengths = sample_lengths("lognorm", 32 * cap * 8, seed=seed, longest=49152).tolist()
     keywords = {"max_tokens_per_slot": cap, "cost": cost, "cp_comm_type": "auto", "heads": 32}
     plan = plan_dynamic(lengths, Layout(ranks=32), max_cp=16, **keywords)
-    assert plan.lower_bound_seconds <= plan.predicted_seconds <= 1.10 * plan.lower_bound_seconds
-    bound = lower_bound_seconds(lengths, 32, cap, cost.under("auto", heads=32), max_cp=16)
-    assert bound.seconds == pytest.approx(plan.lower_bound_seconds - cost.update_seconds) and bound.crossing > 0.0
+    assert plan.predicted_seconds <= 1.25 * plan.lower_bound_seconds  # which leaves messages of measured links out
+    bound = bound_with_messages(plan, max_cp=16)
+    assert plan.lower_bound_seconds < bound <= plan.predicted_seconds <= 1.10 * bound

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench.plans.message_bound import MessageBound
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.plan import Cost, Group, Machine, MicroBatch
-from longspan.plan.cost.message_bound import MessageBound
 from longspan.plan.hierarchy import level_sizes
 from longspan.plan.timeline import GroupTable
 from tests.plan.cases import bounded

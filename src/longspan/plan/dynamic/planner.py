@@ -76,9 +76,7 @@ def plan_dynamic(
     if not request.lengths:
         return request.plan((), "dynamic", max_cp=max_cp)
     problem = Problem.of(request, degrees)
-    bound = request.lower_bound(problem.max_cp)
-    # Plans near the goal end the search, so messages of measured links, which raise the bound, are left out of it.
-    goal = max(bound.area, bound.longest) if request.cost.network else bound.seconds
+    goal = request.lower_bound(problem.max_cp).seconds
     return request.plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
 
 

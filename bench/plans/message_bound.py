@@ -1,5 +1,8 @@
 """What messages cost documents at the least, whatever groups they are in: the part of a bound that knows the links.
 
+A plan's own bound leaves messages of measured links out; `bound_with_messages` shows how much of the distance no plan
+could avoid.
+
 A group of d slots, each of which holds at most `cap` rows, waits for messages as `attention_price.py` describes. For
 every type there is a time that grows evenly with the rows of the group and that it never takes less than. So each
 document of a group can be charged its share, and a document of more rows than n − 1 slots hold is in a group of n slots
@@ -26,6 +29,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from longspan.plan import Plan
+from longspan.plan.cost.bound import ROUNDING, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.links import Network, Wire
 
@@ -35,6 +40,17 @@ Ints = NDArray[np.int64]
 MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of traffic, in the longer of kernels and traffic
 SLICED_EXCHANGE_BYTES = 64 << 20  # of a member's queries, from which on an exchange may go in two slices
 SLICED_GATHER_BYTES = 128 << 20  # of the keys and values of all rows of a group, from which on a gather may
+
+
+def bound_with_messages(plan: Plan, max_cp: int | None = None) -> float:
+    """Return the seconds that no plan of these documents beats, messages of measured links among them."""
+    cost, slots, cap = plan.cost, plan.slots, plan.max_tokens_per_slot
+    assert cost.network is not None and cap is not None
+    rows, widest = np.asarray(plan.lengths, dtype=np.int64), min(max_cp or slots, slots)
+    own = lower_bound_seconds(rows.tolist(), slots, cap, cost, plan.mode, max_cp=widest, node_size=plan.node_size)
+    messages = MessageBound(cost, cost.network, cap, plan.node_size, widest).slot_seconds(rows)
+    area = own.area + messages / slots / cost.stages
+    return max(area, own.longest) * (1 - ROUNDING) + cost.update_seconds
 
 
 @dataclass(frozen=True)
