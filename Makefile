@@ -114,9 +114,8 @@ docs: $(DOCS)/.made
 predictions: $(VENV)/.core
 	$(BIN)/python bench/plans/predictions.py
 
-size:
-	@for d in src/longspan/*/; do printf '%6d  %s\n' $$(cat $$d*.py | wc -l) $$d; done
-	@echo; wc -l src/longspan/*.py src/longspan/*/*.py | sort -rn | sed -n '1,12p'
+size: $(VENV)/.core
+	@$(BIN)/python bench/source/house.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(DOCS) runs build dist
