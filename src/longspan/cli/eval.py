@@ -27,9 +27,8 @@ from longspan.cli.processes import (
 )
 from longspan.corpus.files import find_root
 from longspan.errors import plural
-from longspan.evaluation.saved.comparison import results_record
-from longspan.evaluation.saved.fit import fit_evaluations
-from longspan.evaluation.saved.request import EvalRequest, SubjectResult
+from longspan.evaluation.saved.request import EvalRequest, fit_evaluations
+from longspan.evaluation.saved.results import SubjectResult, results_record
 from longspan.files import as_json
 from longspan.layout import Layout
 from longspan.run.checks.config_check import check_config

@@ -12,7 +12,7 @@ from tyro.conf import Positional
 
 from longspan.cli.flags import Switch, parse_flags
 from longspan.errors import plural
-from longspan.evaluation.saved.targets import split_target
+from longspan.evaluation.saved.request import split_target
 from longspan.files import as_json
 
 if TYPE_CHECKING:

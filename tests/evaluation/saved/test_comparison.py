@@ -11,9 +11,8 @@ from longspan.config.file import load_config
 from longspan.errors import ConfigError
 from longspan.evaluation.metrics import Bucket, Mean
 from longspan.evaluation.result import Evaluation
-from longspan.evaluation.saved.comparison import set_differences
-from longspan.evaluation.saved.request import SetResult, SubjectResult
-from longspan.evaluation.saved.targets import SavedWeights
+from longspan.evaluation.saved.request import SavedWeights
+from longspan.evaluation.saved.results import SetResult, SubjectResult, set_differences
 
 LENGTHS = (100, 40, 300, 7, 129)
 DRAW = np.random.default_rng(0)

@@ -24,9 +24,15 @@ from longspan.config.sections import (
     RunConfig,
 )
 from longspan.errors import ConfigError
-from longspan.evaluation.saved.fit import find_set, fit_home
-from longspan.evaluation.saved.request import EvalRequest, Subject
-from longspan.evaluation.saved.targets import SavedWeights, named_paths, saved_weights
+from longspan.evaluation.saved.request import (
+    EvalRequest,
+    SavedWeights,
+    Subject,
+    find_set,
+    fit_home,
+    named_paths,
+    saved_weights,
+)
 
 PROG = "longspan eval"
 BASE = "base"  # as what --compare compares with

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.errors import ConfigError, plural
 from longspan.evaluation.result import comparison_table
-from longspan.evaluation.saved.comparison import (
+from longspan.evaluation.saved.results import (
     HOME,
     Difference,
-    comm_types,
+    SetResult,
+    SubjectResult,
     document_rows,
     set_differences,
 )
-from longspan.evaluation.saved.request import SetResult, SubjectResult
 from longspan.files import as_json, json_values, os_error_text
 from longspan.plain_text import text_table
 from longspan.report.eval_page import eval_page
@@ -129,7 +129,7 @@ def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
     values = [evaluation.metrics[name].value if name in evaluation.metrics else None for name in metrics]
     return [
         evaluation.name or HELD_OUT,
-        ", ".join(comm_types(result)) or "-",
+        ", ".join(result.comm_types) or "-",
         str(evaluation.cp),
         f"{evaluation.loss:.9f}",
         f"{evaluation.perplexity:,.4f}" if evaluation.loss < 50 else "over 1e21",

@@ -1,13 +1,48 @@
-"""A call of `longspan eval` and its results: values that travel to ranks and back."""
+"""What `longspan eval` evaluates: weights on disk, in the layout of their run that is nearest to it on these ranks.
 
-from dataclasses import dataclass
+What the user gives by flag is never changed: `check_config` refuses it if it does not fit. No torch here.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
-from longspan.config.keys import NOT_GIVEN
-from longspan.config.sections import RunConfig
-from longspan.evaluation.result import Evaluation
-from longspan.evaluation.saved.fit import Change
-from longspan.evaluation.saved.targets import SavedWeights
+from longspan.checkpoint.files import step_of
+from longspan.config.keys import AUTO, NOT_GIVEN
+from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection, take_keys
+from longspan.config.sections import RunConfig, set_evaluations
+from longspan.errors import CheckpointError, ConfigError, plural
+from longspan.layout import Layout
+from longspan.plan.check import heads_allow
+from longspan.plan.hierarchy import level_sizes
+from longspan.train.plans import PlanChoice, plan_row_multiple
+
+ROWS = 8192  # of a slot in a micro-batch, if neither a flag nor a run has a number
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Weights on disk: those of a checkpoint of `run_dir` (None: the newest good one), or of the folder `path`.
+
+    `base`: of a run that trains an adapter, the weights without it.
+    """
+
+    path: Path
+    run_dir: Path | None = None
+    checkpoint: Path | None = None
+    base: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name of the weights in results."""
+        return f"{self.path} without adapter" if self.base else str(self.path)
+
+    @property
+    def kind(self) -> Literal["run", "checkpoint", "folder"]:
+        """What `path` is."""
+        return "folder" if self.run_dir is None else "run" if self.checkpoint is None else "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -21,6 +56,20 @@ class Subject:
     def folder(self) -> Path:
         """Where the configuration and the tokenizer of the model are."""
         return self.weights.run_dir or self.weights.path
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that has another value than the run had, and why."""
+
+    key: str
+    before: Any
+    now: Any
+    why: str
+
+    def __str__(self) -> str:
+        """Write the change as messages have it: "parallel.tp 4 -> 2 (6 ranks)"."""
+        return f"{self.key} {_value_text(self.before)} -> {_value_text(self.now)} ({self.why})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,24 +93,204 @@ class EvalRequest:
     home_changes: tuple[Change, ...] = ()
 
 
-@dataclass(frozen=True)
-class SetResult:
-    """The evaluation of one set at one degree, and where its documents came from.
+def saved_weights(target: str) -> SavedWeights:
+    """Find the weights that a run's folder, a checkpoint or a Hugging Face folder holds.
 
-    `text_bytes` are the UTF-8 bytes of each document's predicted tokens.
+    A folder with config.toml is a run, also where it keeps its model's config.json. Raises CheckpointError for a path
+    that is none of the three.
     """
+    path = Path(target)  # step_of gives −1 for a path that is not named as a checkpoint
+    if step_of(path) >= 0 or not path.is_dir() or (path / "config.toml").is_file():
+        return SavedWeights(path, *split_target(path))
+    if (path / "config.json").is_file():
+        return SavedWeights(path)
+    from longspan.model.weights.hf_folder import adapter_folder_advice  # which imports torch
 
-    evaluation: Evaluation
-    sources: tuple[str, ...]
-    text_bytes: tuple[int, ...]
+    advice = "give RUN, RUN/checkpoints/step-NNNNNN, or a folder with config.json and safetensors"
+    raise CheckpointError(
+        f"{path} is neither the folder of a run (it has no config.toml) nor a Hugging Face folder (no config.json); "
+        f"{adapter_folder_advice(path) or advice}"
+    )
 
 
-@dataclass(frozen=True)
-class SubjectResult:
-    """The evaluations of one subject's weights, set by set and within a set degree by degree."""
+def split_target(target: Path) -> tuple[Path, Path | None]:
+    """Split a target into the run's folder, and the checkpoint if it is one. Raises CheckpointError without a run."""
+    is_checkpoint = step_of(target) >= 0
+    run_dir = target.resolve().parent.parent if is_checkpoint else target
+    if not target.is_dir():
+        kind = "checkpoint" if is_checkpoint else "run"
+        raise CheckpointError(f"there is no {kind} {target}; give a run's folder, or RUN/checkpoints/step-NNNNNN")
+    if not (run_dir / "config.toml").is_file():
+        raise CheckpointError(f"{run_dir} is not the folder of a run: it has no config.toml")
+    return run_dir, target if is_checkpoint else None
 
-    weights: SavedWeights
-    config: RunConfig  # under which they were evaluated
-    tokenizer: str  # digest of it, and of what it puts around texts
-    sets: tuple[SetResult, ...]
-    changes: tuple[Change, ...]
+
+def named_paths(words: Sequence[str]) -> dict[str, str]:
+    """Read the paths of --data by the name of their set: NAME=PATH, or PATH, which is named by its last part.
+
+    >>> named_paths(["wiki=/data/enwiki.jsonl", "notes/code"])
+    {'wiki': '/data/enwiki.jsonl', 'code': 'notes/code'}
+
+    Raises ConfigError for a name that is missing or stands twice.
+    """
+    paths = dict[str, str]()
+    for word in words:
+        name, equals, path = word.partition("=")
+        if not equals or Path(word).exists():  # a path may have "=" in it
+            name, path = Path(word).stem or word, word
+        if not name or not path:
+            raise ConfigError(f"--data is {word!r}; give NAME=PATH, or PATH")
+        if name in paths:
+            raise ConfigError(f"--data {paths[name]} and {path} are both named {name!r}; give each a name: NAME=PATH")
+        paths[name] = path
+    return paths
+
+
+class _FittedSection:
+    def __init__(self, section: Any, prefix: str, flag_keys: Collection[str], flag_prefix: str = "") -> None:
+        self.section, self.prefix, self.changes = section, prefix, list[Change]()
+        self.flag_keys = _strip_prefix(flag_prefix or prefix, flag_keys)
+
+    def change_key(self, key: str, now: Any, why: str) -> None:
+        """Change a key of the section and note why, unless a flag sets it or it has that value already."""
+        before = getattr(self.section, key)
+        if now != before and key not in self.flag_keys:
+            self.section = replace(self.section, **{key: now})
+            self.changes.append(Change(self.prefix + key, before, now, why))
+
+
+def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
+    """Fit the configuration to a number of ranks: a degree that is not of `flag_keys` becomes one that fits.
+
+    >>> fit_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, ())[0].parallel.tp
+    2
+
+    tp x pp is the largest product of divisors of the run's degrees that divides the ranks, of equal ones that with the
+    larger tp. Degrees that do not fit stay, and `check_config` refuses them.
+    """
+    parallel, on_ranks = config.parallel, plural(ranks, "rank")
+    home = _FittedSection(parallel, "parallel.", flag_keys)
+    tps, pps = (
+        [degree] if key in home.flag_keys else _divisors(degree)
+        for key, degree in (("tp", parallel.tp), ("pp", parallel.pp))
+    )
+    pairs = [(tp, pp) for tp in tps for pp in pps if ranks % (tp * pp) == 0]
+    tp, pp = max(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]), default=(parallel.tp, parallel.pp))
+    home.change_key("tp", tp, on_ranks)
+    home.change_key("pp", pp, on_ranks)
+    if home.section.pp == 1:
+        home.change_key("vpp", 1, "no pipeline")
+        home.change_key("pipeline_schedule", "1f1b", "no pipeline")
+    if home.section.tp == 1:
+        home.change_key("sequence_parallel", False, "tp 1")
+    slots, remainder = divmod(ranks, home.section.tp * home.section.pp)
+    if not remainder:
+        home.change_key("dp_replicate", _nearest_below(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
+        width, remainder = divmod(slots, home.section.dp_replicate)
+    if not remainder:
+        home.change_key("ep", math.gcd(parallel.ep, width), f"{plural(width, 'slot')} of each copy of the weights")
+    encoder = _FittedSection(config.encoder, "encoder.", flag_keys)
+    encoder.change_key("tp", math.gcd(config.encoder.tp, ranks), on_ranks)  # a divisor shares its heads evenly
+    return replace(config, parallel=home.section, encoder=encoder.section), (*home.changes, *encoder.changes)
+
+
+def fit_node_size(
+    config: RunConfig, node_size: int, flag_keys: Collection[str]
+) -> tuple[RunConfig, tuple[Change, ...]]:
+    """Replace the node size that the run had by this machine's; one that is "auto" or that a flag set stays."""
+    context = _FittedSection(config.context, "context.", flag_keys)
+    if config.context.node_size != AUTO:
+        context.change_key("node_size", node_size, f"hosts of {plural(node_size, 'slot')}")
+    return replace(config, context=context.section), tuple(context.changes)
+
+
+def fit_set(
+    config: RunConfig, entry: EvalConfig, home: Layout, heads: int | None, longest: int, flag_keys: Collection[str]
+) -> tuple[EvalConfig, tuple[Change, ...]]:
+    """Fit the plan of a set to this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
+
+    A planner of one degree gets the largest that divides the slots, that a2a can deal the query heads to, and that is
+    no larger than the run's, unless a flag gives the degree. A dynamic planner keeps its range, whose lower end is at
+    most the slots. An "auto" degree is chosen later, under a cap that holds the document at the largest degree. Rows
+    are rounded up to a multiple that plans need. A max_tokens_per_slot of "auto" becomes ROWS, or more if the document
+    needs more, and does not count as a change. `heads` is None while the query heads are not known.
+    """
+    fit = _FittedSection(entry, entry.prefix, flag_keys, "context.eval_")
+    choice, slots = PlanChoice.evaluation(config, entry), plural(home.slots, "slot")
+    types, degree = choice.comm_types, choice.widest_degree(home)
+    degrees = [divisor for divisor in _divisors(home.slots) if heads_allow(divisor, heads, types, home.tp)]
+    if isinstance(entry.context_parallel_size, str):  # "auto"
+        degree = degrees[-1]
+    elif entry.planner in ONE_DEGREE:
+        before, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
+        # A degree that divides the slots is lowered for the heads only.
+        reason = "" if home.slots % before else f", {heads} query heads under a2a"
+        degree = before if "context_parallel_size" in fit.flag_keys else _nearest_below(before, degrees)
+        fit.change_key("context_parallel_size", degree, f"{slots}{reason}")
+        if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
+            fit.change_key("hierarchical_context_parallel_sizes", level_sizes(sizes, degree), f"cp {degree}")
+    elif entry.planner == "dynamic":
+        least = entry.min_dynamic_context_parallel_size
+        fit.change_key("min_dynamic_context_parallel_size", min(least, home.slots), slots)
+    multiple = plan_row_multiple(config.parallel)
+    rows, cap = -(-longest // degree // multiple) * multiple, entry.max_tokens_per_slot
+    if cap == AUTO:
+        return replace(fit.section, max_tokens_per_slot=max(rows, ROWS)), tuple(fit.changes)
+    if not isinstance(cap, str) and 0 < cap < rows:
+        fit.change_key("max_tokens_per_slot", rows, f"the longest document has {longest:,} tokens, at cp {degree}")
+    return fit.section, tuple(fit.changes)
+
+
+def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalConfig:
+    """Find the plan of a set before it is fitted: a set [[eval]] of the run by its name, "" for the held-out documents.
+
+    Keys `context.eval_*` that flags set count for every set. As in a table [[eval]], a degree without a planner means
+    plans of that degree; a degree 0 means that of training. Raises ConfigError for a name that the run does not have.
+    """
+    entry = next((entry for entry in config.evaluations if entry.name == name), None)
+    if entry is None:
+        names = ", ".join(entry.name for entry in config.eval) or "none"
+        raise ConfigError(f"--set is {name!r}, and the run's evaluation sets [[eval]] are: {names}")
+    keys = _strip_prefix("context.eval_", flag_keys)
+    flags = {key: value for key, value in config.context.evaluation.plan_keys.items() if key in keys}
+    if flags.get("context_parallel_size") == 0:
+        flags["context_parallel_size"] = config.context.context_parallel_size
+    filled_keys = take_keys(PlanSection(**flags), entry).plan_keys
+    return replace(entry, **filled_keys | flags)  # a flag that sets "" has been filled, and is put back
+
+
+def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:
+    """Fit the configuration of these sets to this home, for `check_config`, before heads and documents are read.
+
+    Each set is fitted again once they are known, for heads may ask for a lower degree and documents for more rows.
+    Limits of document lengths are left out, as the documents to come may be shorter.
+    """
+    sets = (find_set(config, name, flag_keys) for name in ("", *names))
+    fitted = (fit_set(config, entry, home, None, 1, flag_keys)[0] for entry in sets)
+    config = set_evaluations(config, (replace(entry, max_document_tokens=0) for entry in fitted))
+    return replace(config, data=replace(config.data, max_document_tokens=0))
+
+
+def changes_line(changes: Sequence[Change], ranks: int) -> str:
+    """Write the changes to the run's layout in one line; empty if there are none."""
+    return f"on {plural(ranks, 'rank')}: {'; '.join(map(str, changes))}" if changes else ""
+
+
+def _strip_prefix(prefix: str, keys: Collection[str]) -> set[str]:
+    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+
+
+def _divisors(number: int) -> list[int]:
+    return [degree for degree in range(1, number + 1) if number % degree == 0]
+
+
+def _nearest_below(degree: int, fitting: Iterable[int]) -> int:
+    return max((candidate for candidate in fitting if candidate <= degree), default=1)  # 1 always fits
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"({', '.join(map(str, value))})"
+    return f"{value:,}" if isinstance(value, int) else str(value)
