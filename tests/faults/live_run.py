@@ -38,7 +38,7 @@ def wait_for(what: Callable[[], Any], process: Process, log: Path) -> Any:
 @contextmanager
 def started(folder: Path, words: tuple[str, ...], terminal: int | None = None, **keys: Any) -> Iterator[Process]:
     """A run of 100,000 steps that has taken three; its output is in `log`, or goes to a terminal of its own."""
-    defaults = {"train__steps": 100_000, "train__eval_every": 0, "run__stopped_status": 75, "run__refine": "off"}
+    defaults = {"train__steps": 100_000, "train__eval_every": 0, "run__stopped_status": 75}
     (folder / "config.toml").write_text(to_toml(small_config(folder, **(defaults | keys))))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
 

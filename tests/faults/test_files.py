@@ -80,7 +80,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "error", "next_error", "saved"), FAULTS)
 def test_files_change_under_a_run(fault: Fault, error: str, next_error: str, saved: list[int], tmp_path: Path) -> None:
-    keys = {"train__steps": 6, "train__save_every": 2, "train__eval_every": 0, "run__refine": "off"}
+    keys = {"train__steps": 6, "train__save_every": 2, "train__eval_every": 0}
     config = small_config(tmp_path, data__cache=str(tmp_path / "cache"), train__save_async="off", **keys)
 
     def train(fault: Fault | None) -> list[int]:

@@ -126,7 +126,7 @@ def nodes_of(folder: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
 
 
 def test_a_node_is_lost_and_comes_back(tmp_path: Path) -> None:
-    keys = {"train__steps": 100_000, "train__eval_every": 0, "train__save_every": 5, "run__refine": "off"}
+    keys = {"train__steps": 100_000, "train__eval_every": 0, "train__save_every": 5}
     (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, **keys, run__keep_checkpoints=2)))
     metrics = tmp_path / "run/metrics.jsonl"
 

@@ -135,7 +135,7 @@ def test_shellcheck_finds_nothing() -> None:
 def test_a_run_goes_on_in_the_next_job_and_after_a_lost_rank(
     tmp_path: Path, end_jobs: list[subprocess.Popen[str]]
 ) -> None:
-    keys = {"train__eval_every": 0, "run__refine": "off", "train__steps": 60}
+    keys = {"train__eval_every": 0, "train__steps": 60}
     (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, **keys)))
     longspan = f'[ "$1" != doctor ] || exit 0\nexec "{sys.executable}" -m longspan "$@" --device cpu'
     metrics = tmp_path / "run/metrics.jsonl"

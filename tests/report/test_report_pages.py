@@ -120,24 +120,12 @@ def test_what_is_running_and_how_near_it_comes_to_the_devices_and_the_bound(tmp_
     assert len(titles) == 2
 
 
-def test_measured_over_predicted_seconds_by_part(tmp_path: Path) -> None:
-    parts = ("linear", "attention", "inside", "across")
-    factors = {f"correction_{part}": 1.04 for part in parts}
-    run = write_run(tmp_path / "run", rows=[train_row(step, **factors) for step in range(1, 61)])
-    assert curves_of_corrections(page_of(run)) == list(parts)
-    ratios = {"whole": 1.03, "linear": 1.04, "attention": 0.97}
-    (run / "summary.json").write_text(json.dumps({"measured_over_predicted": ratios}))
-    page = page_of(run)
-    assert curves_of_corrections(page) == ["linear", "attention"]
-    assert "seconds of the last steps; linear 1.04, attention 0.97" in page.content
-    assert "Correction of plans" not in page_of(write_run(tmp_path / "off")).content
-
-
-def curves_of_corrections(page: Page) -> list[str]:
-    """The curves of the chart of corrections."""
-    assert "Correction of plans' prices" in page.words
-    curves = [[series["name"] for series in chart["series"]] for chart in page.charts]
-    return next(names for names in curves if names[:1] == ["linear"])
+def test_measured_over_predicted_seconds_are_one_number(tmp_path: Path) -> None:
+    rows = [train_row(step, seconds=0.3, predicted_seconds=0.3 if step % 3 else 0.1) for step in range(1, 61)]
+    page = page_of(write_run(tmp_path / "run", rows=[*rows, train_row(61, seconds=0.3)]))
+    assert "measured / predicted" in page.content and "seconds, median of all steps" in page.content
+    assert "1.00" in page.words
+    assert "measured / predicted" not in page_of(write_run(tmp_path / "off")).content
 
 
 def test_without_a_known_peak_the_flops_are_shown(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def saves_of(rank: int = 0, done: int = 0, **keys: Any) -> Saves:
     world = SimpleNamespace(rank=rank, home=SimpleNamespace(ranks=(0, 1)), timeout=60.0)
     order = SimpleNamespace(version=2, begin_of_step=lambda step: step)
     run: Any = SimpleNamespace(
-        config=config, world=world, done=done, checkpoints="c", model=None, optimizer=None, order=order, refinement=None
+        config=config, world=world, done=done, checkpoints="c", model=None, optimizer=None, order=order
     )
     return Saves(run, lambda _: None)
 

@@ -181,9 +181,6 @@ class RunSection(MachineSection):
     log_every: PositiveInt = 10
     """Where the output is no terminal, a line of progress every so many steps; one comes every 30 seconds in any
     case."""
-    refine: Literal["auto", "on", "off"] = "auto"
-    """Correct the prices of coming plans by the seconds of steps, and name slow slots: auto (prices of dynamic plans
-    on GPUs, slots on GPUs), on, or off, with which timing changes no plan (docs/planning.md)."""
     timeout_seconds: Annotated[float | str, Above(0)] = AUTO
     """How long a rank waits for the others before it names the one that is missing; auto: 10 times the predicted
     seconds of a step or an evaluation, at least 60 (docs/gpu.md: What a hang prints)."""

@@ -5,7 +5,7 @@ Planning is Python code and holds the interpreter's lock: a thread would make tr
 `planning.py`.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from types import TracebackType
 
 from longspan.errors import LongspanError, PlanError
@@ -26,23 +26,14 @@ class PlanAhead:
     anywhere. It must pickle (a function at the top of a module, a `functools.partial` of one, an object); `ahead=0`
     plans inline, without another process.
 
-    With `argument_of` the planner is called as `planner(step, argument_of(step))`. The argument, a value that can be
-    hashed and pickled, is made here when the plan is requested, and is always the same for a step.
-
     The process ends with the context, and with this process however that ends. Use it from one thread of the process
     that opened it.
     """
 
-    def __init__(
-        self,
-        planner: Callable[..., Plan],
-        *,
-        ahead: int = 2,
-        argument_of: Callable[[int], Hashable] | None = None,
-    ) -> None:
+    def __init__(self, planner: Callable[[int], Plan], *, ahead: int = 2) -> None:
         """Take the planner; its process starts when the context is entered."""
         self.ahead: int = check_count("ahead", ahead, least=0)
-        self._planner, self._argument_of = planner, argument_of
+        self._planner = planner
         self._planning: Planning | None = None
         self._window: range | None = None  # steps whose plans are requested or made
         self._generation = 0  # of requests; one more after a jump to a step outside the window
@@ -73,7 +64,7 @@ class PlanAhead:
         self._window = range(step, step + 1 + self.ahead)
         planning.keep_window(self._generation, self._window)
         for following_step in range(first_missing, self._window.stop):
-            planning.send_request(self._make_request(following_step))
+            planning.send_request(StepRequest(self._generation, following_step))
 
     def plan(self, step: int) -> Plan:
         """Return the plan of this step, waited for if need be; the plans of the next steps are begun.
@@ -83,7 +74,7 @@ class PlanAhead:
         self.start(step)
         if not self.ahead:
             return self._plan_inline(step)
-        return self._require_planning().wait_for_plan(self._make_request(step))
+        return self._require_planning().wait_for_plan(StepRequest(self._generation, step))
 
     def plan_if_made(self, step: int) -> Plan | None:
         """Return the plan of a coming step without waiting; None if it is not made yet, or the planner failed.
@@ -97,7 +88,7 @@ class PlanAhead:
                 return self._plan_inline(step)
             except LongspanError:
                 return None
-        return self._require_planning().plan_if_made(self._make_request(step))
+        return self._require_planning().plan_if_made(StepRequest(self._generation, step))
 
     def close(self) -> None:
         """End the planning process."""
@@ -108,12 +99,8 @@ class PlanAhead:
     def _plan_inline(self, step: int) -> Plan:
         """Plan this step here; a second call for the same step returns the same plan."""
         if self._made_inline is None or self._made_inline[0] != step:
-            self._made_inline = (step, check_plan(self._planner(step, *self._make_request(step).arguments), step))
+            self._made_inline = (step, check_plan(self._planner(step), step))
         return self._made_inline[1]
-
-    def _make_request(self, step: int) -> StepRequest:
-        """Make the request for a step's plan, with its argument if the planner takes one."""
-        return StepRequest(self._generation, step, () if self._argument_of is None else (self._argument_of(step),))
 
     def _require_planning(self) -> "Planning":
         """Return the process that plans. Raises PlanError outside a with block, and in a fork of its owner."""

@@ -1,7 +1,7 @@
 """The process that makes plans ahead: first as its owner sees it (`Planning`), then what runs in it (`serve_plans`).
 
-Requests are answered one after the other. One is (generation, step, arguments); requests of an older generation than
-the newest are void and are answered without planning. How the process starts and ends is `launch/worker.py`'s.
+Requests are answered one after the other. One is (generation, step); requests of an older generation than the newest
+are void and are answered without planning. How the process starts and ends is `launch/worker.py`'s.
 """
 
 import os
@@ -11,7 +11,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
@@ -21,17 +21,16 @@ from longspan.launch.stop_signals import SIGNALS
 from longspan.launch.worker import Worker, describe_end, describe_main, import_main, next_request, pickle_error
 from longspan.plan.plan import Plan
 
-Planner = Callable[..., Plan]  # of a step, and of the arguments of its request
+Planner = Callable[[int], Plan]  # of a step
 
 _serving = False  # whether this is a planning process
 
 
 class StepRequest(NamedTuple):
-    """A step to plan, and what the planner receives with it."""
+    """A step to plan; a later generation voids requests of earlier ones."""
 
     generation: int
     step: int
-    arguments: tuple[Hashable, ...] = ()
 
 
 class Failure(NamedTuple):
@@ -252,7 +251,7 @@ def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[StepRequest
     def plan(request: StepRequest) -> bytes | Failure:
         """Plan a step; returns the pickled plan, or a failure for any error, so that the process lives on."""
         try:
-            return pickle.dumps(check_plan(planner(request.step, *request.arguments), request.step))
+            return pickle.dumps(check_plan(planner(request.step), request.step))
         except BaseException as error:
             return Failure.of(error)
 

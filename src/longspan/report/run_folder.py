@@ -15,14 +15,12 @@ import numpy as np
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.files import json_values, parse_json
 from longspan.plan import Plan
-from longspan.plan.cost.correction import PARTS
 from longspan.plan.plan_rows import find_plan
 from longspan.report.evaluation_rows import EvalRow, number
 from longspan.run.facts import RunFacts
 from longspan.run.loggers.metrics_log import read_json_rows
 
 SAMPLE_KEYS = ("name", "text", "answer", "predicted", "images")
-CORRECTION = "correction_"  # and the name of a part of the cost
 TRAIN_COLUMNS = (
     "loss",
     "tokens",
@@ -42,7 +40,6 @@ TRAIN_COLUMNS = (
     "encoder_balance",
     "predicted_encoder_share",
     "predicted_encoder_balance",
-    *(f"{CORRECTION}{part}" for part in PARTS),
     "router_balance_loss",
     "router_z_loss",
 )

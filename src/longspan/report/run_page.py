@@ -13,9 +13,8 @@ import numpy as np
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.errors import plural
 from longspan.plain_text import bytes_text, number_text, seconds_text
-from longspan.plan.cost.correction import PARTS
 from longspan.report.chart import COLORS, Chart, Series, chart_figure
-from longspan.report.evaluation_rows import last_evaluations, number
+from longspan.report.evaluation_rows import last_evaluations
 from longspan.report.evaluation_sections import (
     SAME,
     chart_at_both_widths,
@@ -26,7 +25,7 @@ from longspan.report.evaluation_sections import (
 )
 from longspan.report.markup import section, tag, text
 from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
-from longspan.report.run_folder import CORRECTION, MTP_LOSS, RunFolder
+from longspan.report.run_folder import MTP_LOSS, RunFolder
 from longspan.report.series import smooth
 from longspan.run.facts import RunFacts
 
@@ -94,11 +93,7 @@ def small_charts(run: RunFolder) -> Iterator[Chart]:
 
 
 def _share_charts(run: RunFolder) -> Iterator[Chart]:
-    """Yield the charts of how near steps come to the devices' peak and to the bound of their plans.
-
-    Then come those of the corrections of plans' prices, and of the encoder's share of a step. A summary with ratios of
-    measured to predicted seconds says which parts of the price a run has; without it all parts count.
-    """
+    """Yield the charts of how near steps come to the devices' peak and to their plans' bound, and the encoder's."""
     if len(finite(run.train["mfu"])):
         share = column_curves(run, "mfu", 3)
         yield Chart("Model FLOPs utilisation", share, "of the device's peak", y_format="percent", zero=True)
@@ -107,10 +102,6 @@ def _share_charts(run: RunFolder) -> Iterator[Chart]:
     if len(finite(run.train["bound_share"])):
         share = column_curves(run, "bound_share", 2)
         yield Chart("Share of the plan's bound", share, "lower bound / seconds", y_format="percent", zero=True)
-    columns = [(part, f"{CORRECTION}{part}") for part in PARTS if part in (_price_ratios(run) or PARTS)]
-    if any(len(finite(run.train[column])) for _, column in columns):
-        lines = tuple(Series(part, run.step, run.train[column], i) for i, (part, column) in enumerate(columns))
-        yield Chart("Correction of plans' prices", lines, "measured / predicted seconds")
     if len(finite(run.train["encoder_share"])):
         encoder_series = _mean_curves(run, [("measured", "encoder_share"), ("predicted", "predicted_encoder_share")])
         yield Chart("Encoder", encoder_series, "share of the step", y_format="percent", zero=True)
@@ -304,22 +295,15 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     if len(bound) and run.facts is not None:
         detail = f"median: the plan's lower bound, priced for {run.facts.priced_for}, over the time"
         yield "share of the plan's bound", f"{100 * np.median(bound):.0f}%", detail
-    if "whole" in (ratios := _price_ratios(run)):
-        of_parts = ", ".join(f"{part} {ratio:.2f}" for part, ratio in ratios.items() if part != "whole")
-        yield "measured / predicted", f"{ratios['whole']:.2f}", f"seconds of the last steps; {of_parts}"
+    seconds, predicted_seconds = run.train["seconds"], run.train["predicted_seconds"]
+    if len(ratios := finite(seconds[predicted_seconds > 0] / predicted_seconds[predicted_seconds > 0])):
+        yield "measured / predicted", f"{np.median(ratios):.2f}", "seconds, median of all steps"
     measured, predicted = (finite(run.train[f"{name}encoder_share"]) for name in ("", "predicted_"))
     if len(measured) and len(predicted):
         balances = (finite(run.train[f"{name}encoder_balance"]) for name in ("", "predicted_"))
         balance, as_planned = (float(np.median(values)) if len(values) else 1.0 for values in balances)
         detail = f"of the step, median; {100 * np.median(predicted):.0f}% predicted; busiest rank {balance:.2f} of the "
         yield "encoder", f"{100 * np.median(measured):.0f}%", detail + f"mean, {as_planned:.2f} predicted"
-
-
-def _price_ratios(run: RunFolder) -> dict[str, float]:
-    """Return measured over predicted seconds, of steps ("whole") and by part; none if prices were not refined."""
-    ratios = run.summary.get("measured_over_predicted")
-    numbers = {str(name): number(value) for name, value in ratios.items()} if isinstance(ratios, dict) else {}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _flops_text(tflops: float) -> str:

@@ -39,7 +39,6 @@ from longspan.run.memory_short import AllocatorWatch, explain_out_of_memory, rec
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, note_facts, open_records, save_plan
-from longspan.run.refining import correction_columns, note_step, refine_prices
 from longspan.run.result import LAST_STEPS, TrainResult
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.run_facts import facts_of
@@ -103,7 +102,7 @@ class _Loop:
     def train(self, stop: StopSignal) -> TrainResult:
         """Run the remaining steps and, unless the run is stopped, the end of the run."""
         run = self.run
-        with _plans(run) as plans:
+        with plan_steps(run.choice, run.order, run.world.home, ahead=run.config.context.plan_ahead) as plans:
             if run.done < run.config.train.steps:
                 plans.start(run.done)  # they are made while kernels are compiled
             self.starts.end_part("records")
@@ -124,7 +123,6 @@ class _Loop:
             last_loss=_last_loss(run.dir / "metrics.jsonl", done) if is_first_rank(run.world) else math.nan,
             vocab_size=run.corpus.manifest.tokenizer_size,
             world=len(run.world.home.ranks),
-            ratios=run.refinement.ratios() if run.refinement else {},
         )
 
     def run_steps(self, plans: PlanAhead, stop: StopSignal, saves: Saves) -> str:
@@ -146,7 +144,6 @@ class _Loop:
                     saves.keep_if_best(self.evaluations.take_rows())
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
-                refine_prices(run, saves.done)
                 row, plan = _take_step(run, reader, saves.done, slow_slots, limits, self.profiles)
                 saves.done += 1
                 self.profiles.write_files()
@@ -221,19 +218,13 @@ class _Loop:
         return final
 
 
-def _plans(run: TrainingRun) -> PlanAhead:
-    """Return the plans of the run's steps, priced for its model and made ahead of the steps."""
-    ahead = run.config.context.plan_ahead
-    return plan_steps(run.choice, run.order, run.world.home, ahead=ahead, refinement=run.refinement)
-
-
 def _take_step(
     run: TrainingRun, reader: StepReader, step: int, slow_slots: SlowSlots, limits: TimeLimits, profiles: StepProfiles
 ) -> tuple[dict[str, Any], Plan]:
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan.
 
     The images of the next step are read meanwhile. A step that is profiled is slower than usual: its seconds count
-    neither for slow slots, nor for the refinement of prices, nor for later time limits. The row has figures that any
+    neither for slow slots nor for later time limits. The row has figures that any
     run has, then those of runs with several sources, images, routers, or depths of prediction.
     """
     started, is_usual = time.perf_counter(), not profiles.has_step(step + 1)
@@ -246,7 +237,6 @@ def _take_step(
     seconds = time.perf_counter() - started
     if is_usual:
         slow_slots.note_ratio(result.slot_ratio)
-        note_step(run, plan, step, seconds - (result.encoders.seconds if result.encoders else 0.0))
     row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
     row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
     row |= {
@@ -259,7 +249,7 @@ def _take_step(
         row["source_tokens"] = run.order.source_tokens(step)
     items = find_item_table(documents, plan.lengths)
     images = [item.rows for item in items.items] if items else ()
-    row |= run.figures.step_figures(plan, seconds, images, result.encoders) | correction_columns(run, step)
+    row |= run.figures.step_figures(plan, seconds, images, result.encoders)
     if result.router is not None:
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
     row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}

@@ -1,8 +1,7 @@
 """The result of a training run, as a value that prints well; without torch, because the launcher reads it too."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ class TrainResult:
     """The result of a run on `world` ranks: its steps, why it stopped early, its last losses.
 
     `final` are the last evaluations of the held-out documents, at every degree, `named` those of the named sets.
-    `ratios` are measured over predicted seconds, of whole steps and by part (`Refinement.ratios`); {} if not refined.
     """
 
     dir: Path
@@ -31,7 +29,6 @@ class TrainResult:
     final: tuple[Evaluation, ...]
     named: tuple[Evaluation, ...] = ()
     world: int = 1
-    ratios: Mapping[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json."""
@@ -47,7 +44,7 @@ class TrainResult:
             "world": self.world,
             "versions": versions(),
         }
-        return json_values(values | ({"measured_over_predicted": dict(self.ratios)} if self.ratios else {}))
+        return json_values(values)
 
     def text(self) -> str:
         """Return the last lines that a run prints: its mean loss and, after the last step, the table of degrees."""
@@ -62,8 +59,5 @@ class TrainResult:
         )
         if self.stopped:
             lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command goes on")
-        if self.ratios:
-            ratios = ", ".join(f"{name} {ratio:.4g}" for name, ratio in self.ratios.items())
-            lines.append(f"measured over predicted seconds of the last steps: {ratios}")
         lines += [comparison_table(self.final)] if self.final else []
         return "\n".join(lines + ([sets_table(self.named)] if self.named else []))

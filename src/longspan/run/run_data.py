@@ -23,7 +23,6 @@ from longspan.evaluation.sets import EvaluationSet, check_paths, describe_traine
 from longspan.layout import Layout
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
-from longspan.plan.refinement import Refinement
 from longspan.run.checks.check_plans import check_longest, check_longest_of_set
 from longspan.train.long_documents import check_set_length
 from longspan.train.plans import query_heads
@@ -44,7 +43,6 @@ class TrainingRun(Training):
     sets: tuple[EvaluationSet, ...] = ()  # the held-out documents first, if there are any
     why_degrees: tuple[str, ...] = ()  # lines about evaluation degrees that were chosen by cost
     why_partition: str = ""  # the same for the partition of a hybrid model
-    refinement: Refinement | None = None  # of prices by measured steps, with run.refine
 
     @property
     def dir(self) -> Path:
@@ -230,8 +228,7 @@ class StepReader:
         `read_step`, which all ranks enter.
         """
         run, corpus = self._run, self._run.corpus
-        # With refinement, prices may be fitted at the beginning of the next step, and its plan is made only after that.
-        if self._next is not None or run.refinement is not None or step >= run.config.train.steps:
+        if self._next is not None or step >= run.config.train.steps:
             return
         with suppress(Exception):
             plan = self._plans.plan_if_made(step)

@@ -13,7 +13,6 @@ from longspan.launch.launch import usable_cores
 from longspan.model.execution import Execution, model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
-from longspan.plan.cost.correction import REFINED
 from longspan.plan.shape.model_shape import read_experts
 from longspan.run.facts import RunFacts
 from longspan.run.run_data import TrainingRun
@@ -38,7 +37,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         comm_types="/".join(dict.fromkeys(run.choice.comm_types)),
         kernels=execution.kernels,
         plans=_planning_text(run),
-        priced_for=_price_source(run),
+        priced_for=run.cost.source or "",
         peak_tflops=run.figures.peak,
         uncounted=run.figures.uncounted,
         **_data_facts(run),
@@ -181,8 +180,3 @@ def _planning_text(run: TrainingRun) -> str:
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
     evaluated = f"; evaluation {run.evaluation_choice.text}" if run.held_out else ""
     return f"{run.choice.text}{free}, {rows}{evaluated}"
-
-
-def _price_source(run: TrainingRun) -> str:
-    """Return the model and machine that the run's prices are of, and whether they are refined; "" for no machine."""
-    return (run.cost.source or "") + (REFINED if run.refinement and run.cost.source else "")

@@ -33,7 +33,6 @@ from longspan.errors import (
     plural,
 )
 from longspan.files import write_atomically
-from longspan.run.refining import STATE
 from longspan.run.run_data import TrainingRun
 
 BEST_FILE = "best.json"
@@ -97,7 +96,6 @@ class Saves:
         run = self._run
         state = {"config": run.config.tables(), "ranks": len(run.world.home.ranks), "order": ORDER}
         state["begin"] = run.order.begin_of_step(self.done)
-        state |= {STATE: run.refinement.to_json()} if run.refinement else {}
         self.saver.keep = 0 if keep_all else run.config.run.keep_checkpoints
         self.saver.save(run.model, run.optimizer, step=self.done, state=state)
         self._saved, self._saved_at = self.done, time.monotonic()

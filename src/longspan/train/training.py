@@ -263,9 +263,8 @@ class Training:
 
     @property
     def times_slots(self) -> bool:
-        """Whether a step times each slot, as `run.refine` needs it; "auto" is on for GPUs only."""
-        refine = self.config.run.refine
-        return refine == "on" or (refine == "auto" and self.world.device.type == "cuda")
+        """Whether steps time each slot, so that a slow one is named: on GPUs."""
+        return self.world.device.type == "cuda"
 
     @property
     def router(self) -> RouterCoefficients:

@@ -9,7 +9,6 @@ import pytest
 
 from longspan import Layout, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan import Cost, CostSettings, Group, Machine, MicroBatch, PlanOptions
-from longspan.plan.cost.correction import Correction
 from longspan.plan.cost.cost_changes import scale_times
 from longspan.plan.micro_batch import PARTITIONS, Mode, PartitionKind
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
@@ -82,7 +81,7 @@ def test_plans_without_padding_and_by_a_cost_of_no_machine_cost_the_same() -> No
 
 
 def test_what_real_rows_take_alone_follows_the_rows() -> None:
-    """With recomputation, adapters, tensor parallelism, float8, rows that travel, other machines and corrections."""
+    """With recomputation, adapters, tensor parallelism, float8, rows that travel, and other machines."""
     shape, plain = ModelShape.of(MIXTURE), H200.cost(MIXTURE)
     weights, passes = shape.expert_weights, shape.logits * H200.logit_pass_seconds
     products = 6 * shape.hidden * shape.logits / H200.product_flops_per_second
@@ -100,7 +99,6 @@ def test_what_real_rows_take_alone_follows_the_rows() -> None:
     assert 0 < share(float8=True) < plain.real_row_seconds
     travel = H200.cost(MIXTURE, CostSettings(ep=4)).linear_seconds - plain.linear_seconds
     assert share(ep=4) - plain.real_row_seconds == pytest.approx(travel)
-    assert Correction(linear=1.5).correct_cost(plain).real_row_seconds == pytest.approx(1.5 * plain.real_row_seconds)
     assert scale_times(plain, 2.0, "slower").real_row_seconds == 2 * plain.real_row_seconds
     assert Cost.from_json(plain.to_json()) == plain and without_real_rows(plain).real_row_seconds == 0.0
     by_flops = Cost.for_model(MIXTURE, tflops=400)

@@ -120,10 +120,6 @@ class StateCost:
         """Return the cost of a machine on which everything takes `factor` times as long."""
         return self._scale_numbers({name: factor for name in self.constants() if name.endswith("_seconds")})
 
-    def apply_factors(self, *, linear: float, inside: float) -> "StateCost":
-        """Return the cost where products take `linear` and the wait for messages `inside` times as long."""
-        return self._scale_numbers({"scan_seconds": linear, "summary_seconds": linear, "step_seconds": inside})
-
     def _scale_numbers(self, factors: dict[str, float]) -> "StateCost":
         """Return the cost with these constants multiplied, the others as they are."""
         return dataclasses.replace(

@@ -4,8 +4,7 @@ Rows of training: step, loss, tokens, targets, grad_norm, lr, seconds, tokens_pe
 efficiency; groups, [{degree, cp_comm_type, count, tokens}] of the plan; if they are known tflops, mfu,
 predicted_seconds and bound_share, and of a model with images encoder_share, encoder_balance and both as predicted
 (`step_figures.py`); on GPUs allocator_retries, how often the first rank's allocator had to wait, give memory back and
-ask again; where prices are refined (`refining.py`), the factors that priced the plan: correction_linear,
-correction_attention, correction_inside and correction_across; source_tokens, those of each of several sources;
+ask again; source_tokens, those of each of several sources;
 save_shown_seconds, save_seconds and save_bytes of a checkpoint, in the row of the first step that ended after it was
 published: the seconds that training stood for it, those until it was published, and all ranks' bytes (of the last
 checkpoint a line of the log says them);

@@ -38,7 +38,6 @@ from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.cost_changes import with_spans
 from longspan.run.checks.check_model import check_image_keys
-from longspan.run.refining import refinement_of_run
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tables
 from longspan.run.set_up.resume import (
     check_steps_left,
@@ -204,7 +203,6 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     refuse_randomness(find_language_model(model))
     world.seed = config.train.seed
     optimizer = make_optimizer(config, world, model, memory=memory)
-    state = dict[str, Any]()
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, model, optimizer, world)
         log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
@@ -216,9 +214,8 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
         warn_about_lost_updates(config, log)
     price = partial(_model_cost, config, world, model.config, data.corpus, log=log, memory=memory)
     cost = run_on_every_rank(world, price, ConfigError)
-    refinement = refinement_of_run(config, cost, state, world, log)
     starts.end_part("optimizer and costs")
-    run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done, refinement=refinement)
+    run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done)
     run = _resolve_plans(replace(run, why_partition=why_partition, memory=memory), data, log)
     starts.end_part("rows that fit")
     if done == config.train.steps:

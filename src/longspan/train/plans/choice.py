@@ -17,10 +17,8 @@ from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import LongDocumentError, heads_allow, name_arguments
-from longspan.plan.cost.correction import NO_CORRECTION, Correction
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
-from longspan.plan.refinement import MOST_AHEAD, Refinement
 from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
 from longspan.plan.simulate.type_and_partition import fit_to_degree
 from longspan.train.plans.own import call_planner
@@ -230,10 +228,6 @@ class PlanChoice:
             return make(options=options)
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
-    def apply_correction(self, correction: Correction) -> "PlanChoice":
-        """Return the same choice, priced by a cost that is corrected."""
-        return replace(self, options=replace(self.options, cost=correction.correct_cost(self.options.cost)))
-
     def home_options(self, home: Layout) -> PlanOptions:
         """Return the planners' options on a home: the cost of its slots, and micro-batches for its stages."""
         return replace(self.options, cost=self._slot_cost(home), micro_batch_multiple=home.pp)
@@ -310,10 +304,10 @@ class StepPlanner:
     order: StepOrder | PackOrder
     home: Layout
 
-    def __call__(self, step: int, correction: Correction = NO_CORRECTION) -> Plan:
+    def __call__(self, step: int) -> Plan:
         """Return the plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
         lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
-        return self.choice.apply_correction(correction).plan(lengths, self.home, targets=targets)
+        return self.choice.plan(lengths, self.home, targets=targets)
 
 
 def make_step_planner(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
@@ -321,20 +315,10 @@ def make_step_planner(choice: PlanChoice, order: StepOrder | PackOrder, home: La
     return StepPlanner(choice, order, home)
 
 
-def plan_steps(
-    choice: PlanChoice,
-    order: StepOrder | PackOrder,
-    home: Layout,
-    *,
-    ahead: int,
-    refinement: Refinement | None = None,
-) -> PlanAhead:
-    """Plan the training steps of a run, priced with the corrections of a refinement; a context manager.
+def plan_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int) -> PlanAhead:
+    """Plan the training steps of a run; a context manager.
 
-    Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process, with a refinement
-    MOST_AHEAD at most, as corrections of later steps are not known yet; fixed and padded plans take a millisecond and
-    are made when their step begins.
+    Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
+    plans take a millisecond and are made when their step begins.
     """
-    ahead = min(ahead, MOST_AHEAD if refinement else ahead) if not choice.has_one_degree else 0
-    argument_of = refinement.correction_of if refinement else None
-    return PlanAhead(make_step_planner(choice, order, home), ahead=ahead, argument_of=argument_of)
+    return PlanAhead(make_step_planner(choice, order, home), ahead=0 if choice.has_one_degree else ahead)
