@@ -174,20 +174,16 @@ STEPS += ("longest-selective-H200", "longest-selective-2xH200", "mixture-2xH100"
 STEPS += ("price-dense-H200", "price-dense-packed-H200", "price-dense-recomputed-H200", "price-dense-eager-H200")
 STEPS += ("price-dense-eager-packed-H200", "price-experts-single-H200", "price-experts-H200")
 STEPS += ("price-pipeline-2xH100",)
-# Made after the figures were fitted: they are held out, and do not change which of the others are.
-STEPS_AFTER_FIT = ("price-hybrid-H200", "price-hybrid-packed-H200", "price-dense-long-H200", "price-dense-lognorm-H200")
-STEPS_AFTER_FIT += ("price-dense-2xH100",)
-AFTER_FIT = (*STEPS_AFTER_FIT, "price-images-H200", "two-nodes-hsdp-10g-2xH100")
+STEPS += ("price-hybrid-H200", "price-hybrid-packed-H200", "price-dense-long-H200", "price-dense-lognorm-H200")
+STEPS += ("price-dense-2xH100",)
 # Predicted by the machine that was calibrated before them.
 NODE_STEPS = ("two-nodes-step-2xH200", "two-nodes-step-16k-2xH100", "two-nodes-step-10g-2xH100")
 NODE_STEPS += ("two-nodes-hsdp-10g-2xH100",)
-FITTED = ("step-packed-float8-2xH200",)  # of these, whose rate of float8 had no step before
-FITTED += ("attention-4xH200", "attention-packed-4xH200", "attention-window-types-4xH200", "two-commits-4xH200")
 
 
 def _steps() -> Iterator[Measured]:
     """Of `longspan bench step`."""
-    for name in STEPS + STEPS_AFTER_FIT:
+    for name in STEPS:
         read = _read(name)
         for record in read.get("runs", [read]):
             for row in record["rows"]:
