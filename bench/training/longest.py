@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from live_bytes import LiveBytes
 
 import longspan
 from longspan import World
@@ -39,8 +40,7 @@ from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from longspan.train.memory.coming_plans import ComingSteps
-from longspan.train.memory.live_bytes import LiveBytes
-from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks, plan_memory_on_ranks
+from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks
 from longspan.train.plans import PlanChoice, home_of, query_heads
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 from longspan.versions import versions
@@ -57,14 +57,14 @@ def run_steps(
 ) -> dict[str, Any]:
     """Take two steps of one document, of which layers keep what was `chosen`; the second step's seconds and peak.
 
-    The bytes that were planned stand beside the peak. Weights that stay gathered are not among the bytes of rows.
+    The bytes that were planned for the longest document stand beside its peak. Weights that stay gathered are not
+    among the bytes of rows.
     """
     gpu, heads = world.device.type == "cuda", query_heads(configuration)
-    planned = plan_memory_on_ranks(run_memory(config, configuration, rows, world), chosen, world)
     loaded = load_run_model(config, config.data.vocab_size, configuration)
     model = prepare_run_model(config, world, loaded, memory=chosen)
     optimizer = make_optimizer(config, world, model, memory=chosen)
-    training = Training(config, world, model, optimizer, Cost(), memory=planned)
+    training = Training(config, world, model, optimizer, Cost(), memory=chosen)
     plan = PlanChoice.training(config, heads=heads).plan([rows], world.home)
     documents, row = synthetic_documents([rows], vocabulary_size(model) or 2), dict[str, Any](rows=rows)
     counted = LiveBytes()
@@ -96,7 +96,7 @@ def run_steps(
         round((after - before - row["weight_bytes"]) / local_rows) for before, after in itertools.pairwise(alive)
     ]
     row["peak"] = torch.cuda.max_memory_allocated() if gpu else counted.peak
-    row["planned"] = planned.to_json() if planned is not None else None
+    row["planned"] = chosen.to_json() if chosen is not None and chosen.rows == local_rows else None
     of_ranks = world.control.gather_objects(row)
     return max(of_ranks, key=lambda r: r["peak"]) | {"seconds": max(r["seconds"] for r in of_ranks)}
 
@@ -199,7 +199,7 @@ def main() -> None:
     record: dict[str, Any] = {"bench": "longest", "command": vars(flags) | {"out": str(flags.out)}, "keys": keys}
     record |= {"machine": machine_facts(), "versions": versions(), "steps": []}
     with World(home_of(config.parallel, ranks)) as world:
-        chosen = choose_memory_on_ranks(run_memory(config, configuration, flags.rows, world), world, print)
+        _, chosen = choose_memory_on_ranks(run_memory(config, configuration, flags.rows, world), world, print)
         for rows in ([flags.rows // flags.small] if flags.small else []) + [flags.rows]:
             row = run_steps(config, configuration, rows, chosen, world, history=flags.history and rows == flags.rows)
             gc.collect()

@@ -18,7 +18,7 @@ from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
 from longspan.run.checks.check_plans import check_longest
 from longspan.run.checks.config_check import check_config
-from longspan.train.memory.row_probe import probe_plan
+from longspan.train.memory.coming_plans import full_plan
 from longspan.train.plans import PlanChoice, degrees_to_compare, plan_steps
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -368,7 +368,7 @@ def test_degrees_that_the_query_heads_do_not_allow_are_not_compared_nor_probed()
     )
     home, choice = Layout(8), PlanChoice.evaluation(config, heads=6)
     assert degrees_to_compare(home, choice) == (1, 2) and degrees_to_compare(Layout(6), choice) == (1, 2, 6)
-    assert {len(group.slots) for group in probe_plan(config, home, 64, 6).micro_batches[0].groups} == {2}
+    assert {len(group.slots) for group in full_plan(config, home, 64, 6).micro_batches[0].groups} == {2}
 
 
 def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:

@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+from bench.training.live_bytes import LiveBytes
 
 from longspan.comm import World
 from longspan.evaluation.evaluate import evaluate
@@ -10,7 +11,6 @@ from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.testing import run_ranks
-from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.plans import PlanChoice
 from tests.model.deep import deep
 from tests.model.stock import texts

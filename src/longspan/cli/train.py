@@ -17,7 +17,9 @@ from longspan.cli.processes import (
     print_note,
     run_on_ranks,
 )
+from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
+from longspan.errors import LongspanError
 from longspan.launch.stop_signals import NOTICES, Interrupted, disregard_signals, leave_closed_output
 from longspan.run.checks.check_data import check_files
 from longspan.run.checks.config_check import check_config
@@ -68,28 +70,40 @@ def train_rank(
 ) -> "TrainResult":
     """Train on one rank; the first rank's progress goes to standard output, or with `to_stderr` to standard error.
 
-    `starts` has the seconds of the parts of the command's start so far.
+    `starts` has the seconds of the parts of the command's start so far. Where a rank runs out of memory in the warm-up,
+    all ranks leave their world and begin anew with half of the rows that "auto" had chosen.
     """
     starts.end_part("processes")
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compiled != "none")
     gc.disable()  # imports, made here under torchrun, leave no garbage, and looking for some takes a tenth of the time
     try:
+        import torch
+
         from longspan.comm import World
         from longspan.comm.time_limits import longest_wait
         from longspan.run.loop import train
         from longspan.run.progress import ProgressDisplay
+        from longspan.train.memory.slot_rows import halve_rows, ran_short_of_memory
     finally:
         gc.freeze()  # nor is any looked for later among what was imported
         gc.enable()
     starts.end_part("imports")
 
-    home = home_of(config.parallel, ranks)
-    with World(home, backend=backend, timeout=longest_wait(config.run.timeout_seconds)) as world:
-        starts.end_part("groups")
-        stream = (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
-        with ProgressDisplay(config.train.steps, stream, log_every=config.run.log_every) as display:
-            return train(config, world, display, starts)
+    home, stream = home_of(config.parallel, ranks), (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
+    while True:
+        try:
+            with World(home, backend=backend, timeout=longest_wait(config.run.timeout_seconds)) as world:
+                starts.end_part("groups")
+                with ProgressDisplay(config.train.steps, stream, log_every=config.run.log_every) as display:
+                    return train(config, world, display, starts)
+        except LongspanError as error:
+            if config.context.max_tokens_per_slot != AUTO or not ran_short_of_memory(error):
+                raise
+        if rank == 0:
+            halve_rows(config)
+        gc.collect()  # the model, its optimizer and their tensors are in cycles
+        torch.cuda.empty_cache()
 
 
 def _report_result(result: "TrainResult", saved: str, checkpoints: str, *, as_json: bool) -> None:

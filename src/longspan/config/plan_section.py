@@ -70,7 +70,7 @@ class PlanSection:
             "As context.eval_max_tokens_per_slot. Default: the same.",
         ),
     ] = NOT_GIVEN
-    """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as many as its memory holds, measured first.
+    """Rows of one micro-batch on one slot, at most; 0: no limit; auto: as its memory holds them (docs/memory.md).
     Default: auto; tiny presets: 1024, at degree 1 2048."""
     cp_comm_type: Annotated[
         str | tuple[str, ...],

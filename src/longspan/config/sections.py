@@ -102,8 +102,8 @@ class TrainConfig:
     memory_fraction: float = 0.92
     """Of a GPU's free memory, what a run may fill, where train.memory or max_tokens_per_slot = "auto" decide."""
     memory_bytes: NonNegativeInt = 0
-    """The same in bytes, on any device, weights included; 0: memory_fraction of a GPU, on a CPU 1 GiB next to weights
-    and states for max_tokens_per_slot = "auto"."""
+    """The same in bytes, on any device, weights included; 0: memory_fraction of a GPU, on a CPU the host's free memory
+    for max_tokens_per_slot = "auto"."""
     offload_activations: bool = False
     """Keep what checkpointed layers start from in the host's memory meanwhile; false: as train.memory chooses."""
     offload_states: bool = False

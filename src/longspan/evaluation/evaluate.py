@@ -27,7 +27,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel, check_wo
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan
-from longspan.train.memory.live_bytes import measure_added_peak, unused_bytes
+from longspan.train.memory.device_memory import measure_added_peak, unused_bytes
 from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.reading.local_batch import move_rows, read_micro_batches, reading_error

@@ -47,17 +47,17 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
         config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
     gpu = trainer.world.device.type == "cuda"
     lengths = _document_lengths(trainer)
-    memory = None
+    rows, memory = 0, None
     if lengths:
         model, home = unwrap_model(trainer.model).config, trainer.world.home
         # Steps 0 to 63, with lengths drawn at random, stand for all steps.
         steps = ComingSteps(lambda step: _step_lengths(trainer, lengths, step), home, query_heads(model), 0, 64)
-        memory = choose_memory_on_ranks(
+        rows, memory = choose_memory_on_ranks(
             RunMemory(config=config, model=model, ahead=steps, gpu=gpu), trainer.world, _log.info
         )
     if config.context.max_tokens_per_slot == AUTO:
-        rows = memory.rows if memory is not None else 0
-        config = replace(config, context=replace(config.context, max_tokens_per_slot=rows))
+        limit = rows if memory is not None else 0
+        config = replace(config, context=replace(config.context, max_tokens_per_slot=limit))
     return config, memory
 
 

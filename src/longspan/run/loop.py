@@ -47,7 +47,7 @@ from longspan.run.saves import Saves
 from longspan.run.set_up.set_up import check_adapter_targets, set_up
 from longspan.run.set_up.warm_up import warm_up_run
 from longspan.run.slow_slots import SlowSlots
-from longspan.train.memory.live_bytes import peak_memory_bytes
+from longspan.train.memory.device_memory import peak_memory_bytes
 from longspan.train.plans import plan_steps
 from longspan.train.starts import Starts
 from longspan.train.step_figures import waiting_text

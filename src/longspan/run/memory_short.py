@@ -19,7 +19,7 @@ from longspan.files import write_atomically
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table
 from longspan.run.run_data import TrainingRun
-from longspan.train.memory.live_bytes import (
+from longspan.train.memory.device_memory import (
     allocator_retries,
     peak_memory_bytes,
     peak_reserved_bytes,

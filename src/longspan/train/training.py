@@ -128,7 +128,7 @@ def prepare_run_model(
     if images:
         _freeze_encoder(config, model)
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
-        check_model_fits(config, model, world, computed_dtype, training=training)
+        check_model_fits(config, model, world, training=training)
     computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already
     encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
     return prepare(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench.training.live_bytes import LiveBytes
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import silu
@@ -20,7 +21,6 @@ from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.seams.forwards import norms
 from longspan.plan import Plan
 from longspan.train import run_step
-from longspan.train.memory.live_bytes import LiveBytes
 
 
 @dataclass

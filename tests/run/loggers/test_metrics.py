@@ -24,7 +24,7 @@ from longspan.run import progress
 from longspan.run.loggers.metrics_log import MetricsLog, read_metrics
 from longspan.run.loggers.plan_log import PlanLog
 from longspan.run.progress import ProgressDisplay
-from longspan.train.memory.live_bytes import peak_memory_bytes
+from longspan.train.memory.device_memory import peak_memory_bytes
 
 
 def test_a_resumed_log_goes_on_after_its_step(tmp_path: Path) -> None:

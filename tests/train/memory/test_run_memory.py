@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig, TrainConfig
@@ -14,9 +13,7 @@ from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.train.memory import run_memory
 from longspan.train.memory.coming_plans import ComingSteps, most_rows
 from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings, state_numbers
-from longspan.train.memory.rows_that_fit import count_states
 from longspan.train.memory.run_memory import RunMemory
-from longspan.train.optim.optimizer import OptimizerChoice
 
 GIB = 1 << 30
 
@@ -79,8 +76,7 @@ def test_keys_by_hand_are_not_chosen(keys: dict[str, object], fixed: FixedMemory
     ],
 )
 def test_numbers_of_state_are_counted_on_the_optimizer_itself(train: TrainConfig, numbers: float) -> None:
-    train = replace(train, lr=1e-3)
-    assert count_states(OptimizerChoice.of(train), torch.float32) == state_numbers(train) == numbers
+    assert state_numbers(replace(train, lr=1e-3)) == numbers
 
 
 def test_settings_follow_the_keys() -> None:
@@ -135,13 +131,15 @@ def test_rows_to_try_hold_the_longest_document_in_a_group_that_the_heads_allow()
     assert all(plan.lengths == (8192,) for plan in ahead.fullest_plans(limited, Cost()))
     fixed = config_of(context__max_tokens_per_slot="auto", context__context_parallel_size=1)
     assert run_of(fixed, gpus=4).ahead.rows_to_try(fixed) == [8194]
+    later = replace(ahead, longest=10000)  # in a step that is not looked at
+    assert later.rows_to_try(config) == [5002] and replace(later, last=0).rows_to_try(config) == [5002]
 
 
 def test_less_memory_means_slower_measures_and_then_a_refusal_with_the_bytes() -> None:
     config = config_of()
     run, host = run_of(config), 64 * GIB
     rooms = (400, 100, 90)
-    plans = [run.choose_memory(MemoryBudget(device=room * GIB, host=host)) for room in rooms]
+    plans = [run.choose_memory(MemoryBudget(device=room * GIB, host=host))[1] for room in rooms]
     assert set(plans[0].measures) == {"none"} and plans[0].gathered_once
     assert [plan.device.total <= room * GIB for plan, room in zip(plans, rooms, strict=True)] == [True] * 3
     kept = [plan.measures.count("none") for plan in plans]
@@ -159,9 +157,9 @@ def test_rows_auto_are_those_whose_steps_are_fastest() -> None:
     """With little room fewer rows, which need less recomputation, and with much as many as a step has."""
     run = run_of(config_of(context__max_tokens_per_slot="auto", context__planner="dynamic"))
     run = replace(run, model=QWEN3_8B | {"num_hidden_layers": 8})
-    little = run.choose_memory(MemoryBudget(device=40 * GIB, host=0))
-    much = run.choose_memory(MemoryBudget(device=200 * GIB, host=0))
-    assert set(much.measures) == {"none"} and much.rows >= little.rows
+    few_rows, _ = run.choose_memory(MemoryBudget(device=40 * GIB, host=0))
+    many_rows, much = run.choose_memory(MemoryBudget(device=200 * GIB, host=0))
+    assert set(much.measures) == {"none"} and many_rows >= few_rows >= much.rows // 2
 
 
 @pytest.mark.parametrize(
@@ -174,7 +172,7 @@ def test_rows_auto_are_those_whose_steps_are_fastest() -> None:
     ],
 )
 def test_the_plan_of_keys_as_they_are(keys: dict[str, object], layers: int, word: str) -> None:
-    memory = run_of(config_of(**keys)).plan_memory(None)
+    memory = run_of(config_of(**keys)).plan_memory()
     assert memory.measures == (word,) * layers + ("none",) * (36 - layers)
 
 
@@ -183,14 +181,24 @@ def test_recomputed_layers_are_those_of_each_stage() -> None:
         train__activation_checkpointing="full", train__recompute_layers=1, parallel__pp=2, context__cp_comm_type="p2p"
     )
     ahead = ComingSteps(lengths_of_step, Layout(ranks=4, pp=2), 32, 0, 20)
-    words = RunMemory(config=config, model=QWEN3_8B, ahead=ahead, gpu=True).plan_memory(None).measures
+    words = RunMemory(config=config, model=QWEN3_8B, ahead=ahead, gpu=True).plan_memory().measures
     assert [index for index, word in enumerate(words) if word == "full"] == [0, 18]
 
 
 def test_a_model_that_cannot_be_counted_trains_by_its_keys() -> None:
     run, room = run_of(config_of()), MemoryBudget(device=400 * GIB)
-    assert run_memory.choose_memory_or_explain(run, room)[0] is not None
-    plan, reason = run_memory.choose_memory_or_explain(replace(run, model={"model_type": "unheard of"}), room)
-    assert plan is None and "hidden_size" in reason
+    rows, plan, reason = run_memory.plan_or_explain(run, room)
+    assert rows == 8192 and plan is not None and not reason
+    unheard = replace(run, model={"model_type": "unheard of"})
+    rows, plan, reason = run_memory.plan_or_explain(unheard, room)
+    assert rows == 8192 and plan is None and "hidden_size" in reason
     with pytest.raises(ConfigError, match="does not fit"):
-        run_memory.choose_memory_or_explain(run, MemoryBudget(device=GIB))
+        run_memory.plan_or_explain(run, MemoryBudget(device=GIB))
+
+
+def test_auto_rows_of_a_model_that_cannot_be_counted() -> None:
+    """The most that a step has on GPUs, which the warm-up halves; on CPUs the fewest that hold the longest document."""
+    config = config_of(context__max_tokens_per_slot="auto", context__planner="dynamic")
+    runs = [replace(run_of(config, gpu=gpu), model={"model_type": "unheard of"}) for gpu in (True, False)]
+    rows = [run_memory.plan_or_explain(run, MemoryBudget(device=GIB))[0] for run in runs]
+    assert rows == [runs[0].ahead.rows_to_try(config)[-1], 4096 + 2] and rows[0] > rows[1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.training.live_bytes import LiveBytes
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
@@ -16,7 +17,6 @@ from longspan.errors import ConfigError, ModelError
 from longspan.layout import Layout
 from longspan.model.activations import host_arena
 from longspan.testing import backend, run_ranks
-from longspan.train.memory.live_bytes import LiveBytes
 from longspan.train.optim.offload_states import OffloadedStates, offload_states
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import OptimizerChoice

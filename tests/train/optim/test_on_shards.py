@@ -13,7 +13,6 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
-from longspan.train.memory.rows_that_fit import measure_state_bytes
 from longspan.train.optim.on_shards import check_sharded_update
 from longspan.train.optim.optimizer import OptimizerChoice, optimizer_class, parameter_groups, parse_arguments
 
@@ -130,15 +129,3 @@ def test_arguments_are_read_as_json_and_reach_the_class() -> None:
         OptimizerChoice("sgd", 0.1, 0.0, (("nesterov", True),)).build(model.parameters())
     with pytest.raises(ConfigError, match=r"knows no weight decay; set train.weight_decay to 0"):
         parameter_groups(model, "torch.optim.Rprop", 0.1)
-
-
-def test_bytes_of_states_to_come() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.Linear(50, 100), torch.nn.Linear(100, 50))
-    count = sum(p.numel() for p in model.parameters())
-    wanted = {"adamw": 2, "sgd": 0, "torch.optim.Adagrad": 1}
-    for name, states in wanted.items():
-        counters = 4 * len(list(model.parameters())) if states else 0
-        assert measure_state_bytes(OptimizerChoice(name), model) == 4 * states * count + counters
-    assert measure_state_bytes(OptimizerChoice("adamw"), model.to(torch.bfloat16)) == 4 * count + counters
-    factored = measure_state_bytes(OptimizerChoice("torch.optim.Adafactor"), model)
-    assert 0 < factored < count

@@ -13,7 +13,7 @@ from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.report.memory_section import measures_text
 from longspan.run.gaps import GAP_TITLES, gap_cells
 from longspan.run.profile import KERNEL_TITLES, TITLES, kernel_rows, part_cells
-from longspan.train.memory.live_bytes import retries_text
+from longspan.train.memory.device_memory import retries_text
 
 _NAMES = (
     "step",

@@ -20,7 +20,6 @@ from longspan.bench.timing import gaps_in_turn, profile_in_turn, time_in_turn
 from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
-from longspan.config.sections import RunConfig
 from longspan.data.document import synthetic_documents
 from longspan.model.execution import model_execution
 from longspan.model.prepared import vocabulary_size
@@ -31,9 +30,9 @@ from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.profile import seconds_computing
 from longspan.run.run_facts import mixers_text
 from longspan.train.memory.coming_plans import ComingSteps
-from longspan.train.memory.live_bytes import allocator_retries, peak_reserved_bytes
-from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
-from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks, plan_memory_on_ranks
+from longspan.train.memory.device_memory import allocator_retries, peak_reserved_bytes
+from longspan.train.memory.run_memory import RunMemory
+from longspan.train.memory.slot_rows import choose_rows
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.run_machine import use_machine
@@ -105,26 +104,21 @@ def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
 def _make_training(settings: StepSettings, world: World) -> Training:
     """Make the model and optimizer of a run, by the functions that set up a run.
 
-    What layers keep is chosen before the model is made, and planned anew once the rows of a slot are measured.
+    What layers keep, and the rows of a slot where they are "auto", are chosen before the model is made.
     """
     log = partial(_log_first_rank, world.rank)
-    run_memory = _make_run_memory(settings, use_measured_rows(settings.config, world, log), world)
-    memory = choose_memory_on_ranks(run_memory, world, log)
-    config = run_memory.config
+    config, memory = choose_rows(_make_run_memory(settings, world), world, log)
     loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
     model = prepare_run_model(config, world, loaded, memory=memory)
     refuse_randomness(model)
     if text := mixers_text(model_execution(model), world.device, config.context.partition):
         log(text)
     optimizer = make_optimizer(config, world, model, memory=memory)
-    first_guess = memory.rows if memory is not None else None
-    config = measure_rows(config, model, optimizer, world, log, first_guess=first_guess)
     cost = settings.cost if memory is None else _memory_cost(settings, memory, log)
-    memory = plan_memory_on_ranks(replace(run_memory, config=config), memory, world)
     return Training(config, world, model, optimizer, cost, memory=memory)
 
 
-def _make_run_memory(settings: StepSettings, config: RunConfig, world: World) -> RunMemory:
+def _make_run_memory(settings: StepSettings, world: World) -> RunMemory:
     """Make the value from which memory is planned: every batch is a coming step, under all planners.
 
     The planners share one model, so that what its layers keep must fit the plans of all.
@@ -132,7 +126,7 @@ def _make_run_memory(settings: StepSettings, config: RunConfig, world: World) ->
     batches = [batch.lengths for batch in settings.batches()]
     heads = query_heads(settings.configuration)
     ahead = ComingSteps(lambda step: batches[step], settings.home, heads, 0, len(batches), settings.planners)
-    return RunMemory(config=config, model=settings.configuration, ahead=ahead, gpu=world.device.type == "cuda")
+    return RunMemory(config=settings.config, model=settings.configuration, ahead=ahead, gpu=world.device.type == "cuda")
 
 
 def _memory_cost(settings: StepSettings, memory: MemoryPlan, log: LogLine) -> Cost:

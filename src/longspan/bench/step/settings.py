@@ -247,7 +247,7 @@ def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Se
 
 
 def _check_cap(flags: StepFlags, config: RunConfig) -> None:
-    """Raise ConfigError where the cap of rows is "auto", and no run's folder keeps the one that the run measured."""
+    """Raise ConfigError where the cap of rows is "auto", and there is no run's folder to keep its number in."""
     if config.context.max_tokens_per_slot != AUTO or (flags.config and Path(config.run.dir).is_dir()):
         return
     lack = f"there is no {config.run.dir}" if flags.config else "no CONFIG.toml names one"

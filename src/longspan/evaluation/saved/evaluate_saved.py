@@ -49,7 +49,7 @@ from longspan.model.seams.rope import position_limit, smallest_factor
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost
 from longspan.train.long_documents import scale_positions
-from longspan.train.memory.rows_that_fit import use_training_rows
+from longspan.train.memory.slot_rows import use_training_rows
 from longspan.train.plans import PlanChoice, find_run_cost, query_heads
 from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.partition import set_usual_partition
@@ -247,7 +247,7 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, sets: Sets, worl
     configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log)
     if folder := checked.tokenizer.folder:
         sets = {name: with_images(documents, configuration, folder) for name, documents in sets.items()}
-    # Plans of both subjects follow the first one's keys; a run's training has measured rows where its limit is "auto".
+    # Plans of both subjects follow the first one's keys; a run's training has chosen rows where its limit is "auto".
     first, heads = request.subjects[0], query_heads(configuration)
     context = first.config.context if first.weights.run_dir is None else use_training_rows(first.config).context
     config = set_usual_partition(replace(checked.subject.config, context=context))

@@ -4,7 +4,6 @@ Images are of several sizes, or of one and two tiles, as the class takes them (f
 `get_image_features`), with masks and shapes if it has them. No two stand side by side.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,13 +48,6 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
         return ImageInput(_draw_pixels((1, channels, height, width), draw), size=(height, width))
     return _draw_tiles(base, side, (channels, image_side, image_side), draw)
-
-
-def draw_probe_image(base: Any, merge: int, rows: int) -> ImageInput:
-    """Draw a square image of this number of rows, if rows follow from its size; otherwise one of one or two tiles."""
-    of_any_size = GRIDS in image_signature(base) or _merges_without_grid(base)
-    side = math.isqrt(rows) if of_any_size else 2
-    return sample_image(base, merge, (side, side), np.random.default_rng(0))
 
 
 def _merges_without_grid(base: Any) -> bool:

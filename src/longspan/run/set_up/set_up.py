@@ -48,9 +48,8 @@ from longspan.run.set_up.resume import (
 )
 from longspan.train.long_documents import scale_positions
 from longspan.train.memory.coming_plans import ComingSteps
-from longspan.train.memory.images_held import UNEVEN
-from longspan.train.memory.rows_that_fit import measure_rows, use_measured_rows
-from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks, plan_memory_on_ranks
+from longspan.train.memory.run_memory import UNEVEN, RunMemory
+from longspan.train.memory.slot_rows import choose_rows
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.order import set_epoch_steps, source_lines
@@ -184,19 +183,17 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     """Open or begin the run of a configuration that `check_config` has passed; all ranks call it together.
 
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
-    `starts` notes how long the parts of the set-up take. Memory is planned twice: the model needs to know first what
-    its layers keep, and the rows of a slot, where they are "auto", can be measured only with the model.
+    `starts` notes how long the parts of the set-up take.
     """
     checkpoint = checkpoint_to_resume(config, world, log)
     config, as_written, data = _open_run_documents(config, checkpoint, world, log)
     configuration = _fit_configuration(data, config, world, log)
     config, why_partition = _choose_run_partition(config, data, configuration, world, log)
-    config = use_measured_rows(config, world, log)
-    data.check_fit(config, world)  # again: the longest document may need more rows than were measured to fit
     done = 0 if checkpoint is None else steps_done(checkpoint, world)
     starts.end_part("data")
     run_memory = _run_memory(config, data, configuration, world, done)
-    memory = choose_memory_on_ranks(run_memory, world, log) if done < config.train.steps else None
+    config, memory = choose_rows(run_memory, world, log, finished=done == config.train.steps)
+    data.check_fit(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
     model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
     starts.end_part("model")
@@ -216,11 +213,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     cost = run_on_every_rank(world, price, ConfigError)
     starts.end_part("optimizer and costs")
     run = TrainingRun(config, world, model, optimizer, cost, data.corpus, data.order, done)
-    run = _resolve_plans(replace(run, why_partition=why_partition, memory=memory), data, log)
-    starts.end_part("rows that fit")
-    if done == config.train.steps:
-        return run
-    return replace(run, memory=plan_memory_on_ranks(replace(run_memory, config=run.config), memory, world))
+    return _resolve_evaluations(replace(run, why_partition=why_partition, memory=memory), data, log)
 
 
 def _open_run_documents(
@@ -270,7 +263,8 @@ def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: Wor
     A slot is expected to encode UNEVEN times the mean rows of images, as some steps have more, but not more than
     encoder.max_rows at once.
     """
-    ahead = ComingSteps(data.order.lengths_of_step, world.home, query_heads(data.model), done, config.train.steps)
+    heads, (longest, _) = query_heads(data.model), data.longest
+    ahead = ComingSteps(data.order.lengths_of_step, world.home, heads, done, config.train.steps, longest=longest)
     rows = math.ceil(UNEVEN * data.image_rows(config) / world.home.slots)
     return RunMemory(
         config=config,
@@ -282,15 +276,10 @@ def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: Wor
     )
 
 
-def _resolve_plans(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
-    """Return the run with its evaluation sets, and with "auto" resolved: rows of a slot, evaluation degrees."""
-    world, cost, heads = run.world, run.cost, query_heads(data.model)
-    config, image_rows = run.config, data.image_rows(run.config)
-    first_guess = run.memory.rows if run.memory is not None else None
-    config = measure_rows(config, run.model, run.optimizer, world, log, image_rows=image_rows, first_guess=first_guess)
-    data.check_fit(config, world)  # again: fewer rows of a slot may have been measured to fit
-    lengths = {s.name: s.documents.lengths for s in data.sets}
-    config, why = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)
+def _resolve_evaluations(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
+    """Return the run with its evaluation sets, and with numbers in place of "auto" degrees of evaluations."""
+    lengths, heads = {s.name: s.documents.lengths for s in data.sets}, query_heads(data.model)
+    config, why = choose_degrees(run.config, lengths, run.world, log, cost=run.cost, heads=heads)
     return replace(run, config=config, sets=with_eval_tables(data.sets, config), why_degrees=why)
 
 

@@ -22,14 +22,15 @@ from longspan.comm.all_ranks import LogLine
 from longspan.comm.watch import is_out_of_memory
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.data.document import synthetic_documents
-from longspan.errors import ConfigError, plural
+from longspan.errors import plural
 from longspan.model.compiled_layers import graphs_text
 from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.timeline import slot_rows
 from longspan.run.run_data import TrainingRun
-from longspan.train.memory.live_bytes import peak_memory_bytes
+from longspan.train.memory.device_memory import peak_memory_bytes
+from longspan.train.memory.slot_rows import SlotRowsError
 from longspan.train.optim.optimizer import allocate_adam_states
 from longspan.train.plans import make_step_planner
 from longspan.train.starts import Starts
@@ -171,7 +172,7 @@ class WarmUp:
 def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, log: LogLine) -> None:
     """Run the warm-up of these plans of coming steps and of evaluation; entered by all ranks, with the same plans.
 
-    A rank that runs out of memory raises ConfigError; the others raise CommError, which quotes it.
+    A rank that runs out of memory raises SlotRowsError; the others raise CommError, which quotes it.
     """
     started, device = time.perf_counter(), training.world.device
     work = warm_up_plans(plans, evaluation, in_flight=training.world.home.pp * training.config.parallel.vpp)
@@ -288,11 +289,11 @@ def _peak_memory_text(device: torch.device) -> str:
     return f"{line} on the first rank"
 
 
-def _out_of_memory_error(training: Training, work: WarmUp, error: BaseException) -> ConfigError:
+def _out_of_memory_error(training: Training, work: WarmUp, error: BaseException) -> SlotRowsError:
     """Return the error of a rank that has too little memory for the coming plans."""
     rows = _most_rows(work.kinds_of_training)
     cap = training.config.context.max_tokens_per_slot
-    return ConfigError(
+    return SlotRowsError(
         f"rank {training.world.rank} ran out of memory before step 1, in a micro-batch of up to {rows:,} rows of a "
         f"slot ({str(error).partition('. ')[0]}); context.max_tokens_per_slot is {cap}: lower it, "
         "recompute activations (train.activation_checkpointing), or start more processes"

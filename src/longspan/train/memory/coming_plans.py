@@ -12,7 +12,6 @@ from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
 from longspan.plan.timeline import slot_rows
-from longspan.train.memory.row_probe import probe_plan
 from longspan.train.plans import PlanChoice
 
 MOST_STEPS = 1024  # whose documents are looked at
@@ -28,7 +27,7 @@ class ComingSteps:
     >>> ahead = ComingSteps(order.lengths_of_step, world.home, heads=32, first=0, last=config.train.steps)
 
     `heads` are the model's query heads, where they are known; `planners` take the place of the configuration's. `few`:
-    only a few plans are made, whatever the planner.
+    only a few plans are made, whatever the planner. `longest` is the longest document of the whole run, if it is known.
     """
 
     lengths_of_step: Callable[[int], Sequence[int]]
@@ -38,6 +37,7 @@ class ComingSteps:
     last: int
     planners: tuple[str, ...] = ()
     few: bool = False
+    longest: int = 1
 
     @property
     def steps(self) -> range:
@@ -81,7 +81,7 @@ class ComingSteps:
             return []
         multiple = max(plan.row_multiple for plan in plans)
         rows = min(cap, max(plan.tokens for plan in plans)) // multiple * multiple
-        return [probe_plan(config, self.home, max(rows, multiple), self.heads)]
+        return [full_plan(config, self.home, max(rows, multiple), self.heads)]
 
     def _sees_all_steps(self, config: RunConfig) -> bool:
         """Return whether every coming step is looked at.
@@ -96,11 +96,13 @@ class ComingSteps:
     def heaviest_steps(self) -> Sequence[int]:
         """Return the step with the longest document and the step with most tokens, which may be one step."""
         lengths = {step: self.lengths_of_step(step) for step in self.steps}
+        if not lengths:
+            return []
         longest_step = max(lengths, key=lambda step: max(lengths[step], default=0))
         return sorted({longest_step, max(lengths, key=lambda step: sum(lengths[step]))})
 
     def rows_to_try(self, config: RunConfig) -> list[int]:
-        """List the rows of a slot that `max_tokens_per_slot = "auto"` may begin with, the fewest first.
+        """List the rows of a slot that `max_tokens_per_slot = "auto"` may become, the fewest first.
 
         The first number holds the longest document in the widest group that the heads allow. The numbers double until
         the step with most tokens is one micro-batch. There are `multiple` rows to spare, and numbers are rounded up to
@@ -108,8 +110,8 @@ class ComingSteps:
         """
         choice = PlanChoice.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self.heaviest_steps()]
-        longest_document = max(max(step, default=1) for step in lengths)
-        most_tokens = max(sum(step) for step in lengths)
+        longest_document = max(self.longest, *(max(step, default=1) for step in lengths), 1)
+        most_tokens = max((sum(step) for step in lengths), default=1)
         multiple = 2 * choice.options.row_multiple
         rows = [-(-longest_document // choice.widest_even_degree(self.home)) + multiple]
         while rows[-1] < most_tokens / self.home.slots + multiple:
@@ -120,3 +122,17 @@ class ComingSteps:
 def most_rows(plan: Plan) -> int:
     """Return the rows of the fullest slot in any micro-batch."""
     return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max(initial=0))
+
+
+def full_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
+    """Make a plan with `rows` rows on every slot in each micro-batch: a document in each of the widest groups.
+
+    A pipeline gets as many micro-batches as it holds at once. Under sequence parallelism `rows` is a multiple of tp.
+    """
+    choice = PlanChoice.training(config, heads=heads)
+    degree = choice.widest_even_degree(home)
+    in_flight = max(1, home.pp * config.parallel.vpp)
+    lengths = [rows * degree] * (home.slots // degree * in_flight)
+    # without a pipeline's bubble in the price, for which more and smaller micro-batches would be made
+    options = replace(choice.options, max_tokens_per_slot=rows, cost=replace(choice.options.cost, chunks=1 << 20))
+    return replace(choice, options=options).at_degree(degree, longest=lengths[0]).plan(lengths, home)

@@ -4,7 +4,7 @@ Imports no torch, but for the states of an optimizer that is named by its class.
 """
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
-from longspan.config.memory_keys import key_checkpointing
+from longspan.config.memory_keys import chooses_measures, key_checkpointing
 from longspan.config.sections import RunConfig, TrainConfig
 from longspan.plan import FixedMemory, MemorySettings
 from longspan.plan.memory.settings import MOMENTS
@@ -59,20 +59,26 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
         return 1.0
     if train.optimizer in MOMENTS:
         return MOMENTS[train.optimizer]
+    import torch
+
     from longspan.model.load import torch_dtype
-    from longspan.train.memory.rows_that_fit import count_states
     from longspan.train.optim.optimizer import OptimizerChoice
 
-    return count_states(OptimizerChoice.of(train), torch_dtype("float32" if lora else dtype))
+    matrix = torch.nn.Parameter(torch.zeros(128, 128, dtype=torch_dtype("float32" if lora else dtype)))
+    matrix.grad = torch.zeros_like(matrix)
+    optimizer = OptimizerChoice.of(train).build([matrix])
+    optimizer.step()
+    size = sum(x.nbytes for x in optimizer.state[matrix].values() if isinstance(x, torch.Tensor))
+    return round(size / matrix.nbytes, 3)  # rounded: the count of steps does not show
 
 
-def fixed_keys(config: RunConfig) -> FixedMemory:
+def fixed_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     """Read the keys of memory that are given by hand; None is what the plan of memory may choose.
 
-    With train.memory "none" nothing is chosen: keys that are not set are off. The plan may move states to the host only
-    for optimizers of MOMENTS; for others that takes the key.
+    Where train.memory chooses nothing, keys that are not set are off. The plan may move states to the host only for
+    optimizers of MOMENTS; for others that takes the key.
     """
-    train, by_hand = config.train, config.train.memory == "none"
+    train, by_hand = config.train, not chooses_measures(config.train, gpu=gpu)
     measure = key_checkpointing(train) or ("none" if by_hand else None)
     states = None if train.optimizer in MOMENTS and not by_hand else False
     # A key that is set is fixed. One that is not (False or 0) is off by hand, and else the plan's choice (None).

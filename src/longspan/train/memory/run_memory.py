@@ -4,8 +4,8 @@ What is counted and what it costs is in `longspan.plan.memory`, which plans are 
 rows of a slot are "auto", some numbers of rows are compared, each with the measures that it needs.
 """
 
+import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,6 +37,8 @@ from longspan.train.memory.memory_settings import fixed_keys, run_memory_setting
 from longspan.train.memory.model_fits import count_ranks_of_host
 from longspan.train.plans.run_cost import find_run_cost, read_run_machine
 
+UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of them
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
@@ -64,33 +66,33 @@ class RunMemory:
         machine = read_run_machine(self.config)
         return machine if isinstance(machine, Machine) else Machine.known("H200") if self.gpu else Machine.cpus()
 
-    def plan_memory(self, chosen: MemoryPlan | None) -> MemoryPlan:
-        """Plan the memory of the run with the measures and settings of a chosen plan; None: with those of the keys."""
-        settings = self.settings
-        if chosen is not None:
-            settings = replace(settings, gathered_once=chosen.gathered_once, offload_states=chosen.offload_states)
-            settings = replace(settings, mlp_tile_rows=chosen.mlp_tile_rows, segment_layers=chosen.segment_layers)
+    def plan_memory(self) -> MemoryPlan:
+        """Plan the memory of the run with the measures and settings of the keys."""
         plans = self._coming_plans(self.config)
-        needs = MemoryNeeds.of(self.model, self.ahead.home, plans, settings, machine=self.machine)
-        return needs.under(key_measures(self.config, needs) if chosen is None else chosen.measures)
+        needs = MemoryNeeds.of(self.model, self.ahead.home, plans, self.settings, machine=self.machine)
+        return needs.under(key_measures(self.config, needs))
 
-    def choose_memory(self, budget: MemoryBudget) -> MemoryPlan:
+    def choose_memory(self, budget: MemoryBudget) -> tuple[int, MemoryPlan]:
         """Choose the fastest measures that fit, and with them the rows of a slot where these are "auto".
 
-        Numbers of rows with which nothing fits are left out. Raises PlanError, with the bytes, where none is left.
+        Returns the limit of rows and the plan. Numbers of rows with which nothing fits are left out. Raises PlanError,
+        with the bytes, where none is left.
         """
-        if self.config.context.max_tokens_per_slot != AUTO:
-            return self._choose_plan(self._coming_plans(self.config), budget)
-        choices, refusal = list[tuple[float, MemoryPlan]](), None
+        rows_of_keys = self.config.context.max_tokens_per_slot
+        if isinstance(rows_of_keys, int):
+            return rows_of_keys, self._choose_plan(self._coming_plans(self.config), budget)
+        choices, refusal = list[tuple[float, int, MemoryPlan]](), None
         for rows in self.ahead.rows_to_try(self.config):
             try:
-                choices.append(self._choose_under_limit(rows, budget))
+                seconds, memory = self._choose_under_limit(rows, budget)
+                choices.append((seconds, rows, memory))
             except PlanError as error:
-                refusal = error
+                refusal = refusal or error  # of the fewest rows
         if not choices:
             assert refusal is not None
             raise refusal
-        return min(choices, key=lambda choice: choice[0])[1]
+        _, rows, memory = min(choices, key=lambda choice: choice[0])
+        return rows, memory
 
     def _choose_under_limit(self, rows: int, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
         """Choose the plan of memory under a limit of rows; returns the seconds of the heaviest steps, and the plan.
@@ -120,58 +122,50 @@ class RunMemory:
 
     def _choose_plan(self, plans: Sequence[Plan], budget: MemoryBudget) -> MemoryPlan:
         """Choose the fastest plan of memory in which all these plans fit."""
-        home, fixed = self.ahead.home, fixed_keys(self.config)
+        home, fixed = self.ahead.home, fixed_keys(self.config, gpu=self.gpu)
         return choose_memory(self.model, home, list(plans), self.settings, budget, self.machine, fixed=fixed)
 
 
-def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> MemoryPlan | None:
-    """Choose the measures that a run's layers have, by a plan of memory; entered by all ranks, before `prepare`.
+def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[int, MemoryPlan | None]:
+    """Plan a run's memory before `prepare`: what its layers keep, and the rows of a slot; entered by all ranks.
 
-    None where the keys say what layers keep, or where the model's bytes cannot be counted. Raises ConfigError, on every
-    rank, for keys that contradict each other, and with the bytes where nothing fits.
+    The plan has what train.memory chooses, or the keys as they are. It is None where no bytes are known that a rank may
+    fill (CPUs without `memory_bytes`), and where the model's bytes cannot be counted: "auto" rows are then the most
+    that a step has on GPUs, where the warm-up halves them, and the fewest that hold the longest document on CPUs.
+    Raises ConfigError, on every rank, for keys that contradict each other, and with the bytes where nothing fits.
     """
-    check_measures(run.config.train, gpu=run.gpu)
-    if not chooses_measures(run.config.train, gpu=run.gpu):
-        return None
-    budget = memory_budget(run.config, world)
-    memory, reason = run_on_first_rank(world, partial(choose_memory_or_explain, run, budget), ConfigError)
-    log(
-        memory.summary_line(budget)
-        if memory
-        else f"memory: not planned, and the keys of [train] hold as they are: {reason}"
-    )
-    return memory
+    train, given_rows = run.config.train, run.config.context.max_tokens_per_slot
+    check_measures(train, gpu=run.gpu)
+    chooses, has_budget = chooses_measures(train, gpu=run.gpu), run.gpu or train.memory_bytes > 0
+    if isinstance(given_rows, int) and not has_budget:
+        return given_rows, None
+    budget = memory_budget(run.config, world) if chooses or given_rows == AUTO else None
+    rows, memory, reason = run_on_first_rank(world, partial(plan_or_explain, run, budget), ConfigError)
+    if reason and budget is not None:
+        log(f"memory: not planned, and the keys of [train] hold as they are: {reason}")
+    elif memory is not None and chooses:
+        log(memory.summary_line(budget))
+    return rows, memory if has_budget else None
 
 
-def choose_memory_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[MemoryPlan | None, str]:
-    """Return the plan of memory and "", or None and why the model's bytes cannot be counted.
+def plan_or_explain(run: RunMemory, budget: MemoryBudget | None) -> tuple[int, MemoryPlan | None, str]:
+    """Return the rows of a slot, the plan of memory and "", or a None and why the model's bytes cannot be counted.
 
-    Raises ConfigError if the bytes can be counted and nothing fits.
+    Without a budget the plan is that of the keys. Raises ConfigError if bytes can be counted and nothing fits.
     """
+    given_rows = run.config.context.max_tokens_per_slot
     try:
         ModelNumbers.of(run.model, run.ahead.home, run.settings)
     except PlanError as error:
-        return None, str(error)
+        rows = given_rows if isinstance(given_rows, int) else run.ahead.rows_to_try(run.config)[-1 if run.gpu else 0]
+        return rows, None, str(error)
     try:
-        return run.choose_memory(budget), ""
+        if budget is not None:
+            return *run.choose_memory(budget), ""
+        assert isinstance(given_rows, int)
+        return given_rows, run.plan_memory(), ""
     except PlanError as error:
         raise ConfigError(str(error)) from error
-
-
-def plan_memory_on_ranks(run: RunMemory, chosen: MemoryPlan | None, world: World) -> MemoryPlan | None:
-    """Plan the memory of a run whose rows of a slot are known; entered by all ranks.
-
-    None on CPUs without `memory_bytes`, where no budget is known, and where the model's bytes cannot be counted.
-    """
-    if not (run.gpu or run.config.train.memory_bytes):
-        return None
-
-    def plan_run_memory() -> MemoryPlan | None:
-        """Plan the run's memory on the first rank; None where bytes cannot be counted."""
-        with suppress(PlanError):
-            return run.plan_memory(chosen)
-
-    return run_on_first_rank(world, plan_run_memory, ConfigError)
 
 
 HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading documents, and for saving
@@ -191,12 +185,14 @@ def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
 def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
     """Return the bytes that this rank may fill of its device and of its host, which its host's ranks share.
 
-    Without `train.memory_bytes` the device must be a GPU, whose free memory is read. The host's bytes are 0 where its
-    free memory is not known.
+    Without `train.memory_bytes` these are a fraction of a GPU's free memory, and on a CPU the host's. The host's bytes
+    are 0 where its free memory is not known; a CPU has no limit then.
     """
     host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
     if config.train.memory_bytes:
         return config.train.memory_bytes, host
+    if world.device.type != "cuda":
+        return host or sys.maxsize, host
     # The CUDA context exists by now. Its bytes count as free, as a plan of memory counts them among its own; `min`, as
     # the context may be smaller than CONTEXT_BYTES.
     free, all_bytes = torch.cuda.mem_get_info(world.device)
