@@ -23,6 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parents[1]
 STEP = "{python} -m longspan bench step --model.preset qwen3-8b --planners fixed --out {out}"
+PEERS = STEP.replace("-m longspan bench step", "bench/training/step_peers.py")
 SMALL = (  # on one GPU
     "{python} -m longspan bench step --world 1 --model.preset qwen3-4b --planners fixed --warmup 1 --repeats 1 "
     "--out {out}"
@@ -168,7 +169,7 @@ RUNS = (
         f"{STEP} --sequences 65536 {YARN} --train.memory none --train.activation_checkpointing selective "
         "--train.offload_activations true",
     ),
-    GpuRun("step-packed", 180, f"{STEP} {PACKED} --profile --peers"),
+    GpuRun("step-packed", 180, f"{PEERS} {PACKED} --profile"),
     GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rows"),
     GpuRun("step-256k", 330, f"{STEP} --sequences 262144 {YARN} --warmup 1 --repeats 1"),
     # the longest documents of `longspan plan --longest` (bench/records/what-fits.md), and 5 % longer ones, which fill
@@ -198,7 +199,7 @@ RUNS = (
         "{python} bench/training/first_steps.py --ranks 2 --longest 16384 --tail 49152 --tail_longest 8192 --steps 6 "
         "--runs cold,warm --out {out} -- --model.preset qwen3-0.6b --model.dtype bfloat16 --train.compiled none",
     ),
-    GpuRun("step-peers", 150, f"{STEP.replace('fixed', 'none')} --sequences 8192,16384,32768 --peers --repeats 2"),
+    GpuRun("step-peers", 150, f"{PEERS.replace('fixed', 'none')} --sequences 8192,16384,32768 --repeats 2"),
     GpuRun("trainer-train", 100, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways train"),
     GpuRun("trainer-sft", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways SFTTrainer"),
     GpuRun("trainer-trl", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways 'TRL cp'"),

@@ -1,4 +1,4 @@
-"""Seconds of CPU that the first rank plans a checkpoint, by ranks, in one process; and what saves to 70B take.
+"""Seconds of CPU that the first rank plans a checkpoint, by ranks, in one process.
 
 python bench/training/save_plans.py --out bench/records/save-plans.json
 
@@ -21,13 +21,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from longspan.bench.record import open_record, origin_text, write_record
 from longspan.checkpoint.metadata import metadata_text
-from longspan.checkpoint.save_cost import save_cost
 from longspan.checkpoint.save_plan import CachedPlanner, PlanCache
 from longspan.plain_text import markdown_table
 
 SETTINGS = 10  # values of each parameter in param_groups, and a count of its steps
-MODELS = {"8B": (8.2e9, 399), "32B": (32.8e9, 707), "70B": (70.6e9, 723)}  # parameters and tensors
-GPUS = {"8B": (2, 8, 64), "32B": (8, 64), "70B": (64, 512, 2816)}
 
 
 def main() -> None:
@@ -40,12 +37,9 @@ def main() -> None:
     record["rows"] = rows = [
         measure(ranks, options.tensors, every=every) for ranks in options.ranks for every in (False, True)
     ]
-    record["model"] = model = [
-        {"model": name, "gpus": gpus} | vars(save_cost(*MODELS[name], gpus)) for name in MODELS for gpus in GPUS[name]
-    ]
-    text = f"{plans_table(rows)}\n\n{model_table(model)}\n\n{origin_text(record)}\n"
+    text = f"{plans_table(rows)}\n\n{origin_text(record)}\n"
     if options.out:
-        write_record(record, options.out, f"# Plans of saves, and what saves take\n\n{text}")
+        write_record(record, options.out, f"# Plans of saves\n\n{text}")
     print(text)
 
 
@@ -117,27 +111,6 @@ def plans_table(rows: list[dict[str, Any]]) -> str:
             f"{row['cached_seconds']:.3f}",
             f"{row['finish_seconds'] * row['scale']:,.1f}",
             f"{row['table_bytes'] * row['scale'] / 1e6:,.0f}",
-        ]
-        for row in rows
-    ]
-    return markdown_table(head, lines)
-
-
-def model_table(rows: list[dict[str, Any]]) -> str:
-    """What a save takes by the model of `longspan.checkpoint.save_cost`."""
-    head = ["model", "GPUs", "checkpoint, GB", "a rank, GB", "copies on a host, GB", "copy, s", "write, s"]
-    head += ["plan of the first, s", "tables, s"]
-    lines = [
-        [
-            row["model"],
-            f"{row['gpus']:,}",
-            f"{row['bytes'] / 1e9:,.0f}",
-            f"{row['rank_bytes'] / 1e9:,.1f}",
-            f"{row['host_bytes'] / 1e9:,.0f}",
-            f"{row['copy_seconds']:.2f}",
-            f"{row['write_seconds']:,.0f}",
-            f"{row['plan_seconds']:,.1f}",
-            f"{row['finish_seconds']:,.1f}",
         ]
         for row in rows
     ]

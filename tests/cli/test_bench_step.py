@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.training.step_peers import peer_cases
 
 from longspan import Layout, World
 from longspan.bench.step import ranks
+from longspan.bench.step.command import main as bench_step
 from longspan.bench.step.command import record_markdown, record_text
 from longspan.bench.step.flags import parse_step
 from longspan.bench.step.ranks import profile_step
@@ -32,10 +34,10 @@ def settings(*words: str, ranks: int = 2, backend: str = "gloo") -> StepSettings
 def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, cost = tmp_path / "records" / "s.json", tmp_path / "cost.json"
     cost.write_text(json.dumps(Cost(linear_seconds=1e-4).to_json()))
-    words = ["--world", "2", "--lengths", "40,24,9,7", "--repeats", "1", "--warmup", "0", "--peers", "--out", str(out)]
+    words = ["--world", "2", "--lengths", "40,24,9,7", "--repeats", "1", "--warmup", "0", "--out", str(out)]
     words += ["--context.max_tokens_per_slot", "40", "--run.machine", str(cost)]
     words += ["--train.activation_checkpointing", "full", "--train.fused_norms", "off", "--profile"]
-    assert main(["bench", "step", *words, "--json"]) == 0
+    assert bench_step([*words, "--json"], peer_cases) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads(out.read_text())
     *planned, peer = record["rows"]
@@ -230,7 +232,7 @@ def test_parts_add_up_and_count_once() -> None:
     ("words", "message"),
     [
         (["--planners", "fixed,static"], "--planners 'fixed,static': this release has padded, fixed, dynamic"),
-        (["--planners", "none"], "--planners is none and there is no --peers: nothing to time; name some of padded"),
+        (["--planners", "none"], "--planners is none: nothing to time; name some of padded"),
         (["--model.preset", "qwen4"], "unknown model preset 'qwen4'"),
         (["--parallel.tp", "0"], "tp"),
         (["--parallel.tp", "3"], "3"),

@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
-
-from longspan.bench.step.packed_peer import (
+from bench.training.packed_peer import (
     _ATTENTION,
     CompiledLayers,
     PackedBatch,
@@ -19,7 +13,14 @@ from longspan.bench.step.packed_peer import (
     _register_attention,
     pack_on_ranks,
 )
-from longspan.cli.main import main
+from bench.training.step_peers import peer_cases
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from longspan.bench.step.command import main
 from longspan.data.document import synthetic_documents
 from longspan.layout.packing import NO_TARGET
 from longspan.model.presets import preset_config
@@ -28,8 +29,8 @@ from tests.reference import relative_error
 
 @pytest.mark.whole
 def test_one_sequence_has_both_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--sequences", "40,24", "--planners", "fixed", "--repeats", "1", "--warmup", "0", "--peers", "--json"]
-    assert main(["bench", "step", "--world", "1", *words]) == 0
+    words = ["--sequences", "40,24", "--planners", "fixed", "--repeats", "1", "--warmup", "0", "--json"]
+    assert main(["--world", "1", *words], peer_cases) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     names, reasons = [row["name"] for row in rows], [row["missing"] for row in rows if "missing" in row]
     assert [name.split(" + ")[-1].split(" ")[0] for name in names[2:]] == ["torch", "compiled"] * 2

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from longspan.bench.record import origin_text, show_record
-from longspan.bench.step.flags import parse_step
-from longspan.bench.step.ranks import measure_step_on_rank
+from longspan.bench.step.flags import PLANNERS, parse_step
+from longspan.bench.step.ranks import Peers, measure_step_on_rank
 from longspan.bench.step.settings import make_settings
 from longspan.cli.processes import run_on_ranks
+from longspan.errors import ConfigError
 from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.report.memory_section import measures_text
 from longspan.run.gaps import GAP_TITLES, gap_cells
@@ -187,12 +188,14 @@ def _missing_text(record: dict[str, Any]) -> str:
 CPU_RANKS = 2
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the bench. Returns the exit code."""
+def main(argv: Sequence[str], peers: Peers | None = None) -> int:
+    """Run the bench, with peers beside the planners if some are given. Returns the exit code."""
     flags, config = parse_step(argv)
     ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, config, ranks, backend, ["longspan", "bench", "step", *argv])
-    record = run_on_ranks(measure_step_on_rank, (settings,), ranks, compile_cache=config.run.compile_cache)
+    if not (settings.planners or peers):
+        raise ConfigError(f"--planners is none: nothing to time; name some of {', '.join(PLANNERS)}")
+    record = run_on_ranks(measure_step_on_rank, (settings, peers), ranks, compile_cache=config.run.compile_cache)
     show_record(record, flags, text=record_text(record), markdown=record_markdown(record))
     return 0
 

@@ -53,9 +53,6 @@ class StepFlags(BenchFlags, SourceFlags):
     gaps: Switch = False
     """Profile two more steps with the host's calls, on GPUs: the result lists what the host was doing while nothing ran
     on the GPU. With --out NAME.json all that was recorded is in NAME-trace.json.gz, for Perfetto; the last row's."""
-    peers: Switch = False
-    """Also time Hugging Face with FSDP2: a single sequence under torch's context_parallel; whole documents, as many as
-    GPUs or more, packed under compiled layers and FlashAttention-4."""
     warmup: int = 2
     """Steps before the timed ones."""
     repeats: int = 3

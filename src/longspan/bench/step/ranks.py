@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from longspan.bench.record import missing_row, write_unfinished
-from longspan.bench.step.hf_peer import PEER, open_peer_step
-from longspan.bench.step.packed_peer import PACKED_PEER, open_packed_step
+from longspan.bench.record import write_unfinished
 from longspan.bench.step.settings import StepSettings
 from longspan.bench.timing import gaps_in_turn, profile_in_turn, time_in_turn
 from longspan.cli.machine import machine_facts
@@ -39,9 +38,12 @@ from longspan.train.plans.run_machine import use_machine
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 from longspan.versions import versions
 
+Cases = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # names of rows, and what measures each
+Peers = Callable[[StepSettings, World], Cases]  # of the repository: bench/training/step_peers.py
 
-def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
-    """Open a world, time every planner and the peers; returns the record, which is equal on every rank.
+
+def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None = None) -> dict[str, Any]:
+    """Open a world, time every planner, then the peers; returns the record, which is equal on every rank.
 
     The cost and the plan of memory, which all planners share, move from their rows to the record.
     """
@@ -50,7 +52,8 @@ def measure_step_on_rank(rank: int, settings: StepSettings) -> dict[str, Any]:
         settings = replace(settings, config=set_node_size(settings.config, world))
         use_machine(settings.config, world, partial(_log_first_rank, rank))
         record = _empty_record(settings, world)
-        for name, measure in _list_cases(settings, world):
+        cases = _planner_cases(settings, world)
+        for name, measure in chain(cases, peers(settings, world)) if peers else cases:
             row = {"name": name} | measure()
             record |= {key: row.pop(key) for key in ("cost", "memory") if key in row}
             record["rows"].append(row)
@@ -70,33 +73,23 @@ def _empty_record(settings: StepSettings, world: World) -> dict[str, Any]:
     return {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json(), "memory": None, **about, "rows": []}
 
 
-def _list_cases(settings: StepSettings, world: World) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Yield each row's name and the function that measures it: every planner over one model, then the peers.
-
-    The model is freed before a peer makes its own.
-    """
+def _planner_cases(settings: StepSettings, world: World) -> Cases:
+    """Yield the cases of every planner over one model, which is freed before a peer makes its own."""
     if settings.planners:
         training = _make_training(settings, world)
         for batch in settings.batches():
             for planner in settings.planners:
                 yield (
-                    f"longspan {planner}{_rows_note(batch, settings)}",
+                    f"longspan {planner}{rows_note(batch, settings)}",
                     partial(_measure_planner, batch, planner, training),
                 )
         del training
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
-    if settings.flags.peers:
-        for batch in settings.batches():
-            note = _rows_note(batch, settings)
-            if len(batch.lengths) == 1:
-                yield f"{PEER}{note}", partial(_measure_peer, batch, world)
-            if len(batch.lengths) >= settings.ranks:
-                yield f"{PACKED_PEER}{note}", partial(_measure_packed_peer, batch, world)
 
 
-def _rows_note(batch: StepSettings, settings: StepSettings) -> str:
+def rows_note(batch: StepSettings, settings: StepSettings) -> str:
     """Write the rows of a batch's one sequence, as a part of a row's name; "" if documents are timed together."""
     return f", {batch.lengths[0]:,} rows" if settings.sequences else ""
 
@@ -162,24 +155,6 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
         "cost": plan.cost.to_json(),
         "memory": training.memory.to_json() if training.memory is not None else None,
     }
-
-
-def _measure_peer(settings: StepSettings, world: World) -> dict[str, Any]:
-    """Measure the peer's step of one sequence, by stock Hugging Face; an error becomes a row that says so."""
-    try:
-        with open_peer_step(settings, world) as (step, losses):
-            return measure_steps(settings, step, world) | {"loss": losses[0]}
-    except Exception as error:  # whatever it cannot do is recorded
-        return missing_row(error)
-
-
-def _measure_packed_peer(settings: StepSettings, world: World) -> dict[str, Any]:
-    """Measure the peer's step of packed documents; an error becomes a row that says so."""
-    try:
-        with open_packed_step(settings, world) as (step, losses, facts):
-            return measure_steps(settings, step, world) | {"loss": losses[0]} | facts
-    except Exception as error:  # whatever it cannot do is recorded
-        return missing_row(error)
 
 
 def measure_steps(settings: StepSettings, step: Callable[[], None], world: World) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The step that `bench step --peers` compares packed documents with: what torchtitan's recipe gives a user.
+"""The step that `step_peers.py` compares packed documents with: what torchtitan's recipe gives a user.
 
 Stock Hugging Face under FSDP2, each decoder layer and the loss compiled, FlashAttention-4 on whole packed documents,
 and as few layers recomputed as fit. There is no context parallelism: a document is whole on one rank. Where
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.training.hf_peer import draw_model, make_peer_optimizer, shard_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -20,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from longspan.attention.kernels import fa4
-from longspan.bench.step.hf_peer import draw_model, make_peer_optimizer, shard_model
 from longspan.bench.step.settings import StepSettings
 from longspan.comm import World
 from longspan.data.document import SyntheticDocument, synthetic_documents

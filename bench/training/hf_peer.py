@@ -1,4 +1,4 @@
-"""The step that `bench step --peers` compares with: stock Hugging Face under FSDP2 and torch's `context_parallel`.
+"""The step that `step_peers.py` compares with: stock Hugging Face under FSDP2 and torch's `context_parallel`.
 
 One sequence over all GPUs, scaled-dot-product attention on cuDNN, full recomputation of every layer, cross entropy of
 all logits. `packed_peer.py` is the peer of whole packed documents. torch's module is private and differs between 2.11
