@@ -45,7 +45,7 @@ NODES = "sh bench/two_nodes.sh --rate 1.25G"  # a link of 10 Gbit/s, the same at
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
-LONG = "--sequences 32768 --warmup 1 --repeats 2 --profile --gaps"
+LONG = "--sequences 32768 --warmup 1 --repeats 2 --profile"
 PYTEST = "{python} -m pytest -q --tb=short --resume {folder}/{name}.jsonl"  # which has the reasons of what failed
 TESTS = f"{PYTEST} -m nccl"
 SAME_AS_CPUS = f"{PYTEST} -m ''"  # without NCCL, and the tests that stand for a whole table too
@@ -157,7 +157,7 @@ RUNS = (
         GpuRun(f"step-32k-{name}", 75, f"{STEP} {LONG} --context.cp_comm_type {name}")
         for name in ("a2a", "p2p", "all_gather")
     ),
-    GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN} --profile --gaps"),
+    GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN} --profile"),
     GpuRun(
         "step-64k-selective",
         90,

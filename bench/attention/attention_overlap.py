@@ -23,7 +23,7 @@ from longspan import Layout, World, attend, bind, plan_fixed
 from longspan.attention import all_gather, all_to_all, ring
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.comm import run_local
-from longspan.run.gaps import merge_intervals
+from longspan.run.profile import merge_intervals
 from longspan.versions import versions
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")

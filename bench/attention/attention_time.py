@@ -35,7 +35,7 @@ from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention.kernels import table
 from longspan.bench.record import origin_text
 from longspan.cli.machine import machine_facts
-from longspan.run.gaps import merge_intervals
+from longspan.run.profile import merge_intervals
 from longspan.versions import versions
 
 Span = tuple[float, float]

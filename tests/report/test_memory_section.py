@@ -32,13 +32,14 @@ def test_bytes_by_kind_next_to_the_measured_peak(tmp_path: Path) -> None:
     run = run_with(tmp_path, MEMORY)
     page = memory_section(run)
     assert "2 of 5 layers keep their input and attention&#x27;s output on the host, 3 keep all." in page
-    for words in ("<td>kept</td><td>40 GiB</td><td>3 GiB</td>", "<td>total</td><td>53 GiB</td><td>3 GiB</td>"):
+    for words in (
+        "forward and backward</td><td>40 GiB</td><td>3 GiB</td>",
+        "<td>total</td><td>53 GiB</td><td>3 GiB</td>",
+    ):
         assert words in page
-    assert "<td>total without communicators</td><td>52 GiB</td>" in page and "<td>logits</td>" not in page
+    assert "<td>total without communicators</td><td>52 GiB</td>" in page and "<td>logits" not in page
     assert peak_of_plan(run) == 52 * GIB and peak_of_steps(run) == 600_000_000
-    assert "<td>measured peak</td><td>572.2 MiB</td>" in page and "measured 572.2 MiB" in page
-    widths = [float(part.split('"')[0]) for part in page.split("<svg")[1].split(' width="')[1:]]
-    assert widths[:4] == pytest.approx([w * 540 / 53 for w in (4, 8, 40, 1)], abs=0.1)
+    assert "<td>measured peak</td><td>572.2 MiB</td>" in page
 
 
 @pytest.mark.parametrize("memory", [{}, {"device": {}}, {"device": {"total": "much"}, "measures": 3}])

@@ -74,19 +74,6 @@ def test_the_report_shows_it(run: Path) -> None:
     assert profile.part_cells(row)[0] in page and row["kernels"][0]["name"] in page
 
 
-def test_the_report_shows_who_made_the_device_wait(run: Path) -> None:
-    file = run / FOLDER / "step-000002" / PARTS_FILE
-    row, before = json.loads(file.read_text()), file.read_text()
-    gap = {"host": "cudaFree", "gaps": 36, "seconds": 0.1404, "longest": 0.0041, "then": "nvjet"}
-    try:
-        for gaps, is_shown in (([gap], True), ([{"host": "cudaFree"}], False), (7, False)):
-            file.write_text(json.dumps(row | {"gaps": gaps}))
-            assert ("Who made the device wait in step-000002" in write_report(run).read_text()) == is_shown
-    finally:
-        file.write_text(before)
-    assert "cudaFree" in profile_text(row | {"gaps": [gap]}) and "the host meanwhile" not in profile_text(row)
-
-
 def test_steps_are_counted_from_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.profile_steps has 0; steps are counted from 1"):
         check_config(small_config(tmp_path, train__profile_steps=(10, 0)), 2)

@@ -3,21 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from longspan.comm import World
-from longspan.run.gaps import Event, gaps_by_cause
-from longspan.run.profile import (
-    longest_kernels,
-    read_events,
-    read_host_calls,
-    record_profile,
-    seconds_by_part,
-    wait_for_gpu,
-)
+from longspan.run.profile import Event, longest_kernels, read_events, record_profile, seconds_by_part, wait_for_gpu
 
 
 def time_run(run: Callable[[], object], world: World) -> float:
@@ -66,41 +57,13 @@ def profile_in_turn(
     """
     if world.device.type != "cuda":
         return profile_run(run, world)
-    return mean_run(read_events(_record_in_turn(run, world, repeats), cuda=True))
-
-
-def gaps_in_turn(
-    run: Callable[[], object], world: World, repeats: int = 2, *, trace: Path | None = None
-) -> list[dict[str, Any]]:
-    """Profile runs one after another, and return what the host did while nothing ran on the GPU, of the mean run.
-
-    `trace` is the file (.json.gz) that gets all that was recorded.
-    """
-    recorded = _record_in_turn(run, world, repeats, with_host=True)
-    if trace is not None:
-        recorded.export_chrome_trace(str(trace))
-    return mean_gaps(read_events(recorded, cuda=True), read_host_calls(recorded))
-
-
-def _record_in_turn(run: Callable[[], object], world: World, repeats: int, *, with_host: bool = False) -> Any:
-    """Profile 1 + `repeats` runs, with a mark on the GPU's timeline behind each: a kernel that only waits.
-
-    The first run's mark is where the counted runs begin.
-    """
     wait_for_gpu(world)
     world.control.barrier("start of profiled runs")
-    with record_profile(world, with_host=with_host) as (recorded, _):
+    with record_profile(world) as (recorded, _):
         for _ in range(1 + repeats):
             run()
-            torch.cuda._sleep(1)
-    return recorded
-
-
-def mean_gaps(events: Sequence[Event], calls: Sequence[Event]) -> list[dict[str, Any]]:
-    """Return the gaps among a GPU's events, by what the host did: of the mean run between the first and last mark."""
-    marks = sorted(end for name, _, end in events if MARK in name)
-    work = [event for event in events if MARK not in event[0]]
-    return gaps_by_cause(work, calls, (marks[0], marks[-1]), len(marks) - 1)
+            torch.cuda._sleep(1)  # a mark on the GPU's timeline; the first run's is where the counted runs begin
+    return mean_run(read_events(recorded, cuda=True))
 
 
 def mean_run(events: Sequence[Event]) -> tuple[dict[str, float], list[dict[str, Any]], float]:

@@ -136,9 +136,6 @@ class TrainConfig:
     profile_steps: tuple[int, ...] = ()
     """Steps that torch's profiler records, counted from 1: RUN/profiles has a trace of each rank and a table of what
     took the time (docs/gpu.md). Such a step is slower."""
-    memory_history: NonNegativeInt = 0
-    """Allocations of a GPU whose place in the program is recorded for the snapshot of a rank that is out of memory
-    (RUN/memory), the last ones; each takes some microseconds. 0: none, a snapshot has sizes only."""
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0: only those of save_minutes, after the last step and when the run ends early."""
     save_minutes: NonNegativeFloat = 30.0

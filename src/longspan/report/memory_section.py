@@ -4,13 +4,13 @@ The plan is that of run.json, made before the model; the peak is the most of any
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from longspan.plain_text import bytes_text
-from longspan.report.markup import key, label, scrolling_table, section, tag, text
+from longspan.report.markup import scrolling_table, section, tag, text
 from longspan.report.run_folder import RunFolder
 
 KINDS = {
@@ -31,11 +31,10 @@ MEASURES = {
     "selective+host": "keep their input and attention's output on the host",
     "full+host": "keep their input on the host",
 }
-WIDTH, HEIGHT, LEFT = 720.0, 26.0, 70.0  # pixels: of the drawing, of a bar, and before the bars
 
 
 def memory_section(run: RunFolder) -> str:
-    """Return the section: what layers keep, bars, legend and table; "" for a run that had no plan of memory."""
+    """Return the section: what layers keep, and a table; "" for a run that had no plan of memory."""
     plan = run.facts.memory if run.facts is not None else {}
     device, host = _plan_bytes(plan, "device"), _plan_bytes(plan, "host")
     if not device.get("total"):
@@ -45,13 +44,7 @@ def memory_section(run: RunFolder) -> str:
     if peak and not device.get("communicators"):  # a plan for CPUs has none
         sentences += " On CPUs the measured peak is the whole process's, with Python and its libraries."
     measures = tag("p", text(sentences), class_="sub")
-    return section(
-        "Memory",
-        measures,
-        _bytes_picture(device, host, peak),
-        _bytes_legend(device, host),
-        _bytes_table(device, host, peak),
-    )
+    return section("Memory", measures, _bytes_table(device, host, peak))
 
 
 def peak_of_steps(run: RunFolder) -> float:
@@ -89,60 +82,17 @@ def _plan_bytes(plan: Mapping[str, Any], memory: str) -> dict[str, float]:
     return {name: float(known[name]) for name in names if isinstance(known.get(name), int | float)}
 
 
-def _kinds_in_use(device: Mapping[str, float], host: Mapping[str, float]) -> list[str]:
-    """List the kinds of bytes that are not 0, in the order of KINDS."""
-    return [kind for kind in KINDS if device.get(kind) or host.get(kind)]
-
-
-def _bytes_picture(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
-    """Return a bar for the device, one for the host where anything waits there, and a line at the measured peak.
-
-    The longest bar, or the line, leaves 110 pixels for the words behind it.
-    """
-    bars = [("device", device), *([("host", host)] if host.get("total") else [])]
-    largest_total = max(peak, *(values["total"] for _, values in bars))
-    scale, bottom = (WIDTH - LEFT - 110) / largest_total, 24 + (HEIGHT + 12) * len(bars)
-    drawing = [element for row, (name, values) in enumerate(bars) for element in _bar_parts(name, values, row, scale)]
-    if peak:
-        x = LEFT + peak * scale
-        drawing.append(tag("path", class_="reference", d=f"M{x:.1f} 14V{bottom:.1f}"))
-        drawing.append(label(f"measured {bytes_text(peak)}", x, 10, "end" if x > WIDTH / 2 else "start"))
-    return tag(
-        "svg", *drawing, class_="chart", viewBox=f"0 0 {WIDTH:g} {bottom:g}", role="img", aria_label="plan of memory"
-    )
-
-
-def _bar_parts(name: str, values: Mapping[str, float], row: int, scale: float) -> Iterator[str]:
-    """Yield one bar: a rectangle for each kind of bytes, end to end, its name before and its total behind."""
-    y, x = 20 + (HEIGHT + 12) * row, LEFT
-    yield label(name, LEFT - 10, y + HEIGHT / 2 + 4, "end")
-    for color, kind in enumerate(KINDS):
-        width = values.get(kind, 0.0) * scale
-        if width:
-            title = tag("title", text(f"{kind}: {bytes_text(values[kind])}"))
-            yield tag("rect", title, class_=f"b k{color}", x=x, y=y, width=width, height=HEIGHT)
-            x += width
-    yield label(bytes_text(values["total"]), x + 6, y + HEIGHT / 2 + 4, "start")
-
-
-def _bytes_legend(device: Mapping[str, float], host: Mapping[str, float]) -> str:
-    """Return the legend of the kinds of bytes that the bars show; a kind's colour is its index in KINDS."""
-    colors = {kind: color for color, kind in enumerate(KINDS)}
-    entries = (
-        tag("li", key(tag("rect", class_=f"b k{colors[kind]}", width=22, height=12)), text(f"{kind}: {KINDS[kind]}"))
-        for kind in _kinds_in_use(device, host)
-    )
-    return tag("ul", *entries, class_="legend")
-
-
 def _bytes_table(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
     """Return the table of bytes by kind, with the total and the measured peak below.
 
     On GPUs the peak is what torch allocates, so that a total without communicators stands above it.
     """
     rows = [
-        (kind, _bytes_cell(device, kind), _bytes_cell(host, kind)) for kind in (*_kinds_in_use(device, host), "total")
+        (f"{kind}: {words}", _bytes_cell(device, kind), _bytes_cell(host, kind))
+        for kind, words in KINDS.items()
+        if device.get(kind) or host.get(kind)
     ]
+    rows.append(("total", _bytes_cell(device, "total"), _bytes_cell(host, "total")))
     if device.get("communicators"):
         allocated = device["total"] - device["communicators"]
         rows.append(("total without communicators", bytes_text(allocated), ""))

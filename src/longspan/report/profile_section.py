@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from longspan.report.markup import scrolling_table, section, tag, text
-from longspan.run.gaps import GAP_TITLES, gap_cells
 from longspan.run.profile import FOLDER, KERNEL_TITLES, PARTS, PARTS_FILE, TITLES, kernel_rows, part_cells
 
 SHOWN = 8  # profiled steps, the last ones
@@ -30,27 +29,12 @@ def profile_section(run_dir: Path) -> str:
         )
         for folder, row in rows
     )
-    gaps = (
-        tag(
-            "details", tag("summary", f"Who made the device wait in {text(folder)}"), scrolling_table(GAP_TITLES, cells)
-        )
-        for folder, row in rows
-        if (cells := _gap_rows(row))
-    )
     note = (
         f"Milliseconds on the first rank, under the profiler, which makes a step longer. {FOLDER}/ has a trace of each "
         "rank, for Perfetto or chrome://tracing."
     )
     note = ". ".join([note.removesuffix("."), *notes]) + "."
-    return section("Profiled steps", tag("p", text(note), class_="note"), parts, *kernels, *gaps)
-
-
-def _gap_rows(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return table rows of the gaps of a profiled step, in which a GPU waited; none if one cannot be read."""
-    try:
-        return gap_cells(row.get("gaps", ()))
-    except (KeyError, TypeError, ValueError):
-        return []
+    return section("Profiled steps", tag("p", text(note), class_="note"), parts, *kernels)
 
 
 def _profile_rows(folder: Path, notes: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:

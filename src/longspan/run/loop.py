@@ -35,7 +35,7 @@ from longspan.run.evaluations import Evaluations, Final
 from longspan.run.facts import LOCK
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loggers.run_loggers import logger_classes
-from longspan.run.memory_short import AllocatorWatch, explain_out_of_memory, record_history
+from longspan.run.memory_short import AllocatorWatch, explain_out_of_memory
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, note_facts, open_records, save_plan
@@ -135,7 +135,6 @@ class _Loop:
         """
         run, settings, stopped = self.run, self.run.config.train, ""
         slow_slots, limits, reader = SlowSlots(), self.evaluations.limits, StepReader(run, plans)
-        record_history(run)  # of allocations, where train.memory_history asks for it
         allocator = AllocatorWatch(run.world.device)
         with saves.save_before_errors():
             if run.done < settings.steps:

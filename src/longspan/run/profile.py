@@ -3,8 +3,7 @@
 Parts are intervals of one device's timeline that add up to the step. Where several overlap, attention counts before the
 optimizer, before other computation, before communication and copies; the rest is idle. A run profiles the steps of
 `train.profile_steps` on every rank, one at a time: RUN/profiles/step-000010/ has rank-0.json.gz and so on (traces for
-Perfetto or chrome://tracing), and of the first rank table.txt and parts.json, which the report shows, on GPUs with what
-the host did while nothing ran (`gaps.py`).
+Perfetto or chrome://tracing), and of the first rank table.txt and parts.json, which the report shows.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +19,9 @@ from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank
 from longspan.errors import RunFolderError
 from longspan.files import as_json, write_atomically
 from longspan.plain_text import text_table
-from longspan.run.gaps import GAP_TITLES, Event, Interval, gap_cells, gaps_by_cause, merge_intervals
 
+Interval = tuple[float, float]  # start and end in seconds
+Event = tuple[str, float, float]  # name, start and end in seconds
 Kind = Literal["attention", "optimizer", "other layers", "exposed communication"]
 
 ORDER: tuple[Kind, ...] = ("attention", "optimizer", "other layers", "exposed communication")
@@ -89,11 +89,6 @@ class StepProfiles:
         parts = seconds_by_part(events, seconds) | {"step": seconds}
         row: dict[str, Any] = {"step": self._step, "rank": world.rank, "parts": parts}
         row["kernels"] = longest_kernels(events)
-        if world.device.type == "cuda":
-            calls = read_host_calls(profile)
-            first_start = min(start for _, start, _ in calls)  # the host begins a step, not the device
-            last_end = max(end for _, _, end in (*events, *calls))
-            row["gaps"] = gaps_by_cause(events, calls, (first_start, last_end))
         text = profile_text(row)
         write_atomically(folder / PARTS_FILE, as_json(row, indent=1))
         write_atomically(folder / TABLE_FILE, f"{text}\n")
@@ -120,13 +115,9 @@ def record_profile(world: World, *, with_host: bool = False) -> Iterator[tuple[A
 
 
 def profile_text(row: Mapping[str, Any], most_lines: int = 8) -> str:
-    """Write the tables of a profiled step for a terminal: its parts, its longest kernels, and why the device waited.
-
-    `row` is what parts.json holds, which says why the device waited on GPUs only; a table has at most `most_lines`.
-    """
+    """Write the tables of a profiled step (`row`, what parts.json holds) for a terminal: parts, and longest kernels."""
     parts = text_table(TITLES, [(f"step {row['step']}, rank {row['rank']}", *part_cells(row))])
-    gaps = f"\n\n{text_table(GAP_TITLES, gap_cells(row['gaps'][:most_lines]))}" if row.get("gaps") else ""
-    return f"{parts}\n\n{text_table(KERNEL_TITLES, kernel_rows(row)[:most_lines], left=2)}{gaps}"
+    return f"{parts}\n\n{text_table(KERNEL_TITLES, kernel_rows(row)[:most_lines], left=2)}"
 
 
 def part_cells(row: Mapping[str, Any]) -> list[str]:
@@ -172,6 +163,17 @@ def seconds_by_part(events: Iterable[Event], seconds: float) -> dict[str, float]
     return seconds_by_kind | {"idle": max(0.0, seconds - covered_seconds)}
 
 
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of intervals as intervals that do not touch, in order."""
+    disjoint: list[Interval] = []
+    for start, end in sorted(intervals):
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(end, disjoint[-1][1]))
+        else:
+            disjoint.append((start, end))
+    return disjoint
+
+
 def seconds_computing(parts: Mapping[str, float]) -> float:
     """Return the seconds in which a device computes, from those by part: all but exposed communication and idle."""
     return sum(parts[part] for part in ORDER if part != "exposed communication")
@@ -191,20 +193,6 @@ def longest_kernels(events: Iterable[Event], count: int = 16) -> list[dict[str, 
         for name, times in seconds_by_name.items()
     ]
     return sorted(kernels, key=lambda kernel: -kernel["seconds"])[:count]
-
-
-def read_host_calls(profile: Any) -> list[Event]:
-    """Read the name, start and end in seconds of what the host did: operators, calls of CUDA and named ranges.
-
-    A call inside another call is an event of its own.
-    """
-    from torch.autograd import DeviceType
-
-    return [
-        (event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6)
-        for event in profile.events()
-        if event.device_type == DeviceType.CPU
-    ]
 
 
 def read_events(profile: Any, *, cuda: bool) -> list[Event]:

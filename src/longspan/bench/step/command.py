@@ -12,7 +12,6 @@ from longspan.cli.processes import run_on_ranks
 from longspan.errors import ConfigError
 from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.report.memory_section import measures_text
-from longspan.run.gaps import GAP_TITLES, gap_cells
 from longspan.run.profile import KERNEL_TITLES, TITLES, kernel_rows, part_cells
 from longspan.train.memory.device_memory import retries_text
 
@@ -47,21 +46,19 @@ def record_text(record: dict[str, Any]) -> str:
     parts = f"\n\n{text_table(TITLES, rows)}" if (rows := _part_rows(record)) else ""
     memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
     memory += "".join(f"\n\n{line}" for line in _retries_lines(record))
-    gaps = "".join(f"\n\n{name}\n{text_table(GAP_TITLES, cells)}" for name, cells in _gap_tables(record))
     table = text_table(_NAMES, _table_rows(record))
-    return f"{_record_title(record)}\n\n{table}{memory}{parts}{gaps}{_missing_text(record)}"
+    return f"{_record_title(record)}\n\n{table}{memory}{parts}{_missing_text(record)}"
 
 
 def record_markdown(record: dict[str, Any]) -> str:
     """Write a record for people who read bench/records."""
     memory = f"{text}.\n\n" if (text := _memory_text(record)) else ""
     memory += "".join(f"{line}.\n\n" for line in _retries_lines(record))
-    gaps = "".join(f"{name}\n\n{markdown_table(GAP_TITLES, cells)}\n\n" for name, cells in _gap_tables(record))
     parts = f"{markdown_table(TITLES, rows)}\n\n{_kernel_tables(record)}" if (rows := _part_rows(record)) else ""
     return (
         f"# {_record_title(record)}\n\n"
         f"{origin_text(record)}\n\n"
-        f"{markdown_table(_NAMES, _table_rows(record))}\n\n{memory}{parts}{gaps}"
+        f"{markdown_table(_NAMES, _table_rows(record))}\n\n{memory}{parts}"
         "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "
         f"Seconds are the median of {record['repeats']} steps after {record['warmup']}, of the slowest rank. "
         f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token and causal attention, without "
@@ -124,15 +121,6 @@ def _retries_lines(record: dict[str, Any]) -> list[str]:
         f"{row['name']}: {retries_text(row['allocator_retries'], row['peak_bytes'], row['reserved_bytes'])}"
         for row in record["rows"]
         if row.get("allocator_retries")
-    ]
-
-
-def _gap_tables(record: dict[str, Any]) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Return a title for each row with gaps, and the cells that say what the host did while nothing ran on the GPU."""
-    return [
-        (f"Nothing ran on the GPU of the first rank in a step of {row['name']}:", gap_cells(row["gaps"]))
-        for row in record["rows"]
-        if row.get("gaps")
     ]
 
 

@@ -50,9 +50,6 @@ class StepFlags(BenchFlags, SourceFlags):
     profile: Switch = False
     """Profile one more step. The result shows the seconds of attention, other layers, exposed communication, optimizer
     and idle time; the record also lists the longest kernels."""
-    gaps: Switch = False
-    """Profile two more steps with the host's calls, on GPUs: the result lists what the host was doing while nothing ran
-    on the GPU. With --out NAME.json all that was recorded is in NAME-trace.json.gz, for Perfetto; the last row's."""
     warmup: int = 2
     """Steps before the timed ones."""
     repeats: int = 3

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from longspan.bench.record import write_unfinished
 from longspan.bench.step.settings import StepSettings
-from longspan.bench.timing import gaps_in_turn, profile_in_turn, time_in_turn
+from longspan.bench.timing import profile_in_turn, time_in_turn
 from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine
@@ -190,10 +189,6 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
         row["mfu"] = row["model_tflops_per_device"] / settings.peak_tflops
     if settings.flags.profile:
         row |= profile_step(step, world)
-    if settings.flags.gaps:
-        out = Path(settings.out) if settings.out and world.rank == 0 else None
-        trace = out.with_name(f"{out.stem}-trace.json.gz") if out else None
-        row["gaps"] = world.control.broadcast_object(gaps_in_turn(step, world, trace=trace))
     return row
 
 

@@ -128,8 +128,6 @@ def make_settings(
 ) -> StepSettings:
     """Make the settings of the flags. Raises ConfigError or PlanError for impossible ones, before a process starts."""
     gpu = backend != "gloo"
-    if flags.gaps and not gpu:
-        raise ConfigError("--gaps lists when nothing runs on a GPU, and this bench runs on CPUs; leave it out")
     planners = _choose_planners(flags, config)
     flags.check_flags()
     home = home_of(config.parallel, ranks)
