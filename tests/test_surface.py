@@ -91,7 +91,7 @@ def test_values_are_frozen():
             made = [ast.unparse(x) for x in node.decorator_list] if isinstance(node, ast.ClassDef) else []
             if any("dataclass" in x and "frozen=True" not in x for x in made):
                 loose.add(f"{path.relative_to(root).as_posix()}: {node.name}")
-    assert loose == {"plan/dynamic/draft.py: Bins"}
+    assert loose == {"plan/dynamic/lockstep.py: Bins"}
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error_that_lists_what_is():

@@ -210,7 +210,7 @@ def test_ratio_to_the_bound_at_1024_slots(name: str) -> None:
 
 
 @pytest.mark.parametrize(("slots", "documents", "multiple"), [(512, 257, 1), (513, 257, 1), (512, 257, 4)])
-def test_a_sample_may_have_few_documents_where_the_problem_has_not(slots: int, documents: int, multiple: int) -> None:
+def test_half_as_many_documents_as_slots_are_planned_near_the_bound(slots: int, documents: int, multiple: int) -> None:
     lengths = np.random.default_rng(0).integers(1000, 60000, documents).tolist()
     plan = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=16384, micro_batch_multiple=multiple)
     assert plan.ratio <= 1.035 and len(plan.micro_batches) % multiple == 0

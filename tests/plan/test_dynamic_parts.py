@@ -9,12 +9,19 @@ from bench.plans.strong_bound import strong_bound
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds, predicted_seconds
-from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
-from longspan.plan.dynamic.division import divide_bins
-from longspan.plan.dynamic.draft import Bins, LeastLoaded, lockstep_seconds
 from longspan.plan.dynamic.few_documents import plan_few_items
-from longspan.plan.dynamic.lockstep import DraftSettings, Effort, Search, make_draft
-from longspan.plan.dynamic.planner import _search_lockstep
+from longspan.plan.dynamic.lockstep import (
+    Bins,
+    Candidate,
+    DegreeTable,
+    LeastLoaded,
+    Settings,
+    divide_bins,
+    lockstep_seconds,
+    make_micro_batches,
+    place_items,
+    search_candidate,
+)
 from longspan.plan.dynamic.problem import FreeSlots, Problem, even_runs
 from longspan.plan.planners.request import Request
 from longspan.plan.simulate.distributions import sample_lengths
@@ -23,6 +30,10 @@ from longspan.plan.simulate.distributions import sample_lengths
 def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int = 1, max_cp: int = 0) -> Problem:
     request = Request.of(lengths, Layout(slots), PlanOptions(max_tokens_per_slot=cap, allow_empty=False))
     return Problem.of(request, range(min_cp, (max_cp or slots) + 1))
+
+
+def placed(mine: Problem, durations: np.ndarray) -> Candidate:
+    return place_items(mine, DegreeTable.of(mine), Settings(durations, share=0.5, reach=0.4))
 
 
 @pytest.mark.parametrize(
@@ -70,8 +81,12 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         of_slots = Problem.of(Request.of(lengths, Layout(slots), options), range(min_cp, slots + 1))
         few = plan_few_items(of_slots)
         assert few is not None and few[0] == pytest.approx(predicted_seconds(few[1], slots, cost))
-        seconds, make = _search_lockstep(of_slots, Effort(drafts=2, steps=4, sample_steps=6))
-        assert seconds == pytest.approx(predicted_seconds(make(), slots, cost))
+        candidate = search_candidate(of_slots, steps=4)
+        seconds, division = divide_bins(candidate, level=True)
+        ends = np.zeros(len(candidate.durations))
+        np.maximum.at(ends, candidate.bins.micro_batch, seconds)
+        planned = predicted_seconds(make_micro_batches(candidate, division), slots, cost)
+        assert lockstep_seconds(of_slots, ends.tolist()) == pytest.approx(planned)
 
 
 def test_free_slots_are_given_once_and_inside_a_block_where_one_has_them() -> None:
@@ -109,15 +124,13 @@ def test_one_after_another_a_document_may_have_all_slots() -> None:
         assert groups == [[((d,), (0, 1, 2, 3))] for d in range(len(lengths))]
 
 
-def test_anchors_are_single_documents_that_matter() -> None:
+def test_long_documents_are_single_ones_that_matter() -> None:
     mine = problem([*[9] * 400, 40000, 200], 8)
-    anchors = [
-        documents for documents, c in zip(mine.documents, DegreeTable.of(mine).item_class, strict=True) if c >= 0
-    ]
-    assert anchors == [(400,)] and len(mine.documents) < 100
+    long = [documents for documents, c in zip(mine.documents, DegreeTable.of(mine).item_class, strict=True) if c >= 0]
+    assert long == [(400,)] and len(mine.documents) < 100
 
 
-def test_an_anchor_gains_by_slots_that_short_documents_could_not_keep_busy() -> None:
+def test_a_long_document_gains_by_slots_that_short_documents_could_not_keep_busy() -> None:
     mine = problem([60000, 9000, *[200] * 100], 64, cap=2048)
     durations = np.array([0.1, 3.0, 5.0]) * mine.mean_seconds
     lack = np.maximum(durations - mine.light_density * mine.cap, 0.0)
@@ -129,16 +142,16 @@ def test_an_anchor_gains_by_slots_that_short_documents_could_not_keep_busy() -> 
 
 
 @pytest.mark.parametrize("cost", [Cost(), Cost(cp_comm_type="auto", heads=8)], ids=["ring", "auto"])
-def test_an_anchor_is_priced_once_at_each_degree_as_a_group_of_its_own(cost: Cost) -> None:
+def test_a_long_document_is_priced_once_at_each_degree_as_a_group_of_its_own(cost: Cost) -> None:
     request = Request.of([30000, 20000, 7, 5], Layout(16), PlanOptions(cost=cost, node_size=8, allow_empty=False))
     degrees = DegreeTable.of(Problem.of(request, range(1, 17)))
-    for item, is_anchor in enumerate(degrees.item_class >= 0):
+    for item, may_be_long in enumerate(degrees.item_class >= 0):
         rows = int(degrees.problem.tokens[item])
         for column, degree in enumerate(degrees.degrees.tolist()):
             alone = [
                 float(request.cost.group_seconds(rows, rows**2, degree, inside and degree <= 8)) for inside in (0, 1)
             ]
-            assert degrees.item_seconds[:, item, column].tolist() == alone or not is_anchor
+            assert degrees.item_seconds[:, item, column].tolist() == alone or not may_be_long
     assert degrees.item_class.max() >= 0
     assert np.isnan(degrees.item_seconds[:, degrees.item_class < 0]).all()
 
@@ -151,17 +164,16 @@ def test_the_longest_document_decides_how_short_a_micro_batch_can_be() -> None:
 
 
 @pytest.mark.parametrize("name", ["lognorm", "files", "expo"])
-def test_a_draft_follows_the_durations_that_are_wanted(name: str) -> None:
-    search = Search(problem(sample_lengths(name, 16 * 32768, longest=65536).tolist(), 16))
-    search.try_settings(DraftSettings(np.array([0.4, 0.3, 0.2, 0.15]), Anchoring(0.5, 0.4)))
-    assert search.best is not None and search.best.durations[1] > 1.3 * search.best.durations[3]
+def test_a_candidate_follows_the_durations_that_are_wanted(name: str) -> None:
+    mine = problem(sample_lengths(name, 16 * 32768, longest=65536).tolist(), 16)
+    candidate = placed(mine, np.array([0.4, 0.3, 0.2, 0.15]))
+    assert candidate.durations[1] > 1.3 * candidate.durations[3]
 
 
 def test_micro_batches_without_documents_take_no_launch() -> None:
     mine = problem([3000, 2000, 100], 4)
-    draft = make_draft(mine, DegreeTable.of(mine), np.full(3, mine.mean_seconds), Anchoring(0.5, 0.4))
     launch = mine.request.cost.micro_batch_seconds
-    assert lockstep_seconds(draft.problem, [1.5, 0.0, 0.25]) == pytest.approx(1.75 + 2 * launch, rel=1e-12)
+    assert lockstep_seconds(mine, [1.5, 0.0, 0.25]) == pytest.approx(1.75 + 2 * launch, rel=1e-12)
 
 
 def test_an_item_goes_to_the_bin_that_ends_earliest_among_those_with_room() -> None:
@@ -171,19 +183,19 @@ def test_an_item_goes_to_the_bin_that_ends_earliest_among_those_with_room() -> N
     bins, twin = Bins(), []
     for b in range(12):
         width, level, rows = rng.choice([1, 3, 8]), rng.random(), rng.randint(500, 9000)
-        bins.add_bin(b % 3, (0, width), anchor=-1, seconds=level, rows=rows)
+        bins.add_bin(b % 3, (0, width), long=-1, seconds=level, rows=rows)
         twin.append([level - (1.0, 1.5, 2.0)[b % 3], width, rows * width])
-    placed = LeastLoaded(bins, [1.0, 1.5, 2.0], mine).place_items(
+    count = LeastLoaded(bins, [1.0, 1.5, 2.0], mine).place_items(
         list(range(200)), 0, mine.tokens.tolist(), mine.work.tolist()
     )
-    for item in range(placed):
+    for item in range(count):
         fits = [c for c, (_, _, room) in enumerate(twin) if room >= lengths[item]]
         best = min(twin[c][0] + mine.work[item] / twin[c][1] for c in fits)
-        b = next(c for c in range(12) if item in bins.fillers[c])
+        b = next(c for c in range(12) if item in bins.short[c])
         assert twin[b][0] + mine.work[item] / twin[b][1] == pytest.approx(best, rel=1e-12)
         twin[b][0] = best
         twin[b][2] -= lengths[item]
-    assert placed == 200 or all(room < lengths[placed] for _, _, room in twin)
+    assert count == 200 or all(room < lengths[count] for _, _, room in twin)
 
 
 def test_items_are_documents_or_packs_of_tiny_ones() -> None:
@@ -202,26 +214,18 @@ def test_items_are_documents_or_packs_of_tiny_ones() -> None:
 @pytest.mark.parametrize("name", ["lognorm", "files", "expo"])
 def test_a_division_holds_the_cap_and_is_no_slower_than_sharing_all(name: str, level: bool) -> None:
     mine = problem(sample_lengths(name, 16 * 32768, longest=65536).tolist(), 16)
-    draft = make_draft(mine, DegreeTable.of(mine), np.full(6, 1.05 * mine.mean_seconds / 6), Anchoring(0.5, 0.4))
-    division = divide_bins(draft, level=level)
-    bins, ends = draft.bins, np.zeros(len(draft.durations))
-    np.maximum.at(ends, bins.micro_batch, division.seconds)
-    assert ends.sum() <= draft.durations.sum() * 1.01
-    for b, fillers in enumerate(bins.fillers):
-        shared, width = int(division.shared[b]), bins.width[b]
-        anchor = draft.anchors[bins.anchor[b]] if bins.anchor[b] >= 0 else None
-        rows = [(anchor.rows if anchor else 0) - (-sum(mine.tokens[fillers[:shared]].tolist()) // width)] * width
-        for position, item in enumerate(fillers[shared:], start=shared):
-            rows[division.slot[b, position]] += int(mine.tokens[item])
+    candidate = placed(mine, np.full(6, 1.05 / 6))
+    seconds, division = divide_bins(candidate, level=level)
+    bins, ends = candidate.bins, np.zeros(len(candidate.durations))
+    np.maximum.at(ends, bins.micro_batch, seconds)
+    assert ends.sum() <= candidate.durations.sum() * 1.01
+    for b, short in enumerate(bins.short):
+        shared, width = division[b].count(-1), bins.width[b]
+        long = candidate.long[bins.long[b]] if bins.long[b] >= 0 else None
+        rows = [(long.rows if long else 0) - (-sum(mine.tokens[short[:shared]].tolist()) // width)] * width
+        for position, item in enumerate(short[shared:], start=shared):
+            rows[division[b][position]] += int(mine.tokens[item])
         assert max(rows) <= mine.cap
-
-
-def test_a_sample_is_a_problem_of_the_same_kind() -> None:
-    mine = problem(sample_lengths("expo", 1024 * 32768).tolist(), 1024)
-    small = mine.make_sample()
-    assert (mine.sample_factor, small.request.slots, len(small.blocks)) == (4, 256, 32)
-    assert small.mean_seconds == pytest.approx(mine.mean_seconds, rel=0.02)
-    assert problem([1000000, 5], 1024).sample_factor == 1
 
 
 def test_the_strong_bound_knows_what_caps_and_least_degrees_cost() -> None:

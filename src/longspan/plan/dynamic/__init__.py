@@ -1,10 +1,8 @@
 """Plans in which every micro-batch has the groups that suit its documents, of any degree.
 
-`planner.py` checks the arguments, makes plans in several ways and takes the fastest: `lockstep.py` searches for the
-durations of micro-batches and places documents in them, with `degrees.py` for the long ones; `free.py` plans without a
-barrier between micro-batches, and `few_documents.py` a handful of documents. They describe documents and slots as in
-`problem.py`, and what they place is a draft, which `division.py` and `draft.py` turn into groups. What a plan costs is
-computed in `plan/timeline.py`, not here.
+`planner.py` checks the arguments, makes plans in several ways and takes the fastest. `lockstep.py` searches for the
+durations of micro-batches and places documents in them, `free.py` plans without a barrier between micro-batches,
+`few_documents.py` plans a handful of documents. `problem.py` has what all share: items, blocks and free slots.
 
 >>> from longspan.layout import Layout
 >>> plan = plan_dynamic([20000, 7000, 6000, 5000], Layout(ranks=16), max_tokens_per_slot=8192)

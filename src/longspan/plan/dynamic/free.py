@@ -5,13 +5,18 @@ document that fits no lane, or would make one end late, is worked on by several 
 first, in one order, so that lanes wait for each other as little as possible; then every lane is on its own.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from longspan.plan.dynamic.division import divide_bins
-from longspan.plan.dynamic.draft import Anchor, Bins, Division, Draft, LeastLoaded
+from longspan.plan.dynamic.lockstep import (
+    Bins,
+    Candidate,
+    LeastLoaded,
+    LongDocument,
+    divide_bins,
+    make_micro_batches,
+)
 from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
+from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.planners.bin_packing import pack_first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when lanes should end, against the mean work of a slot
@@ -21,23 +26,16 @@ LARGE = 0.03  # share of the step on a lane, above which an item may become a ga
 MOST_LANES = 16  # in a gang that is made to end earlier
 
 
-@dataclass(frozen=True, eq=False)
-class FreePlan:
-    """A draft in which each lane has micro-batches of its own, and the seconds until its last lane ends."""
-
-    draft: Draft
-    division: Division
-    seconds: float
-
-
-def plan_free(problem: Problem) -> FreePlan:
-    """Plan for each of a few times at which lanes should end, and return the plan whose last lane ends first."""
+def plan_free(problem: Problem) -> list[MicroBatch]:
+    """Plan for each of a few times at which lanes should end; returns the plan whose last lane ends first."""
     mean = problem.mean_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
-    return min((_plan_to_goal(problem, goal * mean) for goal in goals), key=lambda plan: plan.seconds)
+    plans = (_fill_lanes(problem, goal * mean).divide() for goal in goals)
+    _, candidate, division = min(plans, key=lambda plan: plan[0])
+    return make_micro_batches(candidate, division)
 
 
-def _plan_to_goal(problem: Problem, goal: float) -> FreePlan:
+def _fill_lanes(problem: Problem, goal: float) -> "_Lanes":
     """Place all items on lanes, and on gangs of lanes documents with which one lane would end after `goal` seconds.
 
     Documents that no lane holds come first, then large items, which not every lane holds or which take much of the
@@ -52,22 +50,18 @@ def _plan_to_goal(problem: Problem, goal: float) -> FreePlan:
     for item in np.flatnonzero(large).tolist():
         lanes.place_large_item(item, goal)
     lanes.place_small_items(np.flatnonzero(~gangs & ~large).tolist())
-    return lanes.make_plan()
+    return lanes
 
 
 class _Lanes:
     """Lanes while they are being filled.
 
     Columns by lane: `parts` its slots, `width` how many they are, `gang_end` when its last gang ends, `end` when all of
-    its work does, `next_micro_batch` its first one after gangs, and `items` those that it works on alone.
+    its work does, `next_micro_batch` its first one after gangs, and `items` those that it works on alone. A micro-batch
+    on the widest lane waits for its launch and for messages; its rows, `FILLED` of the cap, share these seconds.
     """
 
     def __init__(self, problem: Problem) -> None:
-        """Divide the blocks into lanes, and add to the work of each item its share of launches and latency.
-
-        A micro-batch on the widest lane waits for its launch and for messages. Its rows, `FILLED` of the cap, share
-        these seconds.
-        """
         self.problem, cost = problem, problem.request.cost
         self.parts = [part for block in problem.blocks for part in problem.split_into_runs(block)]
         self.width = np.array([width for _, width in self.parts], dtype=np.int64)
@@ -77,10 +71,9 @@ class _Lanes:
         self.end: Floats = np.zeros(len(self.parts))
         self.next_micro_batch: list[int] = [0] * len(self.parts)
         self.items: list[list[int]] = [[] for _ in self.parts]
-        self.anchors: list[Anchor] = []
+        self.gangs: list[LongDocument] = []
         fixed_seconds = self.launch + float(cost.latency_seconds(int(self.width.max())))  # of a micro-batch
-        share = fixed_seconds / (FILLED * problem.cap) * problem.tokens
-        self.work = problem.work + share  # seconds on one slot with its share of launches and latency
+        self.work = problem.work + fixed_seconds / (FILLED * problem.cap) * problem.tokens  # seconds on one slot
 
     def place_gang(self, item: int) -> None:
         """Give a document that fits no lane to several lanes that are free first: as many as take least slot seconds.
@@ -164,14 +157,13 @@ class _Lanes:
         self.end[lanes] = self.gang_end[lanes] + local
         members: list[int] = lanes.tolist()
         micro_batch = max(self.next_micro_batch[lane] for lane in members)
+        degree, parts = self._gang_degree(lanes), Parts()
         for lane in members:
             self.next_micro_batch[lane] = micro_batch + 1
-        degree, parts = self._gang_degree(lanes), Parts()
-        for start, width in (self.parts[lane] for lane in members):
+            start, width = self.parts[lane]
             parts.append((start, min(width, degree - sum(count for _, count in parts))))
         rows = -(-int(self.problem.tokens[item]) // degree)
-        work_seconds = seconds - self.launch  # an anchor counts only its work
-        self.anchors.append(Anchor(micro_batch, item, parts, rows, work_seconds))
+        self.gangs.append(LongDocument(micro_batch, item, parts, rows, seconds - self.launch))
 
     def place_small_items(self, items: list[int]) -> None:
         """Give each item to the lane that ends earliest with it: a lane is one bin here, with room for all rows.
@@ -180,38 +172,29 @@ class _Lanes:
         """
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):
-            bins.add_bin(0, part, anchor=-1, seconds=end, rows=int(self.problem.tokens.sum()))
+            bins.add_bin(0, part, long=-1, seconds=end, rows=int(self.problem.tokens.sum()))
         LeastLoaded(bins, [0.0], self.problem).place_items(items, 0, self.problem.tokens.tolist(), self.work.tolist())
-        for lane_items, fillers in zip(self.items, bins.fillers, strict=True):
-            lane_items.extend(fillers)
+        for lane_items, short in zip(self.items, bins.short, strict=True):
+            lane_items.extend(short)
 
-    def make_plan(self) -> FreePlan:
-        """Cut the items of each lane into micro-batches, and compute when the last lane ends.
+    def divide(self) -> tuple[float, Candidate, list[list[int]]]:
+        """Cut the items of lanes into micro-batches; returns when the last lane ends, and what makes the groups.
 
-        The draft's micro-batches have durations of 0: in free mode no lane waits for the end of a micro-batch.
+        A lane's micro-batches take as many items, longest first, as its slots have rows for. The candidate's durations
+        are 0: in free mode no lane waits for the end of a micro-batch.
         """
         bins, lane_of_bin = Bins(), list[int]()
-        for lane in range(len(self.parts)):
-            lane_of_bin += [lane] * self._add_lane_bins(bins, lane)
-        count = 1 + max([-1, *bins.micro_batch, *(anchor.micro_batch for anchor in self.anchors)])
-        draft = Draft(self.problem, np.zeros(count), self.anchors, bins)
-        division = divide_bins(draft, level=False)
+        for lane, part in enumerate(self.parts):
+            items, first = sorted(self.items[lane]), len(bins.seconds)
+            places = pack_first_fit(self.problem.tokens[items].tolist(), part[1] * self.problem.cap) if items else []
+            for m in range(max(places, default=-1) + 1):
+                bins.add_bin(self.next_micro_batch[lane] + m, part, long=-1, seconds=0.0, rows=self.problem.cap)
+                lane_of_bin.append(lane)
+            for item, place in zip(items, places, strict=True):
+                bins.short[first + place].append(item)
+        count = 1 + max([-1, *bins.micro_batch, *(gang.micro_batch for gang in self.gangs)])
+        candidate = Candidate(self.problem, np.zeros(count), self.gangs, bins)
+        seconds, division = divide_bins(candidate, level=False)
         end = self.gang_end.copy()
-        np.add.at(end, np.array(lane_of_bin, dtype=np.int64), division.seconds + self.launch)
-        return FreePlan(draft, division, float(end.max()))
-
-    def _add_lane_bins(self, bins: Bins, lane: int) -> int:
-        """Add a bin for each micro-batch of a lane's own items, longest first; returns how many bins.
-
-        Items are numbered longest first, and a micro-batch takes as many as its slots have rows for.
-        """
-        if not self.items[lane]:
-            return 0
-        items, part, first = sorted(self.items[lane]), self.parts[lane], len(bins.seconds)
-        places = pack_first_fit(self.problem.tokens[items].tolist(), part[1] * self.problem.cap)
-        count = max(places) + 1
-        for m in range(count):
-            bins.add_bin(self.next_micro_batch[lane] + m, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
-        for item, place in zip(items, places, strict=True):
-            bins.fillers[first + place].append(item)
-        return count
+        np.add.at(end, np.array(lane_of_bin, dtype=np.int64), seconds + self.launch)
+        return float(end.max()), candidate, division

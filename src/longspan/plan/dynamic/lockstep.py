@@ -1,280 +1,371 @@
-"""Plans in lockstep: search for the durations of micro-batches, and place documents in micro-batches so long.
+"""Plans in lockstep: choose how long micro-batches should take, place documents in them, and change that at random.
 
-Long documents want long micro-batches: their ring hides its traffic there, and the cap limits rows, not seconds. Short
-documents want short ones. So `search` starts from durations between two extremes, all equal, and those of the sorted
-documents cut into equal parts, and then changes the best a little at a time. On many slots it first searches on a
-sample of the documents. It counts drafts, not seconds, so that every host ends with the same plan.
-
-`make_draft` places documents for chosen durations. Long ones (*anchors*) take slots of their own, each in the
-micro-batch and at the degree that waste least. That cuts every micro-batch into *bins*: runs of slots inside a block
-that are equally busy. The others, the *fillers*, go to the bin that ends earliest with them against the duration of its
-micro-batch, longest first; the slots of a bin are taken to share its fillers evenly (`division.py` decides how).
+Top down: `search_candidate` tries durations, and `place_items` fills micro-batches of these durations: long documents
+first, each on slots of its own at the degree that wastes least (`DegreeTable`), then short ones in the *bins* that are
+left: runs of equally busy slots in a block. `divide_bins` decides how the slots of a bin share its short documents, and
+`make_micro_batches` makes the groups. Constants without a reason beside them were the best of a few for the step over
+its bound in the cases of bench/plans/planner.py.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import accumulate
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from longspan.plan.dynamic.degrees import Anchoring, DegreeTable
-from longspan.plan.dynamic.draft import Anchor, Bins, Draft, LeastLoaded
-from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Problem
+from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Parts, Problem, list_slots
+from longspan.plan.micro_batch import Group, MicroBatch
 
-ANCHORINGS = (Anchoring(0.15, 0.8), Anchoring(0.5, 0.4))
-ANCHORINGS_OF_FEW = (Anchoring(0.0, 0.0), Anchoring(0.15, 0.4))
-REACHES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5, 0.8)
+# What is tried first. Durations between all equal (steepness 0) and those of the sorted documents (1), a little longer
+# than the work needs; with few documents more slack, as each micro-batch waits for one of them.
 STEEPNESS = (0.0, 0.4, 0.7, 1.0)
 SLACK = (1.005, 1.03)
-SLACK_OF_FEW = (1.07, 1.15, 1.3, 1.6)  # as well, if there are few documents for each block
+SLACK_OF_FEW = (*SLACK, 1.07, 1.15, 1.3, 1.6)
+LIMITS, LIMITS_OF_FEW = ((0.15, 0.8), (0.5, 0.4)), ((0.0, 0.0), (0.15, 0.4))  # share and reach: see `Settings`
+# What random changes choose from.
+SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5, 0.8)
+REACHES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+
+LARGE = 2500  # items and bins, from which on fewer settings are tried first, so that 8,192 slots are planned in 5 s
+CLASSES = 192  # different lengths, above which nearly equal ones share their degrees
+LITTLE_MORE = 1.03  # slot seconds of a document at a high degree, against those at its best
+GAP_LOST = 0.3  # share of a gap that is taken for lost although short documents could fill it
+SHARE_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # short documents that a bin's slots may share
 
 
-@dataclass(frozen=True, eq=False)
-class DraftSettings:
-    """What a draft is made by: intended durations in units of the mean work of a slot, and what makes an anchor."""
+class Settings(NamedTuple):
+    """What a candidate is made by.
+
+    `durations` of micro-batches are in units of the mean work of a slot. A document is long from `share` of the work of
+    the widest block in a middle micro-batch on. `reach` is how much a long document gains by taking slots that short
+    ones could not keep busy by themselves as the cap is full before: 0 nothing, 1 all that these slots would lose.
+    """
 
     durations: Floats
-    anchoring: Anchoring
+    share: float
+    reach: float
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How many drafts the search makes, in addition to those that it always begins with."""
+class LongDocument:
+    """A document with slots of its own, which it shares only with the short documents of the bins on them."""
 
-    drafts: int  # of the settings that were best on a sample, where there is one
-    steps: int  # from the best draft
-    sample_steps: int  # from the best draft of the sample
-
-
-class Search:
-    """The best draft so far of one problem, and the settings that made it."""
-
-    def __init__(self, problem: Problem) -> None:
-        """Make the table of degrees, which all drafts use."""
-        self.problem = problem
-        self.degrees: DegreeTable = DegreeTable.of(problem)
-        self.trial_seconds: list[float] = []
-        self.best: Draft | None = None
-
-    def try_settings(self, settings: DraftSettings) -> None:
-        """Make a draft by these settings; keep it if it is the best so far."""
-        durations = settings.durations * self.problem.mean_seconds
-        draft = make_draft(self.problem, self.degrees, durations, settings.anchoring)
-        self.trial_seconds.append(draft.seconds)
-        if self.best is None or draft.seconds < self.best.seconds:
-            self.settings: DraftSettings = settings
-            self.best = draft
-
-    def improve_settings(self, steps: int, seed: int = 0) -> None:
-        """Change the best settings a little, `steps` times, and keep what is better."""
-        random = Random(seed)
-        for _ in range(steps):
-            assert self.best is not None
-            self.try_settings(_change_settings(self.best, self.settings, random))
-
-    def rank_settings(self) -> list[int]:
-        """Return the settings tried so far, best first, by the number of the trial (from 0)."""
-        return sorted(range(len(self.trial_seconds)), key=lambda i: (self.trial_seconds[i], i))
+    micro_batch: int
+    item: int
+    parts: Parts
+    rows: int  # a slot
+    seconds: float
 
 
-def search_draft(problem: Problem, effort: Effort) -> Draft:
-    """Try initial settings, or on many slots those that a sample finds, then change the best `effort.steps` times."""
-    full = Search(problem)
-    if problem.sample_factor == 1:
-        candidates = list(initial_settings(problem, full.degrees))[:: problem.stride]
-    else:
-        candidates = _search_sample(problem, full.degrees, effort)
-    for settings in candidates:
-        full.try_settings(settings)
-    full.improve_settings(effort.steps)
-    assert full.best is not None
-    return full.best
+@dataclass(eq=False)
+class Bins:
+    """Runs of equally busy slots inside a block, as columns."""
+
+    micro_batch: list[int] = field(default_factory=list[int])
+    start: list[int] = field(default_factory=list[int])
+    width: list[int] = field(default_factory=list[int])
+    long: list[int] = field(default_factory=list[int])  # index of the long document on these slots, or −1
+    seconds: list[float] = field(default_factory=list[float])  # until it ends
+    room: list[int] = field(default_factory=list[int])  # rows that it can still hold
+    short: list[list[int]] = field(default_factory=list[list[int]])  # items, longest first
+
+    def add_bin(self, micro_batch: int, part: tuple[int, int], long: int, seconds: float, rows: int) -> None:
+        """Add a bin of a `part` (first slot, slots) that is busy for `seconds` already and has `rows` left a slot."""
+        self.micro_batch.append(micro_batch)
+        self.start.append(part[0])
+        self.width.append(part[1])
+        self.long.append(long)
+        self.seconds.append(seconds)
+        self.room.append(rows * part[1])
+        self.short.append([])
 
 
-def _search_sample(problem: Problem, degrees: DegreeTable, effort: Effort) -> list[DraftSettings]:
-    """Search on a sample; returns settings for the whole problem: the sample's best, and initial ones that did well."""
-    sample, settings_of_problem = Search(problem.make_sample()), list(initial_settings(problem, degrees))
-    for settings in initial_settings(sample.problem, sample.degrees, whole=problem):  # as many, which correspond
-        sample.try_settings(settings)
-    ranked = sample.rank_settings()
-    sample.improve_settings(effort.sample_steps)
-    return [sample.settings, *[settings_of_problem[i] for i in ranked[: effort.drafts]]]
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """Where every item goes, before it is decided how the slots of a bin share its short documents."""
+
+    problem: Problem
+    durations: Floats  # (micro-batches,) when the last bin ends, without the launch, if bins are shared evenly
+    long: list[LongDocument]
+    bins: Bins
+
+    @property
+    def seconds(self) -> float:
+        """The step's time in lockstep, launches included."""
+        return lockstep_seconds(self.problem, self.durations.tolist())
 
 
-def initial_settings(
-    problem: Problem, degrees: DegreeTable, *, whole: Problem | None = None
-) -> Iterator[DraftSettings]:
-    """Yield the settings that a search begins with: numbers of micro-batches, their durations, and anchors.
+def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
+    """Return the seconds in lockstep of micro-batches of these durations, with all launches.
 
-    Durations are between all equal (steepness 0) and the shares of the sorted documents (1), and a little longer than
-    the work needs. The first micro-batch is long enough for the longest document. A sample takes the numbers of
-    micro-batches and the anchors of the `whole` problem, so that its settings match those of that problem one by one.
+    Micro-batches of duration 0 have no documents and are left out. Dummy micro-batches fill the number up to the
+    request's multiple.
     """
-    whole = whole or problem
-    few = whole.has_few_items
-    for count in _micro_batch_counts(whole):
-        steep = _steep_shares(problem, count)
+    busy = [duration for duration in durations if duration > 0.0]
+    return problem.request.cost.lockstep_seconds(busy + [0.0] * (-len(busy) % problem.request.micro_batch_multiple))
+
+
+def plan_lockstep(problem: Problem, steps: int) -> list[MicroBatch]:
+    """Return the micro-batches of the best candidate that a search of `steps` random changes finds."""
+    candidate = search_candidate(problem, steps)
+    return make_micro_batches(candidate, divide_bins(candidate, level=True)[1])
+
+
+def search_candidate(problem: Problem, steps: int) -> Candidate:
+    """Try the first settings, then change the best ones `steps` times; it counts steps so that all hosts agree."""
+    table = DegreeTable.of(problem)
+    stride = max(1, (len(problem.tokens) + problem.least_micro_batches * len(problem.blocks)) // LARGE)
+    tried = ((place_items(problem, table, s), s) for s in list(_first_settings(problem, table))[::stride])
+    best, settings = min(tried, key=lambda pair: pair[0].seconds)
+    random = Random(0)
+    for _ in range(steps):
+        changed = _change_settings(best, settings, random)
+        candidate = place_items(problem, table, changed)
+        if candidate.seconds < best.seconds:
+            best, settings = candidate, changed
+    return best
+
+
+def _first_settings(problem: Problem, table: "DegreeTable") -> Iterator[Settings]:
+    """Yield numbers of micro-batches with their durations; the first holds the longest document.
+
+    The numbers are the fewest, some more, and multiples that are launched anyway. The steep durations are the work of
+    parts of equal rows, longest documents first; a document counts in the part that holds its middle row.
+    """
+    tokens, multiple = problem.tokens, problem.request.micro_batch_multiple
+    counts = [problem.least_micro_batches + more for more in range(MORE_MICRO_BATCHES + 1)]
+    longest = table.longest_document_seconds() / problem.mean_seconds
+    middle = np.cumsum(tokens) - tokens // 2
+    few = problem.has_few_items
+    for count in sorted({*counts, *(-(-count // multiple) * multiple for count in counts)}):
+        part = np.minimum(middle * count // int(tokens.sum()), count - 1)
+        steep = np.bincount(part, weights=problem.work, minlength=count) / (
+            problem.mean_seconds * problem.request.slots
+        )
         for steepness in STEEPNESS:
             shape = (1.0 - steepness) / count + steepness * steep
-            shape[0] = max(shape[0], degrees.longest_document_seconds() / problem.mean_seconds)
-            for slack in (*SLACK, *SLACK_OF_FEW) if few else SLACK:
-                for anchoring in ANCHORINGS_OF_FEW if few else ANCHORINGS:
-                    yield DraftSettings(slack * shape, anchoring)
+            shape[0] = max(shape[0], longest)
+            for slack in SLACK_OF_FEW if few else SLACK:
+                for share, reach in LIMITS_OF_FEW if few else LIMITS:
+                    yield Settings(slack * shape, share, reach)
 
 
-def _micro_batch_counts(problem: Problem) -> list[int]:
-    """List numbers of micro-batches to try: the fewest, some more, and multiples that are launched anyway."""
-    least, multiple = problem.least_micro_batches, problem.request.micro_batch_multiple
-    counts = range(least, least + MORE_MICRO_BATCHES + 1)
-    return sorted({*counts, *(-(-count // multiple) * multiple for count in counts)})
+def _change_settings(best: Candidate, settings: Settings, random: Random) -> Settings:
+    """Make settings near the best ones by one of five kinds of change.
 
-
-def _steep_shares(problem: Problem, count: int) -> Floats:
-    """Return the share of all work in each of `count` parts of equal rows, longest documents first; they sum to 1.
-
-    A row of a long document is more work than one of a short document, so the shares fall: as durations they are
-    steep. A document counts in the part that holds its middle row.
+    The kinds: durations as they came out, times 0.985 to 1.005; one up to a tenth longer or shorter; up to a twentieth
+    of one moved to another; one as long as one of its long documents takes at another degree; other documents as long
+    ones. On links of 50 GB/s most steps are as good with three kinds, on those of 25 GB/s some are 4 % slower.
     """
-    middle = np.cumsum(problem.tokens) - problem.tokens // 2
-    part = np.minimum(middle * count // int(problem.tokens.sum()), count - 1)
-    share = np.bincount(part, weights=problem.work, minlength=count)
-    return share / (problem.mean_seconds * problem.request.slots)
-
-
-def _change_settings(best: Draft, settings: DraftSettings, random: Random) -> DraftSettings:
-    """Make settings near the best: other durations, an anchor at another degree, or other documents as anchors.
-
-    With other documents as anchors all durations become up to 2 % longer or shorter; `_change_durations` makes the
-    other changes. No duration falls to 0 or below.
-    """
-    change, micro_batch = int(5 * random.random()), int(len(settings.durations) * random.random())
-    if change == 4:  # other documents as anchors
-        share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
-        durations = settings.durations * (0.98 + 0.04 * random.random())
-        return DraftSettings(np.maximum(durations, 1e-6), Anchoring(share, reach))
-    durations = _change_durations(best, settings.durations.copy(), change, micro_batch, random)
-    return DraftSettings(np.maximum(durations, 1e-6), settings.anchoring)
-
-
-def _change_durations(best: Draft, durations: Floats, change: int, micro_batch: int, random: Random) -> Floats:
-    """Return other durations of micro-batches, in units of the mean work of a slot, for the search to try next.
-
-    `change` chooses the kind. 0: all become what they came out as in `best`, times 0.985 to 1.005. 1: that of this
-    micro-batch becomes up to a tenth longer or shorter. 2: up to a twentieth of it moves to another, or from that one
-    to it. 3: it just holds one of its anchors at another degree, if it has any. 1 to 3 change `durations` in place.
-    """
-    mean = best.problem.mean_seconds
+    durations, share, reach = settings
+    durations, mean = durations.copy(), best.problem.mean_seconds
+    change, micro_batch = int(5 * random.random()), int(len(durations) * random.random())
     if change == 0:
-        return best.durations / mean * (0.985 + 0.02 * random.random())
-    if change == 1:
+        durations = best.durations / mean * (0.985 + 0.02 * random.random())
+    elif change == 1:
         durations[micro_batch] *= 0.9 + 0.2 * random.random()
     elif change == 2:
         moved = (0.1 * random.random() - 0.05) * durations[micro_batch]
         durations[micro_batch] -= moved
         durations[int(len(durations) * random.random())] += moved
+    elif change == 3:
+        long = [document for document in best.long if document.micro_batch == micro_batch]
+        if long:
+            durations[micro_batch] = 1.0005 * _seconds_at_other_degree(best.problem, long, random) / mean
     else:
-        anchors = [anchor for anchor in best.anchors if anchor.micro_batch == micro_batch]
-        if anchors:
-            durations[micro_batch] = 1.0005 * _seconds_at_other_degree(best.problem, anchors, random) / mean
-    return durations
+        share, reach = (values[int(len(values) * random.random())] for values in (SHARES, REACHES))
+        durations *= 0.98 + 0.04 * random.random()
+    return Settings(np.maximum(durations, 1e-6), share, reach)
 
 
-def _seconds_at_other_degree(problem: Problem, anchors: list[Anchor], random: Random) -> float:
-    """Return the seconds that one of these anchors takes at a degree close to the one that it has.
-
-    The degree goes down or up at random, by at most a quarter and 2, and then down to a degree that groups may have.
-    """
-    anchor = anchors[int(len(anchors) * random.random())]
-    degree = sum(count for _, count in anchor.parts)
+def _seconds_at_other_degree(problem: Problem, long: list[LongDocument], random: Random) -> float:
+    """Return the seconds of one of these documents at a degree that differs by at most a quarter and 2."""
+    document = long[int(len(long) * random.random())]
+    degree = sum(count for _, count in document.parts)
     degree += int((5 + degree // 2) * random.random()) - 2 - degree // 4
     degree = problem.widest_degree(max(degree, problem.min_cp))
-    tokens = int(problem.tokens[anchor.item])
-    inside_node = degree <= problem.widest_in_node
-    return float(problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside_node))
+    tokens = int(problem.tokens[document.item])
+    return float(problem.request.cost.group_seconds(tokens, tokens * tokens, degree, degree <= problem.widest_in_node))
 
 
-def make_draft(problem: Problem, degrees: DegreeTable, durations: Floats, anchoring: Anchoring) -> Draft:
+@dataclass(frozen=True, eq=False)
+class DegreeTable:
+    """Seconds and rows of a document in a group of its own, for classes of lengths and all degrees worth considering.
+
+    Only single documents of enough work have a class: others are never long. A class has the longest of its lengths.
+    """
+
+    problem: Problem
+    item_class: Ints  # (items,) −1: never long
+    longest: Ints  # (classes,) rows
+    degrees: Ints  # (degrees,) rising
+    seconds: Floats  # (classes, degrees)
+    rows: Ints  # (classes, degrees) a slot
+    fits: NDArray[np.bool_]  # (classes, degrees) within the cap
+    short_density: float  # seconds a row of the documents that fill gaps
+
+    @classmethod
+    def of(cls, problem: Problem) -> "DegreeTable":
+        """Make the table of a problem; short documents are as dense as the first of the last quarter."""
+        may_be_long = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_long_work)
+        longest = _longest_by_class(np.unique(problem.tokens[may_be_long]))
+        item_class = np.where(may_be_long, np.searchsorted(longest, problem.tokens), -1)
+        degrees = problem.degrees_to_try()
+        column = longest[:, None]
+        seconds = problem.request.cost.group_seconds(
+            column, column * column, degrees, degrees <= problem.widest_in_node
+        )
+        rows = -(-column // degrees)
+        short = len(problem.tokens) * 3 // 4
+        density = float(problem.work[short] / problem.tokens[short])
+        return cls(problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density)
+
+    @cached_property
+    def item_seconds(self) -> Floats:
+        """Seconds of each item in a group of its own (across blocks or within one, items, degrees); NaN if never long.
+
+        Hundreds of candidates of a step look them up: pricing them for each took most of a plan's time.
+        """
+        problem, may_be_long = self.problem, self.item_class >= 0
+        tokens = problem.tokens[may_be_long][:, None]
+        inside = np.array([False, True])[:, None, None] & (self.degrees <= problem.widest_in_node)
+        seconds = np.full((2, len(may_be_long), len(self.degrees)), np.nan)
+        seconds[:, may_be_long] = problem.request.cost.group_seconds(tokens, tokens * tokens, self.degrees, inside)
+        return seconds
+
+    def choose_degrees(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
+        """Choose the best degree for each class in each micro-batch; returns degrees and the slot seconds they waste.
+
+        Both are (classes, micro-batches); seconds are inf where no degree fits. A document on c slots for a micro-batch
+        of T seconds wastes c · (T − fillable) slot seconds less its work. It leaves T − `seconds` free on each slot,
+        less half the latency of a group of short documents, which is no wider than a block: some gaps have shared ones,
+        and others none. They take of these seconds what their rows under the cap allow, and `GAP_LOST` of that counts
+        as lost. Without the long document the slots idle once the cap is full: `reach` of that is taken off its waste.
+        """
+        problem, cost = self.problem, self.problem.request.cost
+        room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
+        latency = cost.latency_seconds(np.minimum(self.degrees, problem.widest_block))
+        gap = np.maximum(room - 0.5 * latency, 0.0)
+        fillable = np.minimum(gap, (self.short_density * (problem.cap - self.rows))[:, None, :])
+        work = cost.work_seconds(self.longest, self.longest**2)[:, None, None]
+        waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - work
+        idle_of_short = np.maximum(durations - problem.light_density * problem.cap, 0.0)
+        waste = waste - reach * self.degrees * idle_of_short[:, None]
+        waste = np.where((room >= 0.0) & self.fits[:, None, :], waste, np.inf)
+        best = waste.argmin(axis=2)
+        return self.degrees[best], np.take_along_axis(waste, best[:, :, None], axis=2)[:, :, 0]
+
+    def price_stretch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
+        """Price an item that makes a micro-batch with `free` slots longer, at the degree at which that costs least.
+
+        Returns the cost in slot seconds (inf if the item does not fit), the degree, and the item's seconds at that
+        degree. The item takes its slots for the whole micro-batch, and all slots wait as long as it makes that longer.
+        """
+        item_class = int(self.item_class[item])
+        seconds = self.seconds[item_class]
+        cost = self.degrees * np.maximum(seconds, duration)
+        cost = cost + self.problem.request.slots * np.maximum(seconds - duration, 0.0)
+        cost = np.where(self.fits[item_class] & (self.degrees <= free), cost, np.inf)
+        best = int(cost.argmin())
+        return float(cost[best]), int(self.degrees[best]), float(seconds[best])
+
+    def longest_document_seconds(self) -> float:
+        """Return the least seconds of the longest document at up to `LITTLE_MORE` times its least slot seconds."""
+        seconds = np.where(self.fits[-1], self.seconds[-1], np.inf)
+        cost = seconds * self.degrees
+        return float(seconds[cost <= LITTLE_MORE * cost.min()].min())
+
+
+def _longest_by_class(lengths: Ints) -> Ints:
+    """Return the longest of each class of sorted, distinct lengths, which differ by less than 1 / 64.
+
+    The lengths of a class have equally many bits and the same first seven. Up to CLASSES lengths are each their own.
+    """
+    if not len(lengths):  # no document may be long: a class without items, since the table has at least one
+        return np.ones(1, dtype=np.int64)
+    if len(lengths) <= CLASSES:
+        return lengths
+    dropped_bits = np.maximum(np.frexp(lengths)[1] - 7, 0)
+    leading = lengths >> dropped_bits
+    return lengths[np.append((np.diff(leading) != 0) | (np.diff(dropped_bits) != 0), True)]
+
+
+def place_items(problem: Problem, table: DegreeTable, settings: Settings) -> Candidate:
     """Place all items in micro-batches of about these durations, and in further ones where they do not fit.
 
-    An anchor has at least `anchoring.share` of the work of the widest block in a micro-batch of middle duration, or
-    more rows than the widest bin holds. Items that the table of degrees lacks are never anchors.
+    A document is also long if it has more rows than the widest bin holds.
     """
-    drafting = _Drafting(problem, degrees, durations)
-    least = anchoring.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0
+    durations = settings.durations * problem.mean_seconds
+    least = settings.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0
     long = (problem.work >= least) | (problem.tokens > problem.widest_run * problem.cap)
-    anchors = np.flatnonzero(long & (degrees.item_class >= 0)).tolist()
-    fillers = np.flatnonzero(~long | (degrees.item_class < 0)).tolist()
-    drafting.place_anchors(anchors, anchoring.reach)
-    drafting.place_fillers(sorted(drafting.unplaced + fillers))
-    return drafting.draft()
+    long &= table.item_class >= 0
+    placing = _Placing(problem, table, durations)
+    placing.place_long(np.flatnonzero(long).tolist(), settings.reach)
+    placing.place_short(sorted(placing.unplaced + np.flatnonzero(~long).tolist()))
+    return placing.candidate()
 
 
-class _Drafting:
+class _Placing:
     """Micro-batches while they are being filled."""
 
-    def __init__(self, problem: Problem, degrees: DegreeTable, durations: Floats) -> None:
-        """Begin with all slots free in micro-batches of these durations."""
-        self.problem, self.degrees = problem, degrees
+    def __init__(self, problem: Problem, table: DegreeTable, durations: Floats) -> None:
+        self.problem, self.table = problem, table
         self.durations: list[float] = durations.tolist()
-        self.free = [FreeSlots(problem.blocks, problem.degrees) for _ in self.durations]
-        self.anchors: list[Anchor] = []
-        self.unplaced: list[int] = []  # anchors for which no slots were left, but which fit a bin
+        self.free: list[FreeSlots] = [FreeSlots(problem.blocks, problem.degrees) for _ in self.durations]
+        self.long: list[LongDocument] = []
+        self.unplaced: list[int] = []  # long documents for which no slots were left, but which fit a bin
         self.bins = Bins()
 
-    def place_anchors(self, items: list[int], reach: float) -> None:
-        """Give each item the slots that waste least, in the first micro-batch that has them; longest first.
-
-        Micro-batches in which some degree fits are tried in the order of what the item's class wastes in them.
-        """
+    def place_long(self, items: list[int], reach: float) -> None:
+        """Give each item, longest first, slots in the micro-batch that wastes least of those with time and room."""
         if not items:
             return
-        width, waste = self.degrees.choose_degrees(np.array(self.durations), reach)  # (classes, micro-batches)
+        width, waste = self.table.choose_degrees(np.array(self.durations), reach)  # (classes, micro-batches)
         order = np.argsort(waste, axis=1, kind="stable").tolist()
         possible = np.isfinite(waste).sum(axis=1).tolist()
-        widths, classes = width.tolist(), self.degrees.item_class[items]
-        in_block, across = (self._anchor_seconds(items, width[classes], inside).tolist() for inside in (True, False))
+        widths, classes = width.tolist(), self.table.item_class[items]
+        across, in_block = (self._long_seconds(items, width[classes], inside).tolist() for inside in (0, 1))
         for row, (item, item_class) in enumerate(zip(items, classes.tolist(), strict=True)):
             for m in order[item_class][: possible[item_class]]:
-                if self._try_anchor(item, m, widths[item_class][m], in_block[row][m], across[row][m]):
+                free, degree = self.free[m], widths[item_class][m]
+                if degree > free.total:
+                    continue
+                seconds = (in_block if free.has_block(degree) else across)[row][m]
+                if seconds <= self.durations[m]:
+                    self._take_slots(item, m, degree, seconds)
                     break
             else:
-                self._place_late_anchor(item)
+                self._place_late(item)
 
-    def _anchor_seconds(self, items: list[int], width: Ints, in_block: bool) -> Floats:
+    def _long_seconds(self, items: list[int], width: Ints, inside: int) -> Floats:
         """Return the seconds of items at degrees, within or across blocks: (items, …), of the shape of `width`."""
         rows = np.array(items).reshape(-1, *[1] * (width.ndim - 1))
-        return self.degrees.item_seconds[int(in_block), rows, np.searchsorted(self.degrees.degrees, width)]
+        return self.table.item_seconds[inside, rows, np.searchsorted(self.table.degrees, width)]
 
-    def _try_anchor(self, item: int, micro_batch: int, width: int, in_block: float, across: float) -> bool:
-        """Place an anchor if slots are free and it ends in time, in one block or several; returns whether it did."""
-        free = self.free[micro_batch]
-        if width > free.total:
-            return False
-        seconds = in_block if free.has_block(width) else across
-        if seconds > self.durations[micro_batch]:
-            return False
-        self._place_anchor(item, micro_batch, width, seconds)
-        return True
-
-    def _place_anchor(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
-        """Place an anchor on free slots of a micro-batch; the rows that it leaves on them become bins.
+    def _take_slots(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
+        """Place a long document on free slots of a micro-batch; the rows that it leaves on them become bins.
 
         `seconds` take a block for a part of one node. A last block that has taken in a smaller last node has two: if
-        the slots are in both, the anchor takes the seconds of a group across nodes.
+        the slots are in both, the document takes the seconds of a group across nodes.
         """
         parts, problem = self.free[micro_batch].take_slots(width), self.problem
         if len(parts) == 1 and width <= problem.widest_in_node and not problem.shares_node(*parts[0]):
-            seconds = float(self._anchor_seconds([item], np.array([width]), in_block=False)[0])
+            seconds = float(self._long_seconds([item], np.array([width]), 0)[0])
         rows = -(-int(problem.tokens[item]) // width)
         for run in (run for part in parts for run in problem.split_into_runs(part)):
-            self.bins.add_bin(micro_batch, run, len(self.anchors), seconds, problem.cap - rows)
-        self.anchors.append(Anchor(micro_batch, item, parts, rows, seconds))
+            self.bins.add_bin(micro_batch, run, len(self.long), seconds, problem.cap - rows)
+        self.long.append(LongDocument(micro_batch, item, parts, rows, seconds))
 
-    def _place_late_anchor(self, item: int) -> None:
-        """Place an anchor that no micro-batch has time and slots for.
+    def _place_late(self, item: int) -> None:
+        """Place a long document that no micro-batch has time and slots for.
 
-        An anchor that fits a bin is placed with the fillers later. Any other makes a micro-batch longer, or a new one,
+        One that fits a bin is placed with the short ones later. Any other makes a micro-batch longer, or a new one,
         whichever wastes least.
         """
         if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
@@ -282,49 +373,191 @@ class _Drafting:
             return
         free = [*(slots.total for slots in self.free), self.problem.request.slots]  # the last is a new micro-batch
         choices = zip([*self.durations, 0.0], free, strict=True)
-        stretches = [self.degrees.price_stretch(item, duration, slots) for duration, slots in choices]
+        stretches = [self.table.price_stretch(item, duration, slots) for duration, slots in choices]
         micro_batch = min(range(len(stretches)), key=lambda m: stretches[m][0])
         _, width, seconds = stretches[micro_batch]
         if micro_batch == len(self.durations):
             self._add_micro_batch(seconds)
         self.durations[micro_batch] = max(self.durations[micro_batch], seconds)
-        self._place_anchor(item, micro_batch, width, seconds)
+        self._take_slots(item, micro_batch, width, seconds)
 
     def _add_micro_batch(self, duration: float) -> None:
-        """Add a micro-batch of this duration, all of whose slots are free."""
         self.durations.append(duration)
         self.free.append(FreeSlots(self.problem.blocks, self.problem.degrees))
 
-    def place_fillers(self, items: list[int]) -> None:
-        """Give each item to the bin that ends earliest with it, measured against its micro-batch's duration.
-
-        For an item that fits no bin a micro-batch as long as the last is added.
-        """
-        for m in range(len(self.durations)):
-            self._add_bins(m)
-        least_loaded = LeastLoaded(self.bins, self.durations, self.problem)
-        work: list[float] = self.problem.work.tolist()
-        tokens: list[int] = self.problem.tokens.tolist()
-        position = 0
-        while (position := least_loaded.place_items(items, position, tokens, work)) < len(items):
+    def place_short(self, items: list[int]) -> None:
+        """Give each item to the bin that ends earliest with it; one that fits none starts another micro-batch."""
+        work, tokens = self.problem.work.tolist(), self.problem.tokens.tolist()
+        position, ready = 0, 0  # items placed, micro-batches whose free slots are bins
+        while True:
+            for m in range(ready, len(self.durations)):
+                for part in self.free[m].remaining_runs():
+                    self.bins.add_bin(m, part, long=-1, seconds=0.0, rows=self.problem.cap)
+            ready = len(self.durations)
+            position = LeastLoaded(self.bins, self.durations, self.problem).place_items(items, position, tokens, work)
+            if position == len(items):
+                return
             self._add_micro_batch(self.durations[-1])
-            self._add_bins(len(self.durations) - 1)
-            least_loaded = LeastLoaded(self.bins, self.durations, self.problem)
 
-    def _add_bins(self, micro_batch: int) -> None:
-        """Make bins of the slots of a micro-batch that no anchor took."""
-        for part in self.free[micro_batch].remaining_runs():
-            self.bins.add_bin(micro_batch, part, anchor=-1, seconds=0.0, rows=self.problem.cap)
+    def candidate(self) -> Candidate:
+        """Return what has been placed, with the ends of micro-batches as durations.
 
-    def draft(self) -> Draft:
-        """Return the draft of what has been placed, with the ends of micro-batches as durations.
-
-        The slots of a bin also wait for messages of the fillers that they share, which its seconds lack so far.
+        The slots of a bin also wait for messages of the documents that they share, which its seconds lack so far.
         """
         bins = self.bins
         latency = self.problem.request.cost.latency_seconds(np.arange(1, self.problem.widest_block + 1)).tolist()
         ends = [0.0] * len(self.durations)
-        for m, seconds, width, fillers in zip(bins.micro_batch, bins.seconds, bins.width, bins.fillers, strict=True):
-            wait = latency[width - 1] if fillers else 0.0
-            ends[m] = max(ends[m], seconds + wait)
-        return Draft(self.problem, np.array(ends), self.anchors, bins)
+        for m, seconds, width, short in zip(bins.micro_batch, bins.seconds, bins.width, bins.short, strict=True):
+            ends[m] = max(ends[m], seconds + (latency[width - 1] if short else 0.0))
+        return Candidate(self.problem, np.array(ends), self.long, bins)
+
+
+class LeastLoaded:
+    """Gives each item to the bin that ends earliest with it, measured against the duration of its micro-batch.
+
+    Bins of one width are in a heap by how late they end. A bin that is too full for an item waits in another heap, by
+    its room, until the items have become short enough.
+    """
+
+    def __init__(self, bins: Bins, durations: list[float], problem: Problem) -> None:
+        self.bins = bins
+        self.late = [seconds - durations[m] for seconds, m in zip(bins.seconds, bins.micro_batch, strict=True)]
+        idle: dict[int, list[tuple[float, int]]] = {
+            width: [] for width in sorted({*bins.width}) if width in problem.degrees
+        }
+        for b, width in enumerate(bins.width):
+            if width in idle:
+                idle[width].append((self.late[b], b))
+        for heap in idle.values():
+            heapify(heap)
+        self.heaps = [(width, heap, list[tuple[int, int]]()) for width, heap in idle.items()]  # the last: (−room, bin)
+
+    def place_items(self, items: list[int], first: int, tokens: list[int], work: list[float]) -> int:
+        """Give items, from position `first` on, to bins; `tokens` and `work` are by item.
+
+        Returns the position of the first item that fits no bin, or the number of items.
+        """
+        room, late, busy, short = self.bins.room, self.late, self.bins.seconds, self.bins.short
+        for position in range(first, len(items)):
+            item = items[position]
+            rows, seconds, earliest, chosen_width, chosen = tokens[item], work[item], np.inf, 0, None
+            for width, idle, full in self.heaps:
+                while full and -full[0][0] >= rows:
+                    b = heappop(full)[1]
+                    heappush(idle, (late[b], b))
+                while idle and room[idle[0][1]] < rows:
+                    b = heappop(idle)[1]
+                    heappush(full, (-room[b], b))
+                if idle and (end := idle[0][0] + seconds / width) < earliest:
+                    earliest, chosen_width, chosen = end, width, idle
+            if chosen is None:
+                return position
+            b = chosen[0][1]
+            heapreplace(chosen, (earliest, b))
+            late[b] = earliest
+            busy[b] += seconds / chosen_width
+            room[b] -= rows
+            short[b].append(item)
+        return len(items)
+
+
+def divide_bins(candidate: Candidate, *, level: bool) -> tuple[Floats, list[list[int]]]:
+    """Decide how the slots of each bin share its short documents; returns when bins end, and the slots of documents.
+
+    The first few are shared by all slots of the bin (slot −1), which makes all end together; the others go whole,
+    longest first, to the slot of the bin that ends first, which needs no messages. With `level` a bin may take as long
+    as the slowest of its micro-batch, and shares the fewest with which it does; otherwise it shares what makes it
+    fastest. All are shared if a group must have more than one slot.
+    """
+    problem, bins = candidate.problem, candidate.bins
+    tokens, work = problem.tokens.tolist(), problem.work.tolist()
+    ways = defaultdict[int, list[tuple[float, list[int]]]](list)  # of each bin: when it ends, and slots
+    for b, shared, seconds, rows in _price_sharing(candidate):
+        slots, rows_of_slots, places = (
+            [(seconds, slot) for slot in range(bins.width[b])],
+            [rows] * bins.width[b],
+            [-1] * shared,
+        )
+        for item in bins.short[b][shared:]:
+            end, slot = slots[0]
+            heapreplace(slots, (end + work[item], slot))
+            rows_of_slots[slot] += tokens[item]
+            places.append(slot)
+        ways[b].append((max(slots)[0] if max(rows_of_slots) <= problem.cap else np.inf, places))
+    ends = np.array([min(ways[b])[0] if b in ways else seconds for b, seconds in enumerate(bins.seconds)])
+    goal = ends.copy()
+    if level:
+        micro_batch = np.array(bins.micro_batch, dtype=np.int64)
+        last = np.zeros(len(candidate.durations))
+        np.maximum.at(last, micro_batch, ends)
+        goal = last[micro_batch]
+    division = [list[int]() for _ in ends]
+    for b, ways_of_bin in ways.items():
+        ends[b], division[b] = next(way for way in ways_of_bin if way[0] <= goal[b])
+    return ends, division
+
+
+def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]]:
+    """Yield each bin with each number of short documents that it may share, and the seconds and rows a slot of these.
+
+    A long document of one part takes all slots of its bin, as the shared group does, and so joins that. One of several
+    parts runs before the short ones.
+    """
+    problem, bins = candidate.problem, candidate.bins
+    choices, groups = list[tuple[int, int, float, int]](), list[tuple[int, int, int]]()
+    for b, short in enumerate(bins.short):
+        if not short:
+            continue
+        first, base_seconds, base_rows = (0, 0, 0), 0.0, 0
+        if (long := bins.long[b]) >= 0 and len(candidate.long[long].parts) == 1:
+            rows = int(problem.tokens[candidate.long[long].item])
+            first = rows, rows * rows, 1
+        elif long >= 0:
+            base_seconds, base_rows = candidate.long[long].seconds, candidate.long[long].rows
+        columns = (problem.tokens[short], problem.squares[short], problem.counts[short])
+        sums = [list(accumulate(column.tolist(), initial=start)) for column, start in zip(columns, first, strict=True)]
+        counts = [count for count in SHARE_COUNTS if count < len(short)] if problem.min_cp == 1 else []
+        for count in (*counts, len(short)):
+            choices.append((b, count, base_seconds, base_rows))
+            groups.append((sums[0][count], sums[1][count], sums[2][count]))
+    if not choices:
+        return
+    tokens, squares, documents = np.array(groups, dtype=np.int64).T
+    index = np.array([choice[0] for choice in choices])
+    start, width = np.array(bins.start)[index], np.array(bins.width)[index]
+    node = problem.request.node_size
+    shares_node = start // node == (start + width - 1) // node
+    cost = problem.request.cost
+    seconds = cost.group_seconds(tokens, squares, width, shares_node, np.maximum(documents, 1))
+    seconds, rows = np.where(tokens > 0, seconds, 0.0).tolist(), (-(-tokens // width)).tolist()
+    for (b, count, base_seconds, base_rows), of_group, group_rows in zip(choices, seconds, rows, strict=True):
+        yield b, count, base_seconds + of_group, base_rows + group_rows
+
+
+def make_micro_batches(candidate: Candidate, division: list[list[int]]) -> list[MicroBatch]:
+    """Make the micro-batches of a candidate whose bins are divided so."""
+    batches: list[dict[tuple[int, ...], list[int]]] = [{} for _ in candidate.durations]
+    for document in candidate.long:
+        batches[document.micro_batch].setdefault(list_slots(document.parts), []).append(document.item)
+    bins = candidate.bins
+    for m, start, width, short, places in zip(
+        bins.micro_batch, bins.start, bins.width, bins.short, division, strict=True
+    ):
+        all_slots = tuple(range(start, start + width))
+        for item, place in zip(short, places, strict=True):
+            batches[m].setdefault(all_slots if place < 0 else (start + place,), []).append(item)
+    return [make_micro_batch(candidate.problem, groups) for groups in batches if groups]
+
+
+def make_micro_batch(problem: Problem, groups: Mapping[tuple[int, ...], list[int]]) -> MicroBatch:
+    """Make the micro-batch in which these slots have these items.
+
+    Every slot takes its narrow groups first, and a group its longest documents: items are numbered longest first.
+    """
+    ordered = sorted(groups.items(), key=lambda pair: (len(pair[0]), pair[0]))
+    return MicroBatch(
+        tuple[Group, ...](
+            problem.request.group(slots, [d for item in sorted(items) for d in problem.documents[item]])
+            for slots, items in ordered
+        )
+    )

@@ -1,25 +1,24 @@
 """`plan_dynamic`: check the arguments, make plans in more than one way, and return the fastest."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal, Unpack
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count
-from longspan.plan.dynamic.division import divide_bins
-from longspan.plan.dynamic.draft import lockstep_seconds, make_micro_batches, sort_documents
 from longspan.plan.dynamic.few_documents import plan_few_items
 from longspan.plan.dynamic.free import plan_free
-from longspan.plan.dynamic.lockstep import Effort, search_draft
+from longspan.plan.dynamic.lockstep import plan_lockstep
 from longspan.plan.dynamic.problem import DegreeSet, Problem
-from longspan.plan.micro_batch import MicroBatch
+from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import Packer
 from longspan.plan.planners.options import PlanKeywords, PlanOptions, call_options, shows_options
 from longspan.plan.planners.request import Request, check_first_size, check_heads
 
 EffortName = Literal["fast", "balanced", "thorough"]
-Candidate = tuple[float, Callable[[], list[MicroBatch]]]  # seconds, and a function that makes the micro-batches
+Priced = tuple[float, list[MicroBatch]]  # predicted seconds of a step of these micro-batches
 
 CLOSE = 1.02  # of the lower bound: a plan so good is not compared with other kinds of plans
 COMPARED_SLOTS, COMPARED_DOCUMENTS = 1024, 20000  # up to which fixed degrees are tried; above, from DISTANT on
@@ -102,25 +101,39 @@ def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degr
 def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> list[MicroBatch]:
     """Plan in several ways and return the fastest; a way is left out if those before it come close to the goal.
 
-    In order: in free mode a search without lockstep; the search in lockstep; the best of all plans of few items;
-    lockstep with powers of two as degrees. Plans of one degree are compared too where few slots and documents make that
-    cheap, or where all other plans stay far from the goal. Each candidate is its predicted seconds and a function that
-    makes its micro-batches. All are compared by the price of a plan: drafts take a group across nodes to fill all its
-    nodes but the last, which on measured links may change its seconds by more than candidates differ.
+    In order: in free mode a search without lockstep; the search in lockstep; the best of all plans of few items; the
+    search over powers of two as degrees, without which a step on links of 25 GB/s takes up to 10 % longer. Plans of one
+    degree are compared too where few slots and documents make that cheap, or where all others stay far from the goal.
     """
-    candidates = [_search_free(problem)] if problem.request.mode == "free" else []
-    if not candidates or candidates[0][0] > CLOSE * goal:
-        candidates.append(_search_lockstep(problem, _choose_effort(effort, problem)))
-        is_close = min(candidates, key=_candidate_seconds)[0] <= CLOSE * goal
-        if not is_close and (few := plan_few_items(problem)) is not None:
-            candidates.append((few[0], lambda: few[1]))
-        if not is_close and (powers := _keep_powers_of_two(problem)) is not None:
-            candidates.append(_search_lockstep(powers, _choose_effort(effort, powers)))
-    request, best = problem.request, min(candidates, key=_candidate_seconds)[0]
-    plans = [make() for _, make in candidates]
+    request, plans = problem.request, list[Priced]()
+
+    def add_plan(micro_batches: list[MicroBatch]) -> None:
+        plans.append((request.seconds(micro_batches), micro_batches))
+
+    if request.mode == "free":
+        add_plan(plan_free(problem))
+    if not plans or plans[0][0] > CLOSE * goal:
+        add_plan(plan_lockstep(problem, _search_steps(effort, problem)))
+        if min(plans, key=_seconds)[0] > CLOSE * goal:
+            if few := plan_few_items(problem):
+                add_plan(few[1])
+            if powers := _keep_powers_of_two(problem):
+                add_plan(plan_lockstep(powers, _search_steps(effort, powers)))
+    best = min(plans, key=_seconds)[0]
     if (request.slots <= COMPARED_SLOTS and len(request.lengths) <= COMPARED_DOCUMENTS) or best > DISTANT * goal:
-        plans.extend(_fixed_plans(problem, min(map(request.seconds, plans))))
-    return min(plans, key=request.seconds) if len(plans) > 1 else plans[0]
+        for micro_batches in _fixed_plans(problem, best):
+            add_plan(micro_batches)
+    return min(plans, key=_seconds)[1]
+
+
+def _seconds(plan: Priced) -> float:
+    return plan[0]
+
+
+def _search_steps(effort: EffortName, problem: Problem) -> int:
+    """Return how many random changes are tried: the fewer the more items and slots, as each takes longer."""
+    scale = {"fast": 1, "balanced": 4, "thorough": 16}[effort]
+    return scale * max(3, min(40, 4000 // (len(problem.tokens) + problem.request.slots)))
 
 
 def _keep_powers_of_two(problem: Problem) -> Problem | None:
@@ -137,41 +150,11 @@ def _keep_powers_of_two(problem: Problem) -> Problem | None:
     return Problem.of(request, degrees) if max(request.lengths) <= degrees[-1] * problem.cap else None
 
 
-def _candidate_seconds(candidate: Candidate) -> float:
-    """Return the predicted seconds of a candidate, to sort by: its function has no order."""
-    return candidate[0]
-
-
-def _choose_effort(name: EffortName, problem: Problem) -> Effort:
-    """Choose how many drafts are made: the more items and slots, the fewer, as each takes longer and luck matters less.
-
-    "balanced" makes 4 times as many as "fast", and "thorough" 16 times.
-    """
-    scale = 1 if name == "fast" else 4 if name == "balanced" else 16
-    size = len(problem.tokens) + problem.request.slots
-    return Effort(drafts=2 * scale, steps=scale * max(1, min(40, 4000 // size)), sample_steps=6 * scale)
-
-
-def _search_lockstep(problem: Problem, effort: Effort) -> Candidate:
-    """Search for the best plan in lockstep; returns its seconds and what makes its micro-batches."""
-    draft = search_draft(problem, effort)
-    division = divide_bins(draft, level=True)
-    ends = [0.0] * len(draft.durations)
-    for m, seconds in zip(draft.bins.micro_batch, division.seconds.tolist(), strict=True):
-        ends[m] = max(ends[m], seconds)
-    return lockstep_seconds(problem, ends), lambda: make_micro_batches(draft, division)
-
-
-def _search_free(problem: Problem) -> Candidate:
-    """Plan in free mode; returns the seconds of the plan and what makes its micro-batches."""
-    free = plan_free(problem)
-    return free.seconds, lambda: make_micro_batches(free.draft, free.division)
-
-
 def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
     """Yield the micro-batches of plans of one degree, where they could be better than `best` seconds.
 
-    Such a plan takes the mean work of a slot and the launches and waits of the fewest micro-batches, or longer.
+    Such a plan takes the mean work of a slot and the launches and waits of the fewest micro-batches, or longer. Its
+    documents are sorted by falling length, equal lengths by id: the order in the other plans.
     """
     request = problem.request
     for cp in problem.degrees:
@@ -180,4 +163,13 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
         if request.slots % cp or max(request.lengths) > cp * problem.cap or least + request.cost.update_seconds >= best:
             continue
         packer = Packer.of(request, cp)
-        yield [sort_documents(batch) for batch in packer.micro_batches(packer.fastest_assignment())]
+        yield [_sort_documents(batch) for batch in packer.micro_batches(packer.fastest_assignment())]
+
+
+def _sort_documents(batch: MicroBatch) -> MicroBatch:
+    groups: list[Group] = []
+    for group in batch.groups:
+        order = sorted(range(len(group.documents)), key=lambda i: (-group.lengths[i], group.documents[i]))
+        documents, lengths = (tuple(values[i] for i in order) for values in (group.documents, group.lengths))
+        groups.append(replace(group, documents=documents, lengths=lengths))
+    return MicroBatch(tuple(groups))
