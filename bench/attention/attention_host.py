@@ -37,9 +37,9 @@ from longspan.attention import fused_rows as fused
 from longspan.attention import rows
 from longspan.attention.kernels import table
 from longspan.attention.members import Members
-from longspan.attention.tiles_between import Mask
+from longspan.attention.tiles import Mask
 from longspan.cli.machine import machine_facts, machine_text
-from longspan.comm.shard_part import ShardPart
+from longspan.comm.shard import ShardPart
 from longspan.versions import versions
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from longspan.attention.call import AttendCall, Saved, add_block, block_gradients, sum_addends
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype
-from longspan.attention.tiles import Launch
-from longspan.attention.tiles_between import Mask, tiles_between
+from longspan.attention.tiles import Launch, Mask, tiles_between
 from longspan.layout import Partition
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention import all_to_all
-from longspan.attention.head_swap import HeadSplit
+from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.saved_outputs import Recording
 from longspan.comm.groups import channel
 from longspan.plan import AttentionCall, Machine, plan_fixed

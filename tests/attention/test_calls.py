@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from longspan import Group, Layout, MicroBatch, World, bind
 from longspan.attention.call import AttendCall
-from longspan.attention.tiles_between import Mask
+from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard
 from longspan.errors import AttentionError, CommError
 from longspan.testing import backend

@@ -11,8 +11,7 @@ from longspan.attention import KERNELS, AttendCall, choose_kernel
 from longspan.attention.call import Saved
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
 from longspan.attention.members import Members
-from longspan.attention.tiles import Launch, Tile, Tiling, visible_keys
-from longspan.attention.tiles_between import Mask
+from longspan.attention.tiles import Launch, Mask, Tile, Tiling, visible_keys
 from longspan.comm import ShardPart
 from longspan.errors import AttentionError
 from longspan.plan import Group

@@ -9,7 +9,7 @@ import torch
 from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention.call import cache_of
 from longspan.attention.members import Members
-from longspan.attention.tiles_between import Mask
+from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard
 from longspan.testing import backend
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from longspan import Group, MicroBatch
+from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.call import Dropout, _absorb_word
-from longspan.attention.head_swap import HeadSplit
 from longspan.attention.members import Members
-from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
-from longspan.attention.tiles_between import Mask
+from longspan.attention.tiles import Launch, Mask, Tile, Tiling, Tokens
 from longspan.comm import SequenceShard
 
 CPU = torch.device("cpu")

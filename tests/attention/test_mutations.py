@@ -80,16 +80,16 @@ MUTATIONS = [
     ),
     # rows and heads where they belong
     ("attention.all_gather", "(started.pop().wait(),), order)", "(started.pop().wait(),), order.flip(0))"),
-    ("attention.head_swap", "None if orders is None else orders[1]", "None"),
-    ("attention.head_swap", "arrived if orders is None else join_columns((arrived,), orders[0])", "arrived"),
+    ("attention.all_to_all", "None if orders is None else orders[1]", "None"),
+    ("attention.all_to_all", "arrived if orders is None else join_columns((arrived,), orders[0])", "arrived"),
     (
         "attention.ring",
         "index_copy_(0, window_rows.received_places, handle",
         "index_copy_(0, window_rows.received_places.flip(0), handle",
     ),
-    ("attention.head_swap", "start = self.split.q_heads(self._me).start + slice_index", "start = slice_index"),
-    ("attention.head_swap", "slice_index * cuts // self.slices)", "slice_index * (cuts == self.slices))"),
-    ("attention.head_swap", "all_heads[self.split.q_heads(self._me)] = x", "all_heads[: len(x)] = x"),
+    ("attention.all_to_all", "start = self.split.q_heads(self._me).start + slice_index", "start = slice_index"),
+    ("attention.all_to_all", "slice_index * cuts // self.slices)", "slice_index * (cuts == self.slices))"),
+    ("attention.all_to_all", "all_heads[self.split.q_heads(self._me)] = x", "all_heads[: len(x)] = x"),
     # what a recomputed layer exchanges once more
     ("attention.attend", "part_out, x.lse) for x in slices]", "part_out, slices[0].lse) for x in slices]"),
     (
@@ -118,18 +118,18 @@ MUTATIONS = [
     ("attention.call", "return -weight.mul_(", "return weight.mul_("),
     ("attention.attend", "total += part", "total = part"),
     # the sign of the scale
-    ("attention.arguments", "sign=(scale > 0) - (scale < 0)", "sign=1"),
+    ("attention.attend", "sign=(scale > 0) - (scale < 0)", "sign=1"),
     # edges of masks
-    ("attention.tiles_between", "left=window - 1 - ahead", "left=window - ahead"),
+    ("attention.tiles", "left=window - 1 - ahead", "left=window - ahead"),
     (
-        "attention.tiles_between",
+        "attention.tiles",
         "tiles.left < tiles.k_stop - tiles.k_start - 1",
         "tiles.left < (tiles.k_stop - tiles.k_start) // 2",
     ),
-    ("attention.tiles_between", "limited.k_stop - limited.left - 1", "limited.k_stop - limited.left"),
-    ("attention.tiles_between", "k_stop=first_key, left=np.zeros_like", "k_stop=first_key, left=np.ones_like"),
-    ("attention.tiles_between", "k_stop + window - 1", "k_stop + window - 2"),
-    ("attention.tiles_between", "np.array([0, -1])", "np.array([-1, -1])"),
+    ("attention.tiles", "limited.k_stop - limited.left - 1", "limited.k_stop - limited.left"),
+    ("attention.tiles", "k_stop=first_key, left=np.zeros_like", "k_stop=first_key, left=np.ones_like"),
+    ("attention.tiles", "k_stop + window - 1", "k_stop + window - 2"),
+    ("attention.tiles", "np.array([0, -1])", "np.array([-1, -1])"),
     (
         "attention.members",
         "segments.stop, np.asarray(group.lengths)[segments.document]",
@@ -155,7 +155,7 @@ MUTATIONS = [
     ),
     ("attention.members", "self.spans.run_ends(runs)", "runs.stop"),
     ("attention.members", "spans if mask.causal else NO_SPANS", "spans"),
-    ("attention.tiles_between", "left = k_stop - 1 - stop", "left = k_stop - stop"),
+    ("attention.tiles", "left = k_stop - 1 - stop", "left = k_stop - stop"),
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longspan import Layout, Plan, World, attend, bind, plan_dynamic, plan_fixed, plan_padded
-from longspan.attention import head_swap
+from longspan.attention import all_to_all
 from longspan.attention.rows import join_columns
 from longspan.plan import PartitionKind
 from longspan.testing import backend, run_ranks
@@ -64,13 +64,13 @@ def test_contiguous_plans_are_exact(slots):
 def reorderings(rank: int, partition: PartitionKind) -> int:
     """How often one call of a2a, forward and backward, lays rows in another order."""
     counted = []
-    join = head_swap.join_columns
+    join = all_to_all.join_columns
 
     def counting(tensors, index=None, dtype=None):
         counted.append(index is not None)
         return join(tensors, index, dtype)
 
-    head_swap.join_columns = counting  # in this process only
+    all_to_all.join_columns = counting  # in this process only
     with World(home := Layout(ranks=2), backend=backend()) as world:
         plan = plan_fixed((9, 30, 1), home, 2, cp_comm_type="a2a", partition=partition)
         shard = bind(plan.micro_batches[0], world)

@@ -12,9 +12,9 @@ from longspan import Group, MicroBatch, attend
 from longspan.attention.call import AttendCall
 from longspan.attention.kernels.table import find_kernel
 from longspan.attention.members import Members
-from longspan.attention.tiles_between import Mask, span_tiles
+from longspan.attention.tiles import Mask, span_tiles
 from longspan.comm import SequenceShard
-from longspan.comm.shard_part import ShardPart
+from longspan.comm.shard import ShardPart
 from longspan.errors import AttentionError, LayoutError
 from longspan.layout import Partition
 from longspan.layout.spans import Spans

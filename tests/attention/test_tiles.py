@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.attention.tiles import Tile, Tiling
-from longspan.attention.tiles_between import (
+from longspan.attention.tiles import (
+    Tile,
+    Tiling,
     _band_tiles,
     _drop_idle_limits,
     make_tilings,

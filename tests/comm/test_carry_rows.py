@@ -5,8 +5,7 @@ import torch
 
 from longspan.comm.moves.carry_rows import moves_on_device
 from longspan.layout import Partition
-from longspan.layout.row_blocks import cut_into_blocks
-from longspan.layout.row_moves import plan_moves
+from longspan.layout.row_moves import cut_into_blocks, plan_moves
 
 Lists = list[list[int]]
 

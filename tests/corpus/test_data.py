@@ -14,11 +14,9 @@ from transformers import AutoTokenizer, Qwen3Config
 
 from longspan import Layout, SequenceShard, plan_fixed
 from longspan.config.sections import DataConfig
-from longspan.corpus.build import ensure_corpus
+from longspan.corpus.build import check_largest_id, ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.files import CorpusFile, file_differences, files_of_other_kinds, find_files
-from longspan.corpus.first_rows import sample_texts
-from longspan.corpus.run_corpus import check_largest_id
+from longspan.corpus.files import CorpusFile, file_differences, files_of_other_kinds, find_files, sample_texts
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile
@@ -219,7 +217,7 @@ def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch
 def test_a_tokenizer_is_trained_on_so_many_characters(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longspan.corpus.first_rows.SAMPLE_CHARACTERS", most)
+    monkeypatch.setattr("longspan.corpus.files.SAMPLE_CHARACTERS", most)
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "defg", "hi", "j")))
     assert "".join(sample_texts([CorpusFile(0, file.name, file)])) == "abcdefghij"[:most]

@@ -18,8 +18,7 @@ from longspan.corpus.chunk import chunk_rows
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.row_files import row_file
 from longspan.corpus.rows.sample import Row
-from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-from longspan.corpus.tokenizer_files import ends_of_generation
+from longspan.corpus.tokenizer import TextTokenizer, ends_of_generation, load_tokenizer, train_tokenizer
 from longspan.data.document import target_count
 from longspan.data.documents import Corpus
 from longspan.errors import DataError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.data.permutation import Epochs, shuffled_sample
+from longspan.data.stream import Epochs, shuffled_sample
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**40))

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from longspan.attention import KERNELS, AttendCall
 from longspan.attention import rows as sums
 from longspan.attention.call import Saved
-from longspan.attention.tiles import Launch, Tile, Tiling
-from longspan.attention.tiles_between import Mask
+from longspan.attention.tiles import Launch, Mask, Tile, Tiling
 from longspan.model.activations.tiles import count_tiles, run_in_tiles
 from longspan.model.compiled_layers import BACKEND
 from longspan.model.experts.experts import gate_in_one_pass

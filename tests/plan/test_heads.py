@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from longspan.attention.arguments import Arguments, comm_choices
+from longspan.attention.attend import Arguments, comm_choices
 from longspan.attention.call import AttendCall
 from longspan.errors import PlanError
 from longspan.layout import Layout

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from longspan.config.best_figure import BestFigure
 from longspan.config.file import load_config
+from longspan.config.sections import BestFigure
 from longspan.errors import ConfigError
 from longspan.run import saves as module
 from longspan.run.checks.check_training import check_numbers

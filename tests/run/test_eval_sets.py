@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from longspan import World
 from longspan.config.sections import ModelConfig, RunConfig
-from longspan.corpus.run_corpus import build_shared_corpus
+from longspan.corpus.build import build_shared_corpus
 from longspan.data.documents import Corpus
 from longspan.errors import ConfigError, DataError, LongspanError
 from longspan.evaluation.sets import open_set

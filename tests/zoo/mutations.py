@@ -91,7 +91,7 @@ MUTATIONS: dict[str, Change] = {
         "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document] // 2 * 2)",
     ),
     "rotary positions of packed documents": (
-        "comm.shard_part",
+        "comm.shard",
         "return np.where(real, base + starts[document] + positions, -1), positions",
         "return np.where(real, base + starts[document] + positions, -1), "
         "positions - np.repeat(segments.start, sizes)",
@@ -151,7 +151,7 @@ MUTATIONS: dict[str, Change] = {
         "self.stream.place_after(2 * epochs))",
     ),
     "a resumed run repeats the first epoch's order": (
-        "data.permutation",
+        "data.stream",
         "keys = [_hash_words(key + epochs * _GOLDEN) for key in self._keys]",
         "keys = [_hash_words(key + 0 * epochs * _GOLDEN) for key in self._keys]",
     ),

@@ -3,7 +3,7 @@
 from longspan.attention.attend import PATTERNS, attend
 from longspan.attention.call import AttendCall
 from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, choose_kernel
-from longspan.attention.tiles_between import Mask
+from longspan.attention.tiles import Mask
 
 choose = choose_kernel  # its former name
 

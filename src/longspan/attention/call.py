@@ -21,8 +21,7 @@ from torch import Tensor
 
 from longspan.attention.members import Members
 from longspan.attention.rows import Partial, RowSum, deltas, take_rows
-from longspan.attention.tiles import Launch, Tile
-from longspan.attention.tiles_between import Mask
+from longspan.attention.tiles import Launch, Mask, Tile
 from longspan.comm import Addend, SequenceShard
 from longspan.plan import AttentionCall
 

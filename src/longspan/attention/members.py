@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attention.tiles import Launch, Tokens
-from longspan.attention.tiles_between import Mask, span_tiles, tiles_between
+from longspan.attention.tiles import Launch, Mask, Tokens, span_tiles, tiles_between
 from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
 from longspan.layout.segments import Integers, expand_runs, segments_from_runs

@@ -42,7 +42,7 @@ from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
 from longspan.corpus.images.without_torchvision import FILES
-from longspan.corpus.tokenizer_files import RunFolderFiles
+from longspan.corpus.tokenizer import RunFolderFiles
 from longspan.errors import CheckpointError, ModelError
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import CONFIGURATION

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm.all_ranks import LogLine
 from longspan.config.sections import RunConfig
-from longspan.corpus.tokenizer_files import RunFolderFiles
+from longspan.corpus.tokenizer import RunFolderFiles
 from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.files import read_json
 from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, peft_modules

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from longspan.comm.moves.ring import RingBlocks as RingBlocks
     from longspan.comm.moves.ring import split_columns as split_columns
     from longspan.comm.shard import SequenceShard as SequenceShard
+    from longspan.comm.shard import ShardPart as ShardPart
     from longspan.comm.shard import bind as bind
-    from longspan.comm.shard_part import ShardPart as ShardPart
-    from longspan.comm.shard_part import to_device as to_device
+    from longspan.comm.shard import to_device as to_device
     from longspan.comm.world import World as World
     from longspan.comm.world import world_of as world_of
     from longspan.launch.launch import run_local as run_local

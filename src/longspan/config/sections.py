@@ -2,15 +2,13 @@
 
 A RunConfig comes from a TOML file and flags (`file.py`, `cli/flags.py`). What keys mean that are not given is in
 `defaults.py`; `run/checks/config_check.py` checks the values against the number of ranks before any process group
-exists. The text under each key is also its `--help`. Here are the sections [train] and [run]; the others are in
-`model_sections`, `data_sections` and `plan_section`.
+exists. The text under each key is also its `--help`. Keys of plans, in [context] and [[eval]], are in `plan_section`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Annotated, Any, Literal, get_type_hints
 
-from longspan.config.data_sections import DataConfig, SourceConfig
 from longspan.config.keys import (
     AUTO,
     NOT_GIVEN,
@@ -22,8 +20,238 @@ from longspan.config.keys import (
     PositiveInt,
     key_values,
 )
-from longspan.config.model_sections import EncoderSection, LoraSection, ModelConfig, MtpSection, ParallelConfig
 from longspan.config.plan_section import ContextConfig, EvalConfig
+from longspan.errors import ConfigError
+from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint
+
+RANDOM = "random"  # as mtp.weights
+LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = ("language_model", "projector", "tower")  # as in model/lora/targets.py
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model: a local Hugging Face folder, or random weights of a configuration or a preset."""
+
+    path: str = ""
+    """A local Hugging Face folder with config.json and safetensors: its weights are trained on."""
+    preset: str = ""
+    """Random weights: qwen3-tiny, llama-tiny, qwen3-deep-tiny (4 layers), qwen3-moe-tiny, gpt-oss-tiny (8 experts),
+    qwen3-next-tiny, bamba-tiny, granite-hybrid-tiny (hybrids), or published sizes: qwen3-0.6b, qwen3-4b, qwen3-8b,
+    qwen3-30b-a3b; empty: qwen3-tiny, unless path or config is set."""
+    config: str = ""
+    """A local Hugging Face folder, or its config.json: random weights of that configuration."""
+    rope_scaling: str = ""
+    """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings; empty: never."""
+    rope_factor: NonNegativeFloat = 0.0
+    """How many times as long documents may be under rope_scaling; 0: what the longest needs, in quarters."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Parameters and optimizer states: float32, float64 or bfloat16."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Arithmetic of forward and backward passes: auto (bfloat16 on GPUs, as dtype on CPUs and under float64), float32,
+    bfloat16 or float64; gradients are summed in float32, or float64."""
+
+    @property
+    def source(self) -> str:
+        """The folder, or config.json, that names the model; empty if a preset does."""
+        return self.path or self.config
+
+    @property
+    def preset_name(self) -> str:
+        """The preset whose weights are drawn; empty if a folder or a configuration is named."""
+        return "" if self.source else self.preset or "qwen3-tiny"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Where the weights live. Context parallelism is not here: it moves no weight."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel degree: neighbouring ranks that share out heads, widths and vocabulary."""
+    pp: PositiveInt = 1
+    """Pipeline stages: ranks that each hold a part of the layers."""
+    vpp: PositiveInt = 1
+    """Virtual pipeline stages a rank, each a part of the layers of its own; more than 1 interleaves them."""
+    pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
+    """Order of forward and backward passes: 1f1b, gpipe, zero_bubble, or zbv (vpp = 2, folded like a V)."""
+    ep: PositiveInt = 1
+    """Expert-parallel degree: neighbouring slots that share out the experts of every layer."""
+    dp_replicate: PositiveInt = 1
+    """Copies of the sharded weights (HSDP): each copy is sharded over slots / copies."""
+    sequence_parallel: bool = False
+    """Split the rows of norms and residuals over the tensor-parallel ranks; needs tp above 1."""
+    reshard_after_forward: bool = True
+    """Free gathered weights after the forward pass: less memory, one more gather; never with pp above 1. true: unless
+    train.memory gathers them once, where there is room."""
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    """LoRA: adapters are trained and saved, and the model's own weights stay as they are (docs/fine-tuning.md)."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapters, which only are trained and saved; 0: none, and all weights are trained."""
+    alpha: NonNegativeFloat = 0.0
+    """An adapter's output is multiplied by alpha / rank; 0: twice the rank."""
+    dropout: NonNegativeFloat = 0.0
+    """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows, so not under tp."""
+    targets: tuple[str, ...] = ()
+    """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers, and of
+    the other parts that are named."""
+    parts: tuple[str, ...] = (LANGUAGE_MODEL,)
+    """Where: language_model, and of a model from images and text to text projector and tower."""
+
+
+@dataclass(frozen=True)
+class MtpSection:
+    """Multi-token prediction: layers behind the model's last one, which learn tokens further ahead (docs/mtp.md)."""
+
+    depths: NonNegativeInt = 0
+    """Tokens beyond the next one that each position predicts too, each by a layer of its own; 0: none."""
+    loss_weight: NonNegativeFloat = 0.3
+    """Weight of the mean of their losses in the gradient; the loss of the next token has weight 1."""
+    weights: str = AUTO
+    """A folder whose weights of these layers are read, random, or auto: those of model.path where it has any, else
+    random."""
+    train_whole: bool = False
+    """With adapters (lora.rank): train all weights of these layers, which then have no adapters of their own."""
+
+
+@dataclass(frozen=True)
+class EncoderLayout:
+    """How the tower and projector of a vision-language model encode the images of documents."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel degree of its home, which is over all ranks of the run."""
+    max_rows: NonNegativeInt = 0
+    """Rows of images that a slot encodes at once, which bounds memory; 0: all images of a step at once."""
+
+
+@dataclass(frozen=True)
+class EncoderSection(EncoderLayout):
+    """The tower and projector of a model from images and text to text, where data has images (docs/multimodal.md)."""
+
+    train: Literal["", "all", "projector", "none"] = ""
+    """What of it is trained: all (tower and projector), projector, or none. Default: all; with adapters (lora.rank):
+    none."""
+    lr: NonNegativeFloat = 0.0
+    """Its peak learning rate, scheduled as train.lr; 0: train.lr."""
+    recompute: bool = False
+    """Encode images again before their backward pass, so that activations of one wave are kept at a time."""
+
+
+MAX_TEXT_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One of several sources of training data, in place of data.path; flags do not reach these tables."""
+
+    path: str = ""
+    """As data.path."""
+    weight: PositiveFloat = 1.0
+    """How often its documents are trained on, relative to those of the other sources."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The rows of data, how they become documents, and which of them are only evaluated."""
+
+    path: str = ""
+    """A file or folder of .txt .md .py (one text each), .jsonl (also .gz and .zst), .parquet or .arrow rows, as a data
+    set of the package datasets has them (docs/fine-tuning.md), or stdlib (sources of this Python's standard library).
+    Default: stdlib, unless there are tables [[data.sources]]."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sources with weights, in place of path: tables [[data.sources]]."""
+    on_bad: Literal["error", "skip"] = "error"
+    """A row that gives no document is an error that names file and line, or is counted and skipped."""
+    max_text_bytes: NonNegativeInt = MAX_TEXT_BYTES
+    """A line, a text file or a row of a table (without its images) of more bytes is a bad row, and is not parsed;
+    0: any."""
+    check_images: Literal["headers", "pixels"] = "headers"
+    """How images are looked at when tokens are made: headers and ends of files, by which those that were cut off are
+    bad rows; or pixels: every image is decoded once, so that none is found broken in a step.
+    """
+    cache: str = ""
+    """Folder where tokens are kept for all runs that ask for the same; none: they are not kept, and rows are tokenized
+    when they are read; empty: longspan/corpora in the user's cache."""
+    workers: NonNegativeInt = 0
+    """Processes that tokenize; 0: one for each core."""
+    turns: Literal["together", "split"] = "together"
+    """A conversation is one document, or split: one for each assistant turn, with what stood before it."""
+    date_string: str = "26 Jul 2024"
+    """The date for chat templates that ask for one, so that a conversation has the same tokens on every day."""
+    tokenizer: str = ""
+    """A folder with tokenizer.json; empty: the model folder's, else one trained on the corpus."""
+    vocab_size: Annotated[int, AtLeast(257)] = 2048  # 256 bytes and the end of text at the least
+    """Entries of the byte-pair tokenizer that is trained when no other is given, and of the preset's embedding."""
+    parse_special_tokens: bool = False
+    """Read the names of special tokens in texts (<|im_start|>, say) as these tokens; false: as plain text."""
+    max_document_tokens: NonNegativeInt = NOT_GIVEN
+    """Longer texts are cut into documents of at most this many tokens; 0: none is cut, and one that fits no group of
+    slots is an error that names it. Default: 0; tiny presets: 2048."""
+    eval_documents: Annotated[int | str, AtLeast(0)] = AUTO
+    """Texts (rows, conversations) held out for evaluation, chosen by the seed, with all documents that they are cut or
+    split into; 0: no evaluation; auto: one text in ten, at most 32."""
+    pack_to: NonNegativeInt = 0
+    """Training documents stand end to end and are cut every so many tokens, and a step takes whole packs; 0: documents
+    stay whole. Held-out documents are never packed."""
+    pack_attention: Literal["document", "across"] = "document"
+    """In a pack, document: each piece of a document is one of its own, with positions from 0; across: attention and
+    positions go on over the documents of a pack."""
+
+
+_ORDERS = "higher", "lower"
+
+
+@dataclass(frozen=True)
+class BestFigure:
+    """Which figure of which evaluation set is compared, and whether the highest or the lowest is the best.
+
+    >>> BestFigure.of("code/eval_token_accuracy:higher")
+    BestFigure(set='code', column='eval_token_accuracy', higher=True)
+    """
+
+    set: str
+    column: str
+    higher: bool
+
+    @classmethod
+    def of(cls, text: str) -> "BestFigure":
+        """Read the figure that `train.keep_best` names. Raises ConfigError for a text that names none."""
+        figure, _, order = text.partition(":")
+        name, _, column = figure.rpartition("/")
+        if not column.startswith("eval_") or (order and order not in _ORDERS):
+            raise ConfigError(
+                f"train.keep_best is {text!r}; give a figure of an evaluation as metrics.jsonl has it, such as "
+                "eval_loss, with the name of its set before it (code/eval_loss) and :higher after it where more is "
+                "better"
+            )
+        return cls(name, column, order == "higher")
+
+    def check_sets(self, names: Collection[str]) -> None:
+        """Raise ConfigError for a set that is not evaluated; `names` are the run's sets, "" the held-out documents."""
+        if self.set in names:
+            return
+        names_text = ", ".join(sorted(filter(None, names))) or "none"
+        absent = f"the set {self.set!r}" if self.set else "documents that are held out (data.eval_documents)"
+        raise ConfigError(
+            f"train.keep_best names {self.column} of {absent}, which the run has not; its sets: {names_text}"
+        )
+
+    def value_in(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
+        """Return the figure in rows of evaluations, one a set; None if its set has no row, or None for the figure.
+
+        Raises ConfigError where the set has no such figure.
+        """
+        for row in rows:
+            if row.get("eval_name", "") != self.set:
+                continue
+            if self.column not in row:
+                columns = ", ".join(name for name in row if name.startswith("eval_") and name != "eval_name")
+                raise ConfigError(f"train.keep_best names {self.column}, and the evaluation has {columns}")
+            return row[self.column]
+        return None
+
 
 __all__ = [
     "ContextConfig",
@@ -241,3 +469,56 @@ def set_evaluations(config: RunConfig, entries: Iterable[EvalConfig]) -> RunConf
     """Set other plans of evaluation: the first entry has those of the held-out documents, the others are the sets."""
     held_out, *sets = entries
     return replace(config, context=config.context.set_evaluation(**held_out.plan_keys), eval=tuple(sets))
+
+
+Checkpointing = Literal["none", "full", "selective"]
+
+
+def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
+    """Return whether a plan of memory chooses how a run saves memory, such as which layers it recomputes.
+
+    On CPUs (no `gpu`) it does so only with `memory_bytes`.
+
+    >>> chooses_measures(TrainConfig(), gpu=True), chooses_measures(TrainConfig(), gpu=False)
+    (True, False)
+    """
+    return train.memory == AUTO and (gpu or train.memory_bytes > 0)
+
+
+def key_checkpointing(train: TrainConfig) -> Checkpointing | None:
+    """Return the `activation_checkpointing` that is given; None: it is left to the plan of memory."""
+    return None if train.activation_checkpointing == AUTO else train.activation_checkpointing
+
+
+def check_measures(train: TrainConfig, *, gpu: bool | None = None) -> None:
+    """Raise ConfigError for keys of memory that contradict each other or the devices: GPUs, CPUs, or (None) any."""
+    kind = train.activation_checkpointing
+    if gpu and 0 < train.memory_bytes < LEAST_OF_GPU:
+        raise ConfigError(f"train.memory_bytes is {train.memory_bytes}: {bytes_hint(train.memory_bytes)}")
+    if kind == "none":
+        _check_keys_of_recomputation(train, '"none"')
+    if kind != AUTO:
+        return
+    if not chooses_measures(train, gpu=gpu is not False):  # None: as on a GPU, where more keys are allowed
+        where = "on CPUs without train.memory_bytes" if train.memory == AUTO else 'under train.memory "none"'
+        _check_keys_of_recomputation(train, f'"{AUTO}", which is "none" {where}')
+    if train.recompute_layers and train.memory == AUTO:
+        raise ConfigError(
+            f"train.recompute_layers is {train.recompute_layers}: that many layers are recomputed, and under "
+            'train.activation_checkpointing "auto" train.memory chooses how many are; use "full" or "selective" with '
+            "it, or 0 layers"
+        )
+
+
+def _check_keys_of_recomputation(train: TrainConfig, kind: str) -> None:
+    """Raise ConfigError for keys that need recomputed layers, where there are none because of `kind`."""
+    if train.recompute_layers:
+        raise ConfigError(
+            f"train.recompute_layers is {train.recompute_layers}: that many layers are recomputed, and "
+            f'train.activation_checkpointing is {kind}; use "full" or "selective", or 0 layers'
+        )
+    if train.offload_activations:
+        raise ConfigError(
+            "train.offload_activations is true: it moves what checkpointed layers keep, and "
+            f'train.activation_checkpointing is {kind}; use "full" or "selective"'
+        )

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from longspan.config.sections import DataConfig
-from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_files
-from longspan.corpus.first_rows import kind_of_files
+from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_files, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.lines import left_out_lines, missing_end_line, names_line, others_line, rows_line, unseen_line
 from longspan.corpus.rows.sample import RowSettings
-from longspan.corpus.store.builder import Recipe
-from longspan.corpus.store.cache import NONE, cache_folder
+from longspan.corpus.store.builder import NONE, Recipe, cache_folder
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.manifest import Manifest
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, Protocol, cast
 
-from longspan.config.data_sections import MAX_TEXT_BYTES
+from longspan.config.sections import MAX_TEXT_BYTES
 from longspan.corpus.chunk import CHUNK_BYTES, SHOWN_BYTES, Chunk, decode_row, parse_line
 from longspan.corpus.rows.sample import BadRow, Row
 from longspan.errors import DataError

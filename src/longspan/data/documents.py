@@ -17,10 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.arrays import map_array
 from longspan.data.document import NO_TARGET, Pack
 from longspan.data.images import ImageTable
-from longspan.data.manifest import FILE, Manifest, Record, SourceFile, SourceLines, read_record
+from longspan.data.manifest import FILE, Manifest, Record, SourceFile, SourceLines, map_array, read_record
 from longspan.errors import DataError
 from longspan.layout import Integers
 

@@ -3,20 +3,142 @@ from.
 
 A folder of documents has a manifest (`corpus.json`) and its source files (`sources.jsonl`, `sources.npy`). A run's
 folder has a record (`corpus.json` too), which names the folder of documents. This is version 0.1 of the format, which
-later versions read.
+later versions read. Arrays of a corpus grow and are mapped here too.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, BinaryIO, NamedTuple, cast, overload
 
 import numpy as np
+import numpy.typing as npt
 
-from longspan.data.arrays import GrowingArray, map_array
 from longspan.errors import DataError
 from longspan.files import parse_json, read_json
+
+_BLOCK = 1 << 20
+Array = npt.NDArray[Any]
+
+
+class FileArray(NamedTuple):
+    """The place of an array in a file that is mapped into memory."""
+
+    path: str
+    dtype: np.dtype[Any]
+    offset: int
+    shape: tuple[int, ...]
+
+
+def as_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
+    """Return what to pickle of an array of integers ≥ 0: the place of its file if it maps all of one, else its values.
+
+    Values are in the smallest type that holds them all.
+
+    >>> from_pickled(as_pickled(np.load("lengths.npy", mmap_mode="r")))       # nothing is copied
+    """
+    file = array if isinstance(array, np.memmap) else array.base  # np.asarray of a memmap has that as its base
+    if isinstance(file, np.memmap) and file.filename is not None and _is_whole_file(array, file):
+        return FileArray(str(Path(file.filename).absolute()), array.dtype, file.offset, array.shape)
+    return array.astype(np.min_scalar_type(int(array.max(initial=0))))
+
+
+def from_pickled(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the array that `as_pickled` was called with, mapped if a file holds it."""
+    if not isinstance(pickled, FileArray):
+        return pickled
+    path, dtype, offset, shape = pickled
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape))
+
+
+def _is_whole_file(array: npt.NDArray[Any], file: "np.memmap[Any, Any]") -> bool:
+    """Return whether an array is all of a mapped file; a slice of one is not."""
+    is_base_mapped = file.base is None or not isinstance(file.base, np.ndarray)  # else it is a slice of a memmap
+    has_same_layout = (array.dtype, array.shape, array.strides) == (file.dtype, file.shape, file.strides)
+    return is_base_mapped and has_same_layout and array.ctypes.data == file.ctypes.data
+
+
+class GrowingArray:
+    """A .npy file of one dimension, written from its beginning to its end. It is complete once it is closed."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self._dtype, self.count = np.dtype(dtype), 0
+        self._file: BinaryIO = path.open("wb")
+        self._write_header()
+
+    def append(self, values: Array) -> None:
+        """Write these values after the earlier ones."""
+        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
+        self.count += len(values)
+
+    def close(self) -> None:
+        """Write the number of values into the header, and close the file."""
+        self._file.seek(0)
+        self._write_header()
+        self._file.close()
+
+    def _write_header(self) -> None:  # numpy leaves room for any number in the shape
+        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+class GrowingCodes:
+    """The file `codes.bin`: a byte for each token, four bytes if labels name other tokens; no file without codes.
+
+    Codes that are never written read as 0: the token itself is predicted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._dtype, self._tokens = path, None, np.dtype(np.uint8), 0
+
+    @property
+    def dtype(self) -> str:
+        """The type of a code; empty if there are none."""
+        return "" if self._file is None else self._dtype.str
+
+    def append(self, codes: Array | None, tokens: int) -> None:
+        """Write the codes of the next `tokens` tokens, uint8 or int32; None: all 0, for which nothing is written."""
+        if codes is not None:
+            if codes.dtype.itemsize > self._dtype.itemsize:
+                self._widen_codes()
+            self._file = self._file or self._path.open("wb")
+            self._file.seek(self._tokens * self._dtype.itemsize)
+            self._file.write(codes.astype(self._dtype).data)
+        self._tokens += tokens
+
+    def close(self) -> None:
+        """Extend the file to a code for every token, with zeros, and close it."""
+        if self._file is not None:
+            self._file.truncate(self._tokens * self._dtype.itemsize)
+            self._file.close()
+
+    def _widen_codes(self) -> None:
+        """Write the codes so far again with four bytes each, if there are any; further codes have four bytes."""
+        narrow, self._dtype = self._path.with_suffix(".narrow"), np.dtype(np.int32)
+        if self._file is None:
+            return
+        self._file.close()
+        self._path.rename(narrow)
+        self._file = self._path.open("wb")
+        with narrow.open("rb") as narrow_file:
+            while block := narrow_file.read(_BLOCK):
+                self._file.write(np.frombuffer(block, np.uint8).astype(np.int32).data)
+        narrow.unlink()
+
+
+def map_array(path: Path) -> Array:
+    """Map the values of a .npy file; only those that are used are read. Raises DataError if it is damaged."""
+    try:
+        array = np.asarray(np.load(path, mmap_mode="r"))
+        if array.ndim != 1 or array.dtype.kind not in "iuf":
+            raise ValueError(f"it holds {array.dtype} of {array.ndim} dims, and not a list of numbers")
+    except OSError:  # the file cannot be read, which does not make it damaged
+        raise
+    except Exception as error:  # numpy reads the header as Python, whose errors are of many kinds
+        raise DataError(f"{path} is damaged: {error}; remove its folder, and it is built again") from error
+    return array
+
 
 FILE = "corpus.json"
 SHORTEST = 2  # tokens of a document: a single token predicts nothing

@@ -1,7 +1,7 @@
 """Which documents, or packs of documents, a step trains on: a function of the seed and the step only.
 
 World size, degrees and planner have no influence, so a resumed run goes on with the same documents. Memory does not
-grow with the corpus: its lengths are mapped from their file, shuffled places are computed (`permutation.py`), and only
+grow with the corpus: its lengths are mapped from their file, shuffled places are computed (`stream.py`), and only
 the start of every 64th step is kept.
 
 A pack holds documents end to end, cut every so many tokens, as in pre-training. A planner sees a pack as one document,
@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.arrays import as_pickled, from_pickled
 from longspan.data.document import Pack, Piece, make_pack
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.permutation import shuffled_sample
+from longspan.data.manifest import as_pickled, from_pickled
 from longspan.data.stream import (
     ENDLESS,
     EVAL_SET,
@@ -29,6 +28,7 @@ from longspan.data.stream import (
     DocumentStream,
     EpochEnds,
     Mixture,
+    shuffled_sample,
     shuffled_sources,
 )
 from longspan.data.uncut import EqualBorders, UncutBorders, UncutSpans

@@ -11,8 +11,7 @@ import numpy as np
 
 from longspan.errors import LayoutError
 from longspan.layout.partition import Partition
-from longspan.layout.row_blocks import Blocks, cut_into_blocks
-from longspan.layout.row_moves import Placement, RowMoves, plan_moves
+from longspan.layout.row_moves import Blocks, Placement, RowMoves, cut_into_blocks, plan_moves
 from longspan.layout.segments import Integers, make_read_only
 
 

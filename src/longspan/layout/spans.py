@@ -1,7 +1,7 @@
 """Runs of a document's positions that see each other in both directions, as tokens of an image do.
 
 A row of such a run sees, beyond what a causal mask or a window lets it see, the later rows of the run. The caller
-sets them (`SequenceShard.with_spans`); what is computed for them is decided in `attention/tiles_between.py`.
+sets them (`SequenceShard.with_spans`); what is computed for them is decided in `attention/tiles.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -22,7 +22,7 @@ from longspan.comm.world import open_worlds
 from longspan.config.defaults import settings_line
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
-from longspan.corpus.tokenizer_files import RunFolderFiles
+from longspan.corpus.tokenizer import RunFolderFiles
 from longspan.errors import ConfigError, LongspanError, ModelError, RunFolderError
 from longspan.files import as_json, write_atomically
 from longspan.model import save_model

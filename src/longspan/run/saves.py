@@ -21,7 +21,7 @@ from longspan.checkpoint.files import complete_checkpoints, remove_old_checkpoin
 from longspan.checkpoint.saver import CheckpointSaver
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, on_all_ranks, run_on_first_rank
-from longspan.config.best_figure import BestFigure
+from longspan.config.sections import BestFigure
 from longspan.data.stream import ORDER
 from longspan.errors import (
     CheckpointError,

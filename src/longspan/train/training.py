@@ -19,9 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm import World
 from longspan.comm.all_ranks import first_rank_warns
 from longspan.config.defaults import compute_dtype, encoder_default
-from longspan.config.memory_keys import key_checkpointing
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import RunConfig
+from longspan.config.sections import RunConfig, key_checkpointing
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import PRESETS, EncoderHome, load_model, prepare, preset_config

@@ -13,7 +13,7 @@ from trl.data_utils import apply_chat_template
 
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import Row, Sample
-from longspan.corpus.tokenizer_files import GENERATION
+from longspan.corpus.tokenizer import GENERATION
 from tests.corpus.rows.conversations import PLAIN, THINKING, TOOLS, Chat, Message, chats
 from tests.corpus.rows.families import FAMILIES, encoding_of, write_folder
 

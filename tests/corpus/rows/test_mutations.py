@@ -10,7 +10,7 @@ from tests.corpus.rows.test_chat import BY_HAND, EXPECTED, said
 from tests.mutation import mutated
 
 ROWS = "corpus.rows"
-SPANS, TOKENS = f"{ROWS}.infer_turns", f"{ROWS}.turn_tokens"
+SPANS, TOKENS = f"{ROWS}.infer_turns", f"{ROWS}.infer_turns"
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place
     "the prompt is a target": (SPANS, "return at + len(prompt)", "return at"),
     "the prompt of another turn": (SPANS, "text.rfind(prompt, turn_before.ends[-1], begin)", "text.find(prompt)"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longspan import Group, Layout, MicroBatch, MtpLoss, World, add_mtp, plan_fixed, prepare, run_step
-from longspan.bridge.splice import AHEAD, embedding_arguments
+from longspan.bridge.bridge import AHEAD, embedding_arguments
 from longspan.comm import SequenceShard
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError

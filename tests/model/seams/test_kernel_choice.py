@@ -22,7 +22,7 @@ SAID = "needs cuda tensors, got cpu" if backend() == "gloo" else "needs cpu tens
 
 def _used(rank: int) -> dict[str, tuple[set[str], Any]]:
     """By name: the kernels that layers chose, and the logits."""
-    packing: Any = import_module("longspan.attention.arguments")
+    packing: Any = import_module("longspan.attention.attend")
     chosen: set[str] = set()
     choose = packing.choose_kernel
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from longspan import Layout, World, prepare, run_step, without_adapter
-from longspan.config.model_sections import PARTS as AS_CONFIGURED
+from longspan.config.sections import PARTS as AS_CONFIGURED
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.model.lora.new import NewAdapter, add_lora

@@ -13,7 +13,7 @@ PASS, POSITIONS = "train.terms.modality_pass", "train.reading.local_batch"
 MUTATIONS: dict[str, tuple[str, str, str]] = {
     "a part for a deeper layer is dropped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[:-1])"),
     "parts for deeper layers are swapped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[::-1])"),
-    "a part replaces hidden states": ("bridge.splice", ".index_add(1", ".index_copy(1"),
+    "a part replaces hidden states": ("bridge.bridge", ".index_add(1", ".index_copy(1"),
     "positions by local index": (POSITIONS, "parts_of_one[:, position_of_row[rows]]", "parts_of_one[:, : len(rows)]"),
     "positions of the text": ("train.passes", "if batch.positions is None:", "if True:"),
     "an image's rows on another document": (
@@ -43,7 +43,7 @@ SPANS: dict[str, tuple[str, str, str]] = {
         "(span_tiles(queries, keys, self.spans) if [*queries.start] == [*keys.start] else ())",
     ),
     "spans end with a member's rows under a window": (MEMBERS, "self.spans.run_ends(runs)", "runs.stop"),
-    "rows of an image are scaled": ("bridge.splice", "rows.to(embeddings.dtype)", "2 * rows.to(embeddings.dtype)"),
+    "rows of an image are scaled": ("bridge.bridge", "rows.to(embeddings.dtype)", "2 * rows.to(embeddings.dtype)"),
 }
 PREFIX_CASE = Case("paligemma2", Layout(2), Layout(2), cp=2)
 PREFIX: dict[str, tuple[str, str, str]] = {

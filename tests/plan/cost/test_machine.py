@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from longspan import Group, Layout, plan_fixed
-from longspan.attention.head_swap import HeadSplit
+from longspan.attention.all_to_all import HeadSplit
 from longspan.errors import PlanError
 from longspan.plan import AttentionCall, Cost, CostSettings, Machine
 from longspan.plan.cost import attention_price

@@ -58,9 +58,9 @@ MUTATIONS = {
     ),
     "a slice of what arrived is taken twice": Mutation(PASS, "starts[index] += rows", "pass", FAN_OUT),
     "rows of an item are reversed": Mutation(
-        "bridge.splice", "rows.to(embeddings.dtype)[None]", "rows.to(embeddings.dtype).flip(0)[None]", FAN_IN
+        "bridge.bridge", "rows.to(embeddings.dtype)[None]", "rows.to(embeddings.dtype).flip(0)[None]", FAN_IN
     ),
-    "rows are added to the embeddings": Mutation("bridge.splice", ".index_copy(1", ".index_add(1", FAN_IN),
+    "rows are added to the embeddings": Mutation("bridge.bridge", ".index_copy(1", ".index_add(1", FAN_IN),
     "owners of a shared item begin at its first row": Mutation(
         OWNERS, "parts.append(expand_runs(first + segments.start, first + segments.stop))",
         "parts.append(expand_runs(first, first + segments.stop - segments.start))", SHARED, "LayoutError",

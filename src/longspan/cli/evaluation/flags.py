@@ -12,11 +12,11 @@ from longspan.cli.processes import Device
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN
-from longspan.config.model_sections import EncoderLayout
 from longspan.config.plan_section import PlanSection
 from longspan.config.sections import (
     ContextConfig,
     DataConfig,
+    EncoderLayout,
     LoraSection,
     MachineSection,
     ModelConfig,

@@ -16,9 +16,8 @@ import numpy.typing as npt
 
 from longspan.cli.plans.lengths import BYTES_PER_TOKEN, cut_lengths
 from longspan.config.sections import RunConfig
-from longspan.corpus.files import STDLIB, CorpusFile, find_files
-from longspan.corpus.first_rows import text_sizes
-from longspan.corpus.tokenizer_folder import tokenizer_folder
+from longspan.corpus.files import STDLIB, CorpusFile, find_files, text_sizes
+from longspan.corpus.tokenizer import tokenizer_folder
 from longspan.data.manifest import SHORTEST
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, plural
@@ -67,9 +66,8 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
     if estimate and tokenizer_folder(config) is None:
         yield _estimate_documents(config, log)
         return
-    from longspan.corpus.build import ensure_corpus
+    from longspan.corpus.build import configured_tokenizer, ensure_corpus
     from longspan.corpus.corpus_settings import CorpusSettings
-    from longspan.corpus.run_corpus import configured_tokenizer
 
     engine = configured_tokenizer(config)
     with TemporaryDirectory(prefix="longspan-plan-") as folder:

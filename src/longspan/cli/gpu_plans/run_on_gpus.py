@@ -10,8 +10,7 @@ from typing import Any
 
 from longspan.cli.gpu_plans.gpus import Gpus
 from longspan.config.keys import AUTO
-from longspan.config.memory_keys import check_measures
-from longspan.config.sections import RunConfig
+from longspan.config.sections import RunConfig, check_measures
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS

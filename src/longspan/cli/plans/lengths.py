@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longspan.corpus.files import CorpusFile, find_files
-from longspan.corpus.first_rows import kind_of_files, text_sizes
+from longspan.corpus.files import CorpusFile, find_files, kind_of_files, text_sizes
 from longspan.corpus.row_files import row_file
 from longspan.errors import ConfigError, DataError
 from longspan.files import parse_json

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm.groups.channel import Channel, wide
-from longspan.comm.shard_part import to_device
+from longspan.comm.shard import to_device
 from longspan.layout.row_moves import RowMoves
 from longspan.layout.segments import Integers
 

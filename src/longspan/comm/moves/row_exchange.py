@@ -20,8 +20,7 @@ from longspan.comm.groups.channel import Channel
 from longspan.comm.moves.carry_rows import DeviceMoves, carry_rows, moves_on_device
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange
-from longspan.layout.row_blocks import Blocks
-from longspan.layout.row_moves import Groups, plan_moves
+from longspan.layout.row_moves import Blocks, Groups, plan_moves
 
 RowGradient = Literal["partial", "partial_over_slots", "identical", "none"]
 

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.rows.infer_turns import find_assistant_spans, marked_spans
+from longspan.corpus.rows.infer_turns import TurnTokens, find_assistant_spans, marked_spans, turn_tokens
 from longspan.corpus.rows.messages import check_messages, learnt_messages, read_tools
 from longspan.corpus.rows.named_media import check_counts, kinds_of_parts
 from longspan.corpus.rows.placeholders import RowImages
 from longspan.corpus.rows.row_media import NOTHING_SHOWN, RowMedia
 from longspan.corpus.rows.sample import RowError, RowSettings, Sample, check_strings, require_key
 from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message
-from longspan.corpus.rows.turn_tokens import TurnTokens, turn_tokens
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.layout import Integers

@@ -5,10 +5,15 @@ it. How rows become documents is in `document_encoder.py`; which files and encod
 `corpus_settings.py`.
 """
 
+import fcntl
 import hashlib
 import json
+import os
+import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,20 +21,116 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longspan.config.data_sections import MAX_TEXT_BYTES
+from longspan.config.sections import MAX_TEXT_BYTES
 from longspan.corpus.files import CorpusFile, LogLine
 from longspan.corpus.row_files import row_file
-from longspan.corpus.store.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes
-from longspan.corpus.store.workers import encode_batches
-from longspan.data.arrays import GrowingArray, GrowingCodes
+from longspan.corpus.store.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes, encode_batches
 from longspan.data.images import ImageWriter
-from longspan.data.manifest import SHORTEST, LeftOut, Manifest, SourceFile, SourceLines
+from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFile, SourceLines
 from longspan.errors import DataError, plural
+from longspan.files import name_file_in_errors
 from longspan.launch.launch import usable_cores
 from longspan.layout import Integers
 
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
+
+
+NONE = "none"  # as data.cache: no tokens are stored
+_POLL_SECONDS, _NEWS_SECONDS = 0.2, 30.0
+
+
+def cache_folder(setting: str) -> Path:
+    """Return the folder that `data.cache` names; empty: longspan/corpora in the user's cache (XDG_CACHE_HOME)."""
+    if setting:
+        return Path(setting).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "longspan" / "corpora"
+
+
+class Cache:
+    """The cache in a folder, which is created. Raises OSError if it cannot be written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "not writable for this user", str(folder))  # 13: EACCES
+
+    def sums_file(self, path: str) -> Path:
+        """Return the file with the SHA-256 sums of the files at a path."""
+        name = hashlib.sha256(str(Path(path).absolute()).encode()).hexdigest()[:32]
+        return self.folder / "files" / f"{name}.jsonl"
+
+    def open_or_build_documents(
+        self, key: str, is_whole: Callable[[Path], bool], build: Callable[[Path], object], log: LogLine
+    ) -> tuple[Path, bool]:
+        """Return the folder of the documents with this key, and whether it was built now.
+
+        Documents are built if the folder is missing, or if `is_whole` says that files in it are damaged. Other runs
+        wait meanwhile.
+        """
+        folder = self.folder / key[:40]  # of 64 hexadecimal digits: enough to be different
+        if folder.is_dir() and is_whole(folder):
+            return folder, False
+        with self._lock_documents(folder, log) as locked:
+            if folder.is_dir() and is_whole(folder):  # another run made it in the meantime
+                return folder, False
+            if locked:  # then no other run builds, and what is unfinished is left of one that ended
+                for unfinished in self.folder.glob(f"{folder.name}.partial*"):
+                    shutil.rmtree(unfinished, ignore_errors=True)
+            if folder.is_dir():
+                log(f"{folder} is damaged: its documents are made again")
+                shutil.rmtree(folder)
+            partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
+            try:
+                with name_file_in_errors(partial):
+                    build(partial)
+                    _move_folder(partial, folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return folder, True
+
+    @contextmanager
+    def _lock_documents(self, folder: Path, log: LogLine) -> Iterator[bool]:
+        """Lock these documents for the context, after waiting for a run that has locked them.
+
+        Yields True, or False if the file system has no locks.
+        """
+        last_log_time = 0.0
+        with folder.with_suffix(".lock").open("a") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() - last_log_time > _NEWS_SECONDS:
+                        log("another run tokenizes the same corpus: waiting for it")
+                        last_log_time = time.monotonic()
+                    time.sleep(_POLL_SECONDS)
+                except OSError:
+                    yield False
+                    return
+            yield True
+
+
+def _move_folder(partial: Path, folder: Path) -> None:
+    """Rename a complete folder, unless another run made it first (on a file system without locks)."""
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def cache_error(folder: Path, error: OSError) -> DataError:
+    """Return the error for a cache that cannot be written."""
+    free = ""
+    with suppress(OSError):
+        free = f" ({shutil.disk_usage(folder).free:,} bytes are free)"
+    return DataError(
+        f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set data.cache to a folder with room "
+        'for its tokens, or to "none", with which rows are tokenized again when they are read'
+    )
 
 
 # A recipe with another version has another key, so that its documents are built again: of rows of a chat template, and

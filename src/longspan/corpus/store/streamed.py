@@ -13,9 +13,8 @@ import numpy as np
 
 from longspan.corpus.row_files import RowFile, row_file
 from longspan.corpus.rows.sample import BadRow, RowSettings
-from longspan.data.arrays import map_array
 from longspan.data.documents import OWN_TOKEN, Corpus, encode_labels
-from longspan.data.manifest import Manifest, Record, SourceLines
+from longspan.data.manifest import Manifest, Record, SourceLines, map_array
 from longspan.errors import DataError
 from longspan.layout import Integers
 

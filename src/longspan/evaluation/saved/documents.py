@@ -16,10 +16,10 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import DataConfig
+from longspan.corpus.build import corpus_line
 from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
 from longspan.corpus.files import FileSums
 from longspan.corpus.rows.lines import special_line
-from longspan.corpus.run_corpus import corpus_line
 from longspan.corpus.store.builder import build_documents
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.documents import Corpus, CorpusDocuments

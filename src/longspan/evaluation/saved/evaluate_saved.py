@@ -25,8 +25,7 @@ from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.corpus.image_documents import with_images
-from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
-from longspan.corpus.tokenizer_folder import vocabulary_files
+from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes, vocabulary_files
 from longspan.data.documents import CorpusDocuments
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.evaluation.auto_degree import choose_degree_on_ranks

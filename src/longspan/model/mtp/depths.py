@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.bridge.splice import embedding_arguments
+from longspan.bridge.bridge import embedding_arguments
 from longspan.errors import ModelError
 from longspan.model.adapters import belongs_to_adapter, is_adapted, is_copied
 from longspan.model.mtp.layer_inputs import CopiedLayer, LayerInputs

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.bridge.splice import AHEAD, add_rows, splice_rows
+from longspan.bridge.bridge import AHEAD, add_rows, splice_rows
 from longspan.comm import SequenceShard, World
 from longspan.model.layers import decoder_layers
 from longspan.model.pipeline.pipeline import PipelineModel

@@ -9,8 +9,7 @@ from pathlib import Path
 from longspan.config.defaults import encoder_default
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN
-from longspan.config.model_sections import PARTS, PROJECTOR, RANDOM, TOWER, MtpSection
-from longspan.config.sections import EncoderSection, LoraSection, RunConfig
+from longspan.config.sections import PARTS, PROJECTOR, RANDOM, TOWER, EncoderSection, LoraSection, MtpSection, RunConfig
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import PRESETS

@@ -5,10 +5,9 @@ from collections.abc import Collection
 from typing import Any
 
 from longspan.checkpoint.store_path import as_root
-from longspan.config.best_figure import BestFigure
 from longspan.config.keys import AUTO, NOT_GIVEN, Above, AtLeast, key_value, section_keys
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import RunConfig, TrainConfig, section_kinds
+from longspan.config.sections import BestFigure, RunConfig, TrainConfig, section_kinds
 from longspan.errors import ConfigError
 from longspan.launch.stop_signals import NOTICES
 from longspan.layout import Layout

@@ -4,8 +4,7 @@ What needs the data or the model (a document that is too long, a list of types a
 the run once it has them, still before the first collective of a step.
 """
 
-from longspan.config.memory_keys import check_measures
-from longspan.config.sections import RunConfig
+from longspan.config.sections import RunConfig, check_measures
 from longspan.layout import Layout
 from longspan.run.checks.check_data import check_data, check_eval_sets, check_packs
 from longspan.run.checks.check_model import (

@@ -22,8 +22,8 @@ from longspan.comm.all_ranks import LogLine, first_rank_warns, run_on_every_rank
 from longspan.config.defaults import warn_about_lost_updates
 from longspan.config.file import to_toml
 from longspan.config.sections import LoraSection, ModelConfig, RunConfig
-from longspan.corpus.run_corpus import check_largest_id
-from longspan.corpus.tokenizer_files import copy_generation_settings
+from longspan.corpus.build import check_largest_id
+from longspan.corpus.tokenizer import copy_generation_settings
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.errors import ConfigError, ModelError, RunFolderError
 from longspan.evaluation.auto_degree import choose_degrees

@@ -4,8 +4,7 @@ Imports no torch, but for the states of an optimizer that is named by its class.
 """
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
-from longspan.config.memory_keys import chooses_measures, key_checkpointing
-from longspan.config.sections import RunConfig, TrainConfig
+from longspan.config.sections import RunConfig, TrainConfig, chooses_measures, key_checkpointing
 from longspan.plan import FixedMemory, MemorySettings
 from longspan.plan.memory.settings import MOMENTS
 

@@ -15,8 +15,7 @@ import torch
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.memory_keys import check_measures, chooses_measures, key_checkpointing
-from longspan.config.sections import RunConfig
+from longspan.config.sections import RunConfig, check_measures, chooses_measures, key_checkpointing
 from longspan.errors import ConfigError, PlanError
 from longspan.host_memory import free_host_bytes
 from longspan.plan import (

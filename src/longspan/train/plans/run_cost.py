@@ -9,8 +9,7 @@ from functools import cache
 from typing import Any
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name
-from longspan.config.memory_keys import key_checkpointing
-from longspan.config.sections import RunConfig
+from longspan.config.sections import RunConfig, key_checkpointing
 from longspan.errors import PlanError
 from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.cost_changes import CostSettings

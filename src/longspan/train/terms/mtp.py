@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.config.keys import AUTO
-from longspan.config.model_sections import RANDOM
-from longspan.config.sections import RunConfig
+from longspan.config.sections import RANDOM, RunConfig
 from longspan.data.document import NO_TARGET
 from longspan.errors import LossError, ModelError, plural, short_text
 from longspan.model.add_depths import add_mtp
