@@ -205,7 +205,7 @@ class MessageBound:
         backward. Where hosts are crossed, the slots of a host share what their host receives; how many slots share a
         host is not known, so the number with the least seconds counts.
         """
-        network, rows = self.network, self.cap / slices
+        network, rows = self.network, self.cap
         received = self._block * (degree - 1) * rows
         most_together = max(1, min(self.node_size, degree // 2)) if crosses else degree  # on the host with fewest slots
         gather = float(self._least_seconds(network.inside.gather, received))
@@ -215,7 +215,8 @@ class MessageBound:
         if self._has_backward:
             near: Ints = np.arange(1 if crosses else most_together, most_together + 1)
             back = self._exchange_seconds(self._gradients * rows * (near - 1), self._gradients * rows * (degree - near))
-        return (2 if self._has_backward else 1) * gather + back + slices * self._turns * network.step_seconds
+        whole = (2 if self._has_backward else 1) * gather + back
+        return whole / slices + self._turns * network.step_seconds
 
     @cached_property
     def _set_sizes(self) -> Ints:
@@ -256,11 +257,11 @@ class MessageBound:
             sent += [self._queries, self._queries + key_gradients]
         seconds = np.inf
         for slices in (1, 2) if self._may_slice else (1,):
-            rows = self.cap / slices / members
+            rows = self.cap / members
             wires = sum(
                 self._exchange_seconds(size * rows * (near - 1), size * rows * (members - near)) for size in sent
             )
-            seconds = min(seconds, float(wires) + len(sent) * slices * network.step_seconds)
+            seconds = min(seconds, float(wires) / slices + len(sent) * network.step_seconds)
         return network.layers * seconds / self.cap
 
     def _exchange_seconds(self, near: ArrayLike, far: ArrayLike) -> float:

@@ -46,10 +46,7 @@ def test_seconds_and_choices_are_within_the_bar(predictions: Any, rows: list[Any
     assert not [p for p in current if p.is_off]
     chosen = predictions.choices(rows)
     assert len(chosen) >= 25
-    assert [c.best.row.record for c in chosen if c.is_off] == OFF
-
-
-OFF = ["attention-window-2xH100"]  # 65,536 rows: a2a is predicted, and p2p 5.6 % faster
+    assert not [c for c in chosen if c.is_off]
 
 
 def test_the_chosen_of_a_set_is_the_one_of_least_predicted_seconds(predictions: Any, rows: list[Any]) -> None:

@@ -1,14 +1,16 @@
 """What attention costs a group under each communication type: kernels, and what of the messages they do not hide.
 
 A machine without a `Network` is ideal: only the two speeds of a `Cost` count, attention hides a ring's traffic and
-nothing of an exchange or a gather. With one, messages are priced as the code sends them, in each layer and pass:
+nothing of an exchange or a gather. With one, each layer and pass has the bytes that the code sends:
 - `p2p`, a ring of r members: r − 1 of its r blocks travel while another is computed; in backward the gradients of a
-  block travel behind it. Where the ring crosses hosts, every step waits for the members that cross.
-- `all_gather`: large gathers go in two slices of heads, of which one travels while the other is computed, and so do
-  gradients, in an exchange. Between hosts a gather's bytes come through all slots of a host together.
-- `a2a`: each slot exchanges with the slots of its host and of other hosts at the same time, in slices if that is large.
-  Key/value heads fewer than members are sent several times.
-- `a2a+p2p`: exchanges around a ring of fewer, larger blocks; the rings of slices take turns.
+  block travel behind it. What members of a narrow ring fetch comes before the kernels, and leaves after them.
+- `all_gather`: a gather in each pass, and an exchange of gradients in backward. Between hosts a gather's bytes come
+  through all slots of a host together.
+- `a2a`: each slot exchanges with the slots of its host and of other hosts at the same time. Key/value heads fewer than
+  members are sent several times.
+- `a2a+p2p`: exchanges around a ring of fewer, larger blocks.
+Large exchanges and gathers go in two slices of heads, of which one travels while the other is computed: half of them
+shows, and what is longer than the kernels of a slice.
 """
 
 from typing import NamedTuple, Protocol
@@ -26,7 +28,6 @@ EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer (bench/records/attenti
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
 PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders (attention-time-packed)
-SHOWN_KERNELS = 1 / 3  # of kernels beside exchanges of heads that take longer (two-nodes-attention-10g-2xH100.md)
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
 
 
@@ -106,14 +107,9 @@ def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
     run. Where members cut through the queries of a head, each of them is sent a copy.
     """
     members = np.asarray(members, dtype=np.int64)
-    _, runs = _deal_heads(heads, kv_heads, members)
-    return np.maximum(1.0, np.asarray(members * runs / kv_heads, dtype=np.float64))
-
-
-def _deal_heads(heads: int, kv_heads: int, members: Integers) -> tuple[Integers, Integers]:
-    """Return the query heads of a member, and in how many runs that share a key/value head it computes them."""
     member_heads = np.maximum(1, heads // members)
-    return member_heads, member_heads // np.gcd(max(1, heads // kv_heads), member_heads)
+    runs = member_heads // np.gcd(max(1, heads // kv_heads), member_heads)
+    return np.maximum(1.0, np.asarray(members * runs / kv_heads, dtype=np.float64))
 
 
 def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
@@ -135,42 +131,37 @@ def price_attention(cost: AttentionRates, rows: Rows) -> AttentionPrice:
         copies = 1 + PACKED_COPIES * (1 - np.minimum(typical / np.maximum(rows.tokens, 1), 1))
         computed = computed + cost.copy_seconds * copies * rows.tokens * (rows.degree > 1)
     elif rows.foreign is not None:
-        computed = computed + 2 * cost.copy_seconds * (rows.tokens + rows.foreign) / rows.degree * (around > 1)
+        computed = computed + cost.copy_seconds * (rows.tokens + rows.foreign) / rows.degree * (around > 1)
     else:
         computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
-    if cost.network is None:
-        return AttentionPrice(computed, _ideal_wait_seconds(cost, rows, around, computed))
-    return AttentionPrice(computed, _LayerMessages(cost, cost.network, rows, around, computed).wait_seconds())
+    shown = _network_seconds if cost.network else _ideal_seconds
+    return AttentionPrice(computed, shown(cost, rows, around, computed))
 
 
 def latency_seconds(cost: AttentionRates, degree: Floats) -> Floats:
     """Return the seconds that groups of these degrees wait for messages however few rows they carry.
 
     Under "auto" they are the lesser of a ring's and a gather's: unlike exchanges, these two suit any number of heads.
-    """
-    if cost.cp_comm_type == "auto":
-        return np.minimum(*(_type_latency_seconds(cost, kind, degree) for kind in ("p2p", "all_gather")))
-    return _type_latency_seconds(cost, cost.cp_comm_type, degree)
-
-
-def _type_latency_seconds(cost: AttentionRates, kind: str, degree: Floats) -> Floats:
-    """Return the seconds of waiting for messages of no bytes, in all layers, under a type that is not "auto".
-
     A ring of r members has r − 1 steps, a gather one, and an exchange of heads one more. On ideal links each takes
-    `ring_step_seconds`. On measured links each is several messages of `step_seconds` in every layer.
+    `ring_step_seconds`. On measured links each is several messages of `step_seconds` in every layer: a step's block
+    goes round in both passes, and its gradients in backward; an exchange goes there and back.
     """
-    exchanging = exchanging_members(kind, cost.a2a_size, degree)
-    swaps = (exchanging > 1).astype(np.float64)
-    steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1
-    if cost.network is None:
-        return cost.ring_step_seconds * (steps + swaps)
     forward_only = cost.passes == "forward"
-    # A step's block goes round in both passes, and its gradients in backward. An exchange goes there and back.
-    messages = (1 if forward_only else 3) * steps + (2 if forward_only else 4) * swaps
-    return cost.network.layers * cost.network.step_seconds * messages
+    types = ("p2p", "all_gather") if cost.cp_comm_type == "auto" else (cost.cp_comm_type,)
+    seconds: list[Floats] = []
+    for kind in types:
+        exchanging = exchanging_members(kind, cost.a2a_size, degree)
+        swaps = (exchanging > 1).astype(np.float64)
+        steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1
+        if cost.network is None:
+            seconds.append(cost.ring_step_seconds * (steps + swaps))
+        else:
+            messages = (1 if forward_only else 3) * steps + (2 if forward_only else 4) * swaps
+            seconds.append(cost.network.layers * cost.network.step_seconds * messages)
+    return np.minimum(*seconds) if len(seconds) > 1 else seconds[0]
 
 
-def _ideal_wait_seconds(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
+def _ideal_seconds(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
     """Return the seconds of messages that show on ideal links, with a latency for each step.
 
     A slot sends its share of `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed) shows,
@@ -190,141 +181,59 @@ def _ideal_wait_seconds(cost: AttentionRates, rows: Rows, around: Floats, comput
     return exposed + latency_seconds(cost, degree)
 
 
-class _LayerMessages:
-    """The messages of one layer that kernels do not hide, of all groups at once.
+def _network_seconds(cost: AttentionRates, rows: Rows, around: Floats, computed: Floats) -> Floats:
+    """Return the seconds of messages that kernels do not hide on measured links, of all layers.
 
-    Bytes are those that a member sends once: `block` its keys and values, `gradients` those of a block, `queries` its
-    queries (outputs are as many), `keys` and `key_gradients` the keys and values that it exchanges, with all copies.
+    `block` is the bytes of a member's keys and values in a layer, `gradients` those of a block's gradients, `queries`
+    those of its queries (outputs are as many), `keys` and `back` those of keys and values that it exchanges with all
+    copies, forward and in backward: gradients of the copies of a head are summed, and travel in the dtype of sums.
     """
+    network, kind = cost.network, cost.cp_comm_type
+    assert network is not None
+    inside, across, degree, together = network.inside, network.across, rows.degree, rows.together
+    exchanging = degree / around
+    copies = kv_copies(network.heads, network.kv_heads, exchanging)
+    both = cost.passes != "forward"
+    member_rows = rows.tokens / degree / network.layers  # bytes of a cost are of all layers
+    block = cost.ring_bytes * member_rows * (network.block_share if both else 1.0)
+    gradients = cost.ring_bytes * member_rows * network.gradient_share
+    exchanged = cost.exchange_bytes * member_rows / (2 if both else 1)
+    queries, keys = (1 - network.key_share) / 2 * exchanged, network.key_share * exchanged * copies
+    back = keys * np.where(copies > 1, network.gradient_share / network.block_share, 1.0)
 
-    def __init__(self, cost: AttentionRates, network: Network, rows: Rows, around: Floats, computed: Floats) -> None:
-        """Take from a cost of all layers the bytes of one layer and pass, and the kernels' seconds of one layer."""
-        self.cost, self.network, self.rows, self.around = cost, network, rows, around
-        self.exchanging = rows.degree / around  # members that exchange heads; a ring has `around` members
-        self.computed = computed / network.layers
-        self.copies = kv_copies(network.heads, network.kv_heads, self.exchanging)  # of a key/value head among members
-        self.has_backward = cost.passes != "forward"
-        member_rows = rows.tokens / rows.degree / network.layers  # bytes of a cost are of all layers
-        block_share, gradient_share = (network.block_share, network.gradient_share) if self.has_backward else (1.0, 0.0)
-        self.block = block_share * cost.ring_bytes * member_rows
-        self.gradients = gradient_share * cost.ring_bytes * member_rows
-        exchanged = cost.exchange_bytes * member_rows / (2 if self.has_backward else 1)
-        self.queries = (1 - network.key_share) / 2 * exchanged  # or as many bytes of outputs
-        self.keys = network.key_share * exchanged * self.copies
-        # Gradients of the copies of a head are summed, and travel in the dtype of sums.
-        self.key_gradients = self.keys * np.where(self.copies > 1, network.gradient_share / network.block_share, 1.0)
-        self.slices, self.rings = self._count_slices()
+    def step(size: Floats) -> Floats:
+        """Return the seconds of a message to the next member of a ring, for which all wait where it crosses hosts."""
+        return np.where(rows.inside, inside.point.seconds(size), across.point.seconds(size))
 
-    def wait_seconds(self) -> Floats:
-        """Return the seconds of messages that show, of all layers."""
-        both_passes = [(True, FORWARD_OF_ATTENTION), (False, 1 - FORWARD_OF_ATTENTION)]
-        passes = both_passes if self.has_backward else [(True, 1.0)]  # whether forward, and the share of the kernels
-        kind, seconds = self.cost.cp_comm_type, np.zeros_like(self.computed)
-        for is_forward, share in passes:
-            computed = share * self.computed
-            if kind == "all_gather":
-                seconds = seconds + np.where(self.rows.degree > 1, self._gather_seconds(is_forward, computed), 0.0)
-                continue
-            seconds = seconds + np.where(self.around > 1, self._ring_seconds(is_forward, computed), 0.0)
-            if "a2a" in kind:
-                seconds = seconds + np.where(self.exchanging > 1, self._swap_seconds(is_forward, computed), 0.0)
-        return self.network.layers * seconds
+    def exchange(sent: Floats, members: Floats) -> Floats:
+        """Return the seconds in which a member sends bytes to each of so many, inside its host and across."""
+        near = np.minimum(together, members)
+        return np.maximum(inside.exchange.seconds(sent * (near - 1)), across.exchange.seconds(sent * (members - near)))
 
-    def _ring_seconds(self, is_forward: bool, computed: Floats) -> Floats:
-        """Return what shows of a ring's messages in one pass, and their latencies.
+    seconds = 0.0 * computed
+    for forward in (True, False) if both else (True,):
+        share = (FORWARD_OF_ATTENTION if forward else 1 - FORWARD_OF_ATTENTION) if both else 1.0
+        kernels = share * computed / network.layers
+        if kind == "all_gather":
+            received = block * (degree - 1)
+            near, far = inside.gather.seconds(received), across.gather.seconds(received / together)
+            travels = np.where(rows.inside, near, np.maximum(near, far))
+            travels = travels if forward else travels + exchange(gradients, degree)
+            seconds = seconds + _shown_seconds(travels, kernels, block * degree >= GATHER_SLICE_BYTES)
+            continue
+        sizes = [block * copies] if forward else [block * copies, gradients * copies]
+        if rows.foreign is None:
+            travels = sum((around - 1) * step(size) for size in sizes)
+            seconds = seconds + np.maximum(travels - kernels * (1 - 1 / around), 0.0)
+        else:
+            seconds = seconds + sum(step((around - 1) * size) for size in sizes)
+        if "a2a" in kind:
+            leaves, returns = (queries + keys, queries) if forward else (queries, queries + back)
+            travels = exchange(leaves / exchanging, exchanging) + exchange(returns / exchanging, exchanging)
+            seconds = seconds + _shown_seconds(travels, kernels, queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES)
+    return network.layers * seconds + latency_seconds(cost, degree)
 
-        Messages take W seconds and kernels C, in pieces: r blocks, for each of n slices of heads, whose n rings take
-        turns. Messages of one ring travel beside the kernels of another. Nothing travels beside the last piece, so
-        max(0, W − (1 − 1 / (n · r)) · C) shows. In backward gradients of blocks, G of the W seconds, travel as well.
-        With several rings all pieces then hide messages, but gradients leave only after two pieces: the longer of W − C
-        and G − (1 − 2 / (n · r)) · C shows, or nothing. Rows of a narrow group come before the kernels, and gradients
-        leave after these: all of it shows.
-        """
-        rings, steps = self.rings, self.around - 1
-        sizes = [self.block * self.copies] if is_forward else [self.block * self.copies, self.gradients * self.copies]
-        if self.rows.foreign is not None:
-            return self._step_seconds(steps * np.array(sizes)).sum(axis=0) + len(sizes) * self.network.step_seconds
-        travels = [steps * rings * self._step_seconds(size / rings) for size in sizes]
-        pieces = rings * self.around
-        exposed = np.maximum(sum(travels) - computed * (1 - 1 / pieces), 0.0)
-        if not is_forward:
-            sliced = np.maximum(sum(travels) - computed, travels[1] - computed * (1 - 2 / pieces))
-            exposed = np.where(rings > 1, np.maximum(sliced, 0.0), exposed)
-        return exposed + len(sizes) * rings * steps * self.network.step_seconds
 
-    def _step_seconds(self, size: Floats) -> Floats:
-        """Return the seconds of a message of `size` bytes to the next member of a ring.
-
-        Every step waits for the members that cross hosts: one of a host, which has the card for itself, or all of them.
-        """
-        inside, across = self.network.inside, self.network.across
-        alone = np.minimum(self.exchanging, self.rows.together) <= 1  # one member of a host crosses
-        crossing = np.where(alone, across.point_alone.seconds(size), across.point.seconds(size))
-        return np.where(self.rows.inside, inside.point.seconds(size), crossing)
-
-    def _gather_seconds(self, is_forward: bool, computed: Floats) -> Floats:
-        """Return what shows in one pass of a gather of all keys and values, and of the exchange of their gradients.
-
-        Kernels of C seconds wait for a gather of G, and in backward gradients go home in B seconds after them: G shows,
-        or G + B. Large ones go in two slices of heads, for which G and B are half as many bytes. The second gather
-        travels beside the kernels of the first slice: G + max(C / 2, G) + C / 2 − C. In backward the gradients of the
-        first slice travel beside the kernels of the second: G + max(C / 2, G) + max(C / 2, B) + B − C.
-        """
-        degree, together = self.rows.degree, self.rows.together
-        is_sliced = self.block * degree >= GATHER_SLICE_BYTES
-        slices = np.where(is_sliced, GATHER_SLICES, 1)
-        gather = self._gather_wire_seconds(self.block * (degree - 1) / slices)
-        slice_computed = computed / slices
-        second_gather = np.where(is_sliced, np.maximum(slice_computed, gather), 0.0)
-        messages = slices * (1 if is_forward else 2)
-        latency = messages * self.network.step_seconds
-        if is_forward:
-            return gather + np.where(is_sliced, second_gather + slice_computed, slice_computed) - computed + latency
-        sent = self.gradients / slices
-        back = self._exchange_seconds(sent * (together - 1), sent * (degree - together))
-        last_kernels = np.where(is_sliced, np.maximum(slice_computed, back), slice_computed)
-        return gather + second_gather + last_kernels + back - computed + latency
-
-    def _gather_wire_seconds(self, received: Floats) -> Floats:
-        """Return the seconds in which each member receives `received` bytes of a gather.
-
-        Where a group spans hosts, the bytes also go around a ring of hosts, and the members of a host share each
-        boundary. Both happen at the same time, so the longer counts.
-        """
-        inside = self.network.inside.gather.seconds(received)
-        across = self.network.across.gather.seconds(received / self.rows.together)
-        return np.where(self.rows.inside, inside, np.maximum(inside, across))
-
-    def _swap_seconds(self, is_forward: bool, computed: Floats) -> Floats:
-        """Return what shows in one pass of the exchange of heads for rows before the kernels, and back after them.
-
-        Forward sends queries, keys and values, and outputs back; backward sends gradients of outputs, and those of
-        queries, keys and values back. This takes A and B seconds for each of n slices of heads. In one slice, all of
-        A + B shows. In several, messages travel beside the kernels of other slices, which take C seconds in all: the
-        pass takes the longer of A + C + B and n · (A + B) + `SHOWN_KERNELS` · C, of which C does not show.
-        """
-        members, slices = self.exchanging, self.slices
-        neighbours = np.minimum(self.rows.together, members)  # that share a host, with the member itself
-        arriving = self.queries + (self.keys if is_forward else 0.0)
-        leaving = self.queries + (0.0 if is_forward else self.key_gradients)
-        near, far = (neighbours - 1) / members / slices, (members - neighbours) / members / slices
-        there, back = (self._exchange_seconds(sent * near, sent * far) for sent in (arriving, leaving))
-        sliced = np.maximum(there + computed + back, slices * (there + back) + SHOWN_KERNELS * computed) - computed
-        return np.where(slices > 1, sliced, there + back) + 2 * slices * self.network.step_seconds
-
-    def _count_slices(self) -> tuple[Floats, Floats]:
-        """Count the slices of heads in which large exchanges go, and the rings of keys: one a slice, or one for all.
-
-        A member computes its heads in runs that share a key/value head. Only equal slices are made: either the runs are
-        dealt to slices, each with a ring of its own, or the heads of each run are, and all slices share one ring. What
-        members of a narrow group fetch is whole.
-        """
-        most, large = EXCHANGE_SLICES, self.queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES
-        heads, runs = _deal_heads(self.network.heads, self.network.kv_heads, self.exchanging.astype(np.int64))
-        even = (runs % most == 0) | ((most % runs == 0) & (heads % most == 0))
-        slices = np.where(large & even & (self.exchanging > 1) & (self.rows.foreign is None), float(most), 1.0)
-        return slices, np.where(runs % most == 0, slices, 1.0)
-
-    def _exchange_seconds(self, near: Floats, far: Floats) -> Floats:
-        """Return the seconds in which a member exchanges bytes with its host (`near`) and with others, side by side."""
-        return np.maximum(self.network.inside.exchange.seconds(near), self.network.across.exchange.seconds(far))
+def _shown_seconds(travels: Floats, kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
+    """Return what shows of messages, all of them or of two slices, one beside the kernels of the other."""
+    return np.where(sliced, np.maximum(travels / 2, travels - kernels / 2), travels)
