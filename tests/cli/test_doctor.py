@@ -12,7 +12,7 @@ from longspan.cli import doctor
 from longspan.cli.doctor import Check, rank_checks, version_checks
 from longspan.cli.main import main
 from longspan.doctor.cases import Case
-from longspan.doctor.outcomes import Outcome, outcome_text
+from longspan.doctor.proof import Outcome, outcome_text
 from longspan.errors import CommError
 
 FLAT = ["p2p", "all_gather", "a2a", "auto"]

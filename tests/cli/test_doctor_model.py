@@ -7,7 +7,7 @@ import pytest
 from longspan.cli import doctor_model, processes
 from longspan.cli.doctor_model import ProofFlags
 from longspan.doctor.cases import Case
-from longspan.doctor.outcomes import Outcome, Proof, proof_json, proof_text
+from longspan.doctor.proof import Outcome, Proof, proof_json, proof_text
 from longspan.model import preset_config
 
 FLAGS = ProofFlags("whole", "auto", 0, "auto", 60.0, json=False)

@@ -13,8 +13,7 @@ from transformers import CONFIG_MAPPING
 
 from longspan.comm import run_local
 from longspan.doctor.cases import Case
-from longspan.doctor.outcomes import Outcome
-from longspan.doctor.proof import Ranks, run_proof
+from longspan.doctor.proof import Outcome, Ranks, run_proof
 from longspan.model.exactness.small_copies import shrink_configuration
 from tests.versions import transformers_before
 

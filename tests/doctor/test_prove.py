@@ -13,12 +13,17 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from longspan.comm import World
 from longspan.doctor import proof as proving
 from longspan.doctor.cases import LENGTHS, Case, list_cases
-from longspan.doctor.expected import EXACT, Expected, Stock
 from longspan.doctor.images import item_documents, make_image_documents, no_video_reason
-from longspan.doctor.outcomes import Outcome
-from longspan.doctor.proof import Ranks, prove, run_proof
-from longspan.doctor.ranks import CaseRun, Task
-from longspan.doctor.stock import compute_stock_answer, draw_documents, gradient_errors, precision_mode
+from longspan.doctor.proof import CaseRun, Outcome, Ranks, Task, prove, run_proof
+from longspan.doctor.stock import (
+    EXACT,
+    Expected,
+    Stock,
+    compute_stock_answer,
+    draw_documents,
+    gradient_errors,
+    precision_mode,
+)
 from longspan.doctor.which_model import find_configuration
 from longspan.layout import Layout
 from longspan.model.exactness.small_copies import shrink_configuration

@@ -4,6 +4,7 @@
 ['float64, cp 2, p2p', 'float64, cp 3, p2p']
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -77,37 +78,68 @@ class Case:
         """Which answer of the stock model the case is compared with: dtype, with losses of routers, with images."""
         return self.dtype, self.router_losses, self.encoder > 0
 
+    @property
+    def unit(self) -> int:
+        """What the ranks of its home are a multiple of."""
+        return self.tp * self.pp * self.ep
+
     def home(self, ranks: int) -> Layout:
         """Return the home of this case over the largest number of these ranks that tp x pp x ep divides.
 
         Raises LayoutError where they are too few.
         """
-        unit = self.tp * self.pp * self.ep
-        if ranks < unit:
+        if ranks < self.unit:
             raise LayoutError(
-                f"tp {self.tp} x pp {self.pp} x ep {self.ep} need {unit} ranks, and there are {ranks}; "
-                f"use --world {unit}"
+                f"tp {self.tp} x pp {self.pp} x ep {self.ep} need {self.unit} ranks, and there are {ranks}; "
+                f"use --world {self.unit}"
             )
-        return Layout(ranks // unit * unit, tp=self.tp, pp=self.pp, ep=self.ep)
+        return Layout(ranks // self.unit * self.unit, tp=self.tp, pp=self.pp, ep=self.ep)
 
 
 def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
     """List the cases of a set over this number of ranks, once for each dtype, in the order of `dtypes`.
 
     "basic": FSDP2 at degrees 2 and 3 under p2p, all_gather and full recomputation at 2, and a step of several
-    micro-batches. "whole": every degree and type, tp, pp, ep, losses of routers, evaluation at another degree and a
-    dynamic plan. Raises ConfigError for another name.
+    micro-batches. "whole": every degree and type, tp, pp, ep where they divide the ranks, losses of routers, evaluation
+    at another degree and a dynamic plan. Raises ConfigError for another name.
     """
     if name not in get_args(CaseSet):
         raise ConfigError(f"there is no set of cases {name!r}; use one of {', '.join(get_args(CaseSet))}")
-    cases = _list_basic_cases(ranks) if name == "basic" else _list_all_cases(ranks)
+    degrees = [cp for cp in ((2, 3) if name == "basic" else (1, 2, 3, 4)) if cp <= ranks] or [1]
+    widest, second = degrees[-1], min(2, ranks)
+    if name == "basic":
+        cases = [
+            *(Case(cp=cp) for cp in degrees),
+            Case(cp=second, cp_comm_type="all_gather"),
+            Case(cp=widest, plan="several"),
+            Case(cp=second, recompute="full"),
+        ]
+    else:
+        cp = 2 if ranks >= 4 else 1
+        cases = [
+            *(case for cp in degrees for case in list_type_cases(cp)),
+            Case(cp=second, plan="several"),
+            Case(plan="dynamic"),
+            Case(cp=second, router_losses=True),
+            Case(cp=widest, evaluation=True),
+            Case(cp=second, recompute="full"),
+            Case(cp=widest, cp_comm_type="all_gather", recompute="selective"),
+            Case(tp=2, cp=cp),
+            Case(tp=2, cp=cp, sequence_parallel=True, recompute="full"),
+            Case(pp=2, cp=cp, plan="several"),
+            Case(tp=2, pp=2),
+            Case(ep=2, cp=2),
+            Case(ep=2, cp=2, plan="several", router_losses=True),
+        ]
+        # Under a2a the smaller last group would have to deal out the heads to another number of slots.
+        cases = [case for case in cases if ranks % (case.cp if "a2a" in case.cp_comm_type else case.unit) == 0]
     return tuple(replace(case, dtype=dtype) for dtype in dtypes for case in cases)
 
 
 def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
     """List cases in which a slot has consecutive rows, as state-space layers need: all_gather, several degrees, a2a.
 
-    a2a is tried only where its degree divides the ranks, as in `_list_all_cases`.
+    a2a is tried only where its degree divides the ranks.
     """
     widest = min(4 if name == "whole" else 3, ranks)
     cases = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]
@@ -128,54 +160,6 @@ def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = 
         encoder_cases = [Case(encoder=2), Case(cp=2, encoder=2), Case(tp=2, cp=cp, encoder=2), Case(pp=2, encoder=2)]
         cases += [replace(case, dtype=dtype) for dtype in dtypes for case in encoder_cases]
     return tuple(cases)
-
-
-def _list_basic_cases(ranks: int) -> list[Case]:
-    """List few cases: p2p at two degrees, all_gather, a plan of several micro-batches, and full recomputation."""
-    degrees = [cp for cp in (2, 3) if cp <= ranks] or [1]
-    first = degrees[0]
-    return [
-        *(Case(cp=cp) for cp in degrees),
-        Case(cp=first, cp_comm_type="all_gather"),
-        Case(cp=degrees[-1], plan="several"),
-        Case(cp=first, recompute="full"),
-    ]
-
-
-def _list_all_cases(ranks: int) -> list[Case]:
-    """List cases for every type at each degree, and for plans, losses, recomputation and homes.
-
-    Left out are homes that do not divide the ranks, and a2a at degrees that do not divide them: the smaller last group
-    would have to deal out the heads to another number of slots. What does not depend on the degree is tried at 2,
-    other cases at the widest degree.
-    """
-    degrees = [cp for cp in (1, 2, 3, 4) if cp <= ranks]
-    widest = degrees[-1]
-    cases = [
-        case for cp in degrees for case in list_type_cases(cp) if ranks % cp == 0 or "a2a" not in case.cp_comm_type
-    ]
-    cases += [
-        Case(cp=min(2, widest), plan="several"),
-        Case(plan="dynamic"),
-        Case(cp=min(2, widest), router_losses=True),
-        Case(cp=widest, evaluation=True),
-        Case(cp=min(2, widest), recompute="full"),
-        Case(cp=widest, cp_comm_type="all_gather", recompute="selective"),
-    ]
-    return [*cases, *(case for case in _list_home_cases(ranks) if ranks % (case.tp * case.pp * case.ep) == 0)]
-
-
-def _list_home_cases(ranks: int) -> list[Case]:
-    """List cases of homes with tensor, pipeline and expert parallelism."""
-    cp = 2 if ranks >= 4 else 1
-    return [
-        Case(tp=2, cp=cp),
-        Case(tp=2, cp=cp, sequence_parallel=True, recompute="full"),
-        Case(pp=2, cp=cp, plan="several"),
-        Case(tp=2, pp=2),
-        Case(ep=2, cp=2),
-        Case(ep=2, cp=2, plan="several", router_losses=True),
-    ]
 
 
 def list_type_cases(cp: int) -> list[Case]:
@@ -233,14 +217,9 @@ def _plan_uneven_groups(case: Case, home: Layout, packed: PackedDocuments) -> Pl
 
     Documents go to the groups in turn.
     """
-    slots_of_groups = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
-    documents_of_groups: list[list[int]] = [[] for _ in slots_of_groups]
-    for document in range(len(packed.lengths)):
-        documents_of_groups[document % len(slots_of_groups)].append(document)
-    groups = [
-        _make_group(case, slots, documents, packed)
-        for slots, documents in zip(slots_of_groups, documents_of_groups, strict=True)
-    ]
+    blocks = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
+    documents = range(len(packed.lengths))
+    groups = [_make_group(case, slots, documents[i :: len(blocks)], packed) for i, slots in enumerate(blocks)]
     return _make_plan(case, home, packed, MicroBatch(tuple(groups)))
 
 
@@ -251,27 +230,25 @@ def _plan_several(case: Case, home: Layout, packed: PackedDocuments) -> Plan:
     last slot have one more each, which they do not share. In the third all slots share the remaining documents. The
     fourth is empty: a dummy, in which every slot idles.
     """
-    all_slots, remaining = tuple(range(home.slots)), list(range(6, len(packed.lengths)))
-    first = MicroBatch((_make_group(case, (0,), [0, 1], packed),))
-    shared_group = _make_group(case, all_slots[: case.cp], [2, 3], packed)
-    group_of_first_slot = _make_group(case, (0,), [4], packed)
-    group_of_last_slot = _make_group(case, (home.slots - 1,), [5], packed)
-    second = MicroBatch((shared_group, group_of_first_slot, group_of_last_slot))
-    third = MicroBatch((_make_group(case, all_slots, remaining, packed),))
-    return _make_plan(case, home, packed, first, second, third, MicroBatch())
+    slots, documents = tuple(range(home.slots)), range(len(packed.lengths))
+    batches = (
+        [(slots[:1], documents[:2])],
+        [(slots[: case.cp], documents[2:4]), (slots[:1], documents[4:5]), (slots[-1:], documents[5:6])],
+        [(slots, documents[6:])],
+        [],
+    )
+    made = (MicroBatch(tuple(_make_group(case, *group, packed) for group in groups)) for groups in batches)
+    return _make_plan(case, home, packed, *made)
 
 
-def _make_group(case: Case, slots: tuple[int, ...], documents: list[int], packed: PackedDocuments) -> Group:
-    """Make a group of these slots and documents with the case's communication type and partition."""
+def _make_group(case: Case, slots: tuple[int, ...], documents: Sequence[int], packed: PackedDocuments) -> Group:
     lengths = tuple(packed.lengths[d] for d in documents)
     return Group(slots, tuple(documents), lengths, case.cp_comm_type, partition=case.partition)
 
 
 def _make_plan(case: Case, home: Layout, packed: PackedDocuments, *batches: MicroBatch) -> Plan:
-    """Make a plan of these micro-batches, and check it."""
     return Plan(home.slots, packed.lengths, batches, targets=packed.targets, row_multiple=_row_multiple(case)).check()
 
 
 def _row_multiple(case: Case) -> int:
-    """Return what a slot's rows must be a multiple of: sequence parallelism splits them over tp ranks."""
-    return case.tp if case.sequence_parallel else 1
+    return case.tp if case.sequence_parallel else 1  # sequence parallelism splits a slot's rows over tp ranks

@@ -9,28 +9,335 @@ its ranks is followed by a new world for the cases that are left.
 """
 
 import json
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+import numpy as np
+import torch
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from longspan.comm import run_local
-from longspan.doctor.cases import LENGTHS, Case
-from longspan.doctor.expected import Expected, Stock
-from longspan.doctor.images import make_image_documents
-from longspan.doctor.outcomes import Outcome, Proof, WorldFacts, error_text
-from longspan.doctor.ranks import Task, preparation_key, run_cases
-from longspan.doctor.stock import draw_documents
-from longspan.errors import CommError, LongspanError
+from longspan.comm import World, run_local
+from longspan.doctor.cases import LENGTHS, TEXTS, Case, PackedDocuments, plan_case
+from longspan.doctor.images import item_documents, make_image_documents
+from longspan.doctor.stock import (
+    NO_ROUTER,
+    ROUTER,
+    Answer,
+    Expected,
+    Stock,
+    choose_every_expert,
+    collect_gradients,
+    draw_documents,
+    error_text,
+    gradient_errors,
+    loss_error,
+    missing_errors,
+    precision_mode,
+)
+from longspan.doctor.which_model import register_class
+from longspan.errors import CommError, LongspanError, ModelError, plural
+from longspan.evaluation.evaluate import evaluate
 from longspan.layout import Layout
+from longspan.model import EncoderHome, prepare
+from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.exactness.trial_documents import TrialDocument
+from longspan.model.execution import model_execution
+from longspan.model.experts.moe import router_statistics
+from longspan.model.prepare_model import PrepareOptions
 from longspan.model.seams.refusals import DOCTOR
+from longspan.model.vision.join import map_stock_names
+from longspan.plain_text import text_table
+from longspan.plan import Plan
+from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
+from longspan.train import run_step
+from longspan.train.step_check import check_step
 
 SECONDS_PER_CASE = 20.0
+Status = Literal["exact", "refused", "wrong", "crashed", "not built"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one case: its relative errors from the stock model, of the loss and of the worst gradient, `parameter`.
+
+    "wrong": an error above `tolerance`; "refused": a LongspanError, its text in `message`; "crashed": another error, a
+    rank that died or did not end; "not built": the stock model itself cannot run. Errors are None where nothing was
+    compared. `levels` has the ranks of the levels of hierarchical groups, `why` the choice of `auto` and its reasons.
+    """
+
+    case: Case
+    status: Status
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    parameter: str = ""
+    tolerance: float | None = None
+    message: str = ""
+    seconds: float = 0.0
+    levels: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
+
+    @property
+    def good(self) -> bool:
+        """Whether the case is exact, or refused for what only this case asks for (`Case.is_basic`)."""
+        return self.status == "exact" or (self.status == "refused" and not self.case.is_basic)
+
+    def row(self) -> dict[str, Any]:
+        """Return the outcome as a JSON object: its fields and those of its case in one, with `name` and `good`."""
+        fields = asdict(self)
+        return {"name": self.case.name, **fields.pop("case"), **fields, "good": self.good}
+
+
+@dataclass(frozen=True)
+class WorldFacts:
+    """A world in which cases ran: its ranks and device, and the process groups that were made."""
+
+    ranks: int
+    device: str
+    backend: str
+    groups: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Outcomes in the order of their cases, and the worlds in which they ran.
+
+    `text_suffices`: the model's class is also that of text, so that refused images are only a remark.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    worlds: tuple[WorldFacts, ...] = ()
+    text_suffices: bool = False
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong, nothing crashed, and the model as such is not refused."""
+        refused_images = (
+            self.text_suffices and outcome.case.encoder > 0 and outcome.status == "refused" for outcome in self.outcomes
+        )
+        pairs = zip(self.outcomes, refused_images, strict=True)
+        return bool(self.outcomes) and all(outcome.good or is_remark for outcome, is_remark in pairs)
+
+
+def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
+    """Write the heading, a line for each case, and a verdict."""
+    # A dot is for a refusal that says nothing against the model.
+    marks = ["✓" if outcome.status == "exact" else "·" if outcome.good else "✗" for outcome in proof.outcomes]
+    rows = [(mark, o.case.name, o.status, outcome_text(o)) for mark, o in zip(marks, proof.outcomes, strict=True)]
+    table = text_table(("", "case", "result", "found"), rows, left=4)
+    return "\n".join([*heading, "", table, "", verdict(proof, seconds)])
+
+
+def verdict(proof: Proof, seconds: float) -> str:
+    """Write how many cases are exact and what the others are, in a line."""
+    numbers = {status: sum(o.status == status for o in proof.outcomes) for status in get_args(Status)}
+    parts = [f"{number} {status}" for status, number in numbers.items() if number]
+    word = "proven" if proof.good else "NOT proven"
+    return f"{word} on this machine: of {plural(len(proof.outcomes), 'case')} {', '.join(parts)} ({seconds:.0f} s)"
+
+
+def outcome_text(outcome: Outcome) -> str:
+    """Write the errors of a case and the tolerance, or the reason why there are none."""
+    if outcome.loss_error is None:
+        return " ".join(outcome.message.split())
+    text = f"loss {outcome.loss_error:.1e}"
+    if outcome.gradient_error is not None:
+        worst_parameter = f" ({outcome.parameter})" if outcome.status == "wrong" else ""
+        text += f", gradients {outcome.gradient_error:.1e}{worst_parameter}"
+    return f"{text} from the stock model, allowed {outcome.tolerance:.1e}"
+
+
+def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the proof as a JSON object: the model, `good`, a row for each case, and the worlds."""
+    worlds = [{"ranks": w.ranks, "device": w.device, "backend": w.backend} for w in proof.worlds]
+    rows = [outcome.row() for outcome in proof.outcomes]
+    return {"good": proof.good, "seconds": seconds, "model": model, "cases": rows, "worlds": worlds}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Cases of one home, each with its number among all, and what the stock model answers to them."""
+
+    config: PreTrainedConfig
+    home: Layout
+    cases: tuple[tuple[int, Case], ...]
+    expected: dict[tuple[str, bool, bool], Expected]  # by dtype, losses of routers or not, images or not
+    documents: list[np.ndarray]
+    backend: str
+    timeout: float
+    record: str = ""  # a file, to which the first rank adds a line for each outcome
+    show: bool = False
+    architecture: type | None = None  # of a configuration without a class in transformers
+    image_documents: tuple[TrialDocument, ...] = ()  # of the cases with an encoder
+
+
+def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
+    """Run every case in one world; returns the world's facts and the outcomes by number, which are recorded at once.
+
+    The first error in a step is raised, and ends the world.
+    """
+    outcomes: dict[int, Outcome] = {}
+    register_class(task.config, task.architecture)
+    torch.backends.cudnn.allow_tf32 = False  # of the convolutions of towers; the stock model's answers are in float32
+    with World(task.home, backend=task.backend, timeout=task.timeout) as world:
+        for _, group in groupby(task.cases, key=lambda numbered: preparation_key(numbered[1])):
+            cases = list(group)
+            run = CaseRun(task, world, cases[0][1])
+            for number, case in cases:
+                outcomes[number] = run.run_case(case)
+                _record_outcome(task, world, number, outcomes[number])
+        process_groups = tuple(asdict(record) for record in world.process_groups.made)
+        return WorldFacts(len(task.home.ranks), str(world.device), world.backend, process_groups), outcomes
+
+
+def preparation_key(case: Case) -> tuple[str, str, bool, int]:
+    """Return what cases of one home must have in common to share a prepared model."""
+    return case.dtype, case.recompute, case.sequence_parallel, case.encoder
+
+
+def _record_outcome(task: Task, world: World, number: int, outcome: Outcome) -> None:
+    if world.rank != task.home.ranks[0]:
+        return
+    if task.record:
+        with open(task.record, "a", encoding="utf-8") as file:  # noqa: PTH123
+            fields = asdict(outcome)
+            del fields["case"]  # its number stands for it
+            file.write(json.dumps({"number": number, **fields}) + "\n")
+    if task.show:
+        print(f"{outcome.case.name}: {outcome.status} ({outcome.seconds:.1f} s)", file=sys.stderr, flush=True)
+
+
+class CaseRun:
+    """One prepared model, or why it was refused, and its cases one after another."""
+
+    def __init__(self, task: Task, world: World, first: Case) -> None:
+        """Prepare a model for the first of some cases that share it: they have one `preparation_key`.
+
+        A refusal becomes the outcome of each case; an error of communication is raised and ends the world.
+        """
+        self.task, self.world = task, world
+        self.dtype: torch.dtype = getattr(torch, first.dtype)
+        self.refusal, self.model = "", nn.Module()
+        has_images = first.encoder > 0
+        expected = task.expected[first.dtype, False, has_images]
+        self.whole: bool = expected.whole  # float64 without casts to float32, as the stock model ran
+        self.config: PreTrainedConfig = choose_every_expert(task.config) if expected.every_expert else task.config
+        self.documents: Any = item_documents(task.config, task.image_documents) if has_images else task.documents
+        self._began = time.perf_counter()
+        try:
+            with precision_mode(self.dtype, whole=self.whole):
+                self.model: nn.Module = self._prepare_model(first)
+        except LongspanError as error:
+            if isinstance(error, CommError):
+                raise
+            self.refusal: str = str(error).partition(DOCTOR)[0]  # without its advice to run this command
+
+    def _prepare_model(self, first: Case) -> nn.Module:
+        options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
+        model = make_tiny_model(self.config, self.dtype, images=first.encoder > 0)
+        if not first.encoder:
+            return prepare(model, self.world, options=options)
+        home = Layout(len(self.task.home.ranks), tp=first.encoder)
+        settings = EncoderHome(home=home, recompute=first.recompute != "none", activation_checkpointing=first.recompute)
+        return prepare(model, self.world, encoder=settings, options=options)
+
+    def run_case(self, case: Case) -> Outcome:
+        """Run one case and return its outcome; an error of the step is raised, as other ranks may wait in it.
+
+        The first case's seconds contain the preparation of the model.
+        """
+        began, self._began = self._began, time.perf_counter()  # the next case begins here if this one is refused
+        expected = self.task.expected[case.answer]
+        try:
+            if self.refusal:
+                raise ModelError(self.refusal)
+            plan = self._plan_case(case)
+        except LongspanError as error:  # the same on every rank: nothing was sent yet
+            return Outcome(case, "refused", message=str(error), seconds=time.perf_counter() - began)
+        with precision_mode(self.dtype, whole=self.whole):
+            loss, errors = self._step_errors(case, plan, expected.answer)
+        parameter = max(errors, key=lambda name: errors[name], default="")
+        gradient = errors.get(parameter)
+        self._began = time.perf_counter()
+        return Outcome(
+            case,
+            "exact" if max(loss, gradient or 0.0) <= expected.tolerance else "wrong",
+            loss,
+            gradient,
+            parameter,
+            expected.tolerance,
+            seconds=self._began - began,
+            levels=tuple(str(self._rank_levels(group_levels(group))) for group in hierarchical_groups(plan)),
+            why=self._choice_reason(case, plan),
+        )
+
+    def _plan_case(self, case: Case) -> Plan:
+        """Plan a case. Raises what its step would, on every rank, before it communicates."""
+        heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
+        packed = PackedDocuments(self.documents.lengths, self.documents.targets) if case.encoder else TEXTS
+        plan = plan_case(case, self.task.home, documents=packed, heads=heads, node_size=self.world.node_size)
+        check_step(self.model, plan, self.documents, self.world, backward=not case.evaluation)
+        if case.router_losses:  # raises for a model whose routers have no losses
+            router_statistics(self.model, self.world, plan.tokens, ROUTER)
+        return plan
+
+    def _step_errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
+        """Return errors of the loss and of each gradient, the worst of all ranks.
+
+        Gradients are compared under the stock model's names, on the rank that has them; one that is missing on all
+        ranks is an error. The losses of routers count as losses of the case. An evaluation has only a loss.
+        """
+        if case.evaluation:
+            loss = evaluate(self.model, self.documents, plan, self.world).loss
+            return loss_error(loss, stock.loss), {}
+        router = ROUTER if case.router_losses else NO_ROUTER
+        self.world.prepare(plan)
+        result = run_step(self.model, plan, self.documents, self.world, router=router)
+        gradients = collect_gradients(self.model)
+        errors_here = gradient_errors(
+            {original: gradients[name] for original, name in map_stock_names(gradients).items()}, stock
+        )
+        self.model.zero_grad()
+        rank_errors = self.world.control.gather_objects(errors_here, "errors of gradients")
+        errors = {
+            name: max(errors_of_rank.get(name, 0.0) for errors_of_rank in rank_errors)
+            for name in {n for errors_of_rank in rank_errors for n in errors_of_rank}
+        }
+        errors |= missing_errors(set(errors), stock)
+        losses = [loss_error(result.loss, stock.loss)]
+        if case.router_losses and result.router is not None:
+            losses += [loss_error(a, b) for a, b in zip(result.router, stock.routers, strict=True)]
+        return max(losses), errors
+
+    def _choice_reason(self, case: Case, plan: Plan) -> tuple[str, ...]:
+        """Return why `auto` chose its type for the first group of the plan; empty for another type.
+
+        It is empty too for a model whose calls of attention were not recorded, by which types are priced.
+        """
+        calls = model_execution(self.model).calls
+        if case.cp_comm_type != "auto" or not calls:
+            return ()
+        config = self.task.config.get_text_config()
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        # recorded calls are of one head; types are priced for all heads of the model
+        call = replace(calls[0], heads=heads, kv_heads=kv_heads)
+        group, machine = plan.micro_batches[0].groups[0], self.world.machine
+        return machine.explain_type(group, call.sizes, node_size=self.world.node_size)
+
+    def _rank_levels(self, levels: Levels) -> Levels:
+        """Return levels of slots as levels of ranks: those with this rank's pipeline stage and tp position."""
+        plane = self.world.plane
+        a2a, p2p = (tuple(tuple(plane[s] for s in slots) for slots in level) for level in (levels.a2a, levels.p2p))
+        return Levels(a2a, p2p)
+
 
 InWorld = tuple[WorldFacts, dict[int, Outcome]]
 Launch = Callable[[Callable[[int, Task], InWorld], Task, int, float], InWorld]
@@ -148,7 +455,9 @@ def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[
             pending = [(number, case) for number, case in pending if number not in outcomes]
             if pending and failure is not None:
                 number, case = pending.pop(0)
-                outcomes[number] = _failure_outcome(case, failure)
+                # Ranks lose each other by a CommError, as when one of them died.
+                refused = isinstance(failure, LongspanError) and not isinstance(failure, CommError)
+                outcomes[number] = Outcome(case, "refused" if refused else "crashed", message=error_text(failure))
             if ranks.launch is not None:  # torchrun's processes: nothing here can start them again
                 reason = "ranks had ended in the case before"
                 outcomes |= {number: Outcome(case, "crashed", message=reason) for number, case in pending}
@@ -159,18 +468,15 @@ def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[
 def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict[int, Outcome], BaseException | None]:
     """Run cases in one world; returns their outcomes, and the error that ended the world early, or None."""
     count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(task.cases)
-    launch = ranks.launch or _start_world
     try:
-        world, outcomes = launch(run_cases, task, count, seconds)
+        if ranks.launch is not None:
+            world, outcomes = ranks.launch(run_cases, task, count, seconds)
+        else:
+            world, outcomes = run_local(run_cases, count, (task,), timeout=seconds, grace=5.0)[0]
     except Exception as error:
         return _read_outcomes(task), error
     worlds.append(world)
     return outcomes, None
-
-
-def _start_world(fn: Callable[[int, Task], InWorld], task: Task, count: int, seconds: float) -> InWorld:
-    """Run a function on `count` local processes, for at most `seconds`; returns the result of rank 0."""
-    return run_local(fn, count, (task,), timeout=seconds, grace=5.0)[0]
 
 
 def _read_outcomes(task: Task) -> dict[int, Outcome]:
@@ -183,12 +489,3 @@ def _read_outcomes(task: Task) -> dict[int, Outcome]:
         fields |= {name: tuple(fields[name]) for name in ("levels", "why")}  # JSON has lists only
         outcomes[number] = Outcome(cases[number], **fields)
     return outcomes
-
-
-def _failure_outcome(case: Case, error: BaseException) -> Outcome:
-    """Return the outcome of a case whose error ended its ranks: refused by an error of this package, else crashed.
-
-    A CommError is a crash too: it means that ranks lost each other, as when one of them died.
-    """
-    refused = isinstance(error, LongspanError) and not isinstance(error, CommError)
-    return Outcome(case, "refused" if refused else "crashed", message=error_text(error))

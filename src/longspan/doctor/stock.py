@@ -1,4 +1,4 @@
-"""The stock model's answer to documents one by one, in one process: loss, routers, every gradient.
+"""What the cases of a proof should give: the stock model's answers to documents one by one, and tolerances.
 
 Its attention is transformers' eager one, the only one with every model's soft caps and sinks. In float64 the casts to
 float32 inside models are left out, on both sides of a comparison (`whole_float64`).
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from longspan.doctor.cases import Case
 from longspan.doctor.images import NO_LABEL, document_labels
-from longspan.errors import ModelError
+from longspan.errors import LongspanError, ModelError
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
 from longspan.model.exactness.trial_documents import (
@@ -61,7 +63,6 @@ class _Float64(TorchFunctionMode):
     """Turns casts to float32, by `.float()` or a dtype among the arguments, into casts to float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch with float64 in place of float32 in its arguments."""
         if func is Tensor.float:
             return args[0].double()
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
@@ -92,6 +93,11 @@ def whole_float64() -> Iterator[None]:
 
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)
 NO_ROUTER = RouterCoefficients(balance=0.0)
+SMALL_SHARE = 1e-3  # of the norm of all gradients: smaller ones are compared with this
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
+ROUNDING = 2  # so many times the stock model's own error: in bfloat16, and in float32 where that is above EXACT
+ROUNDINGS = 10  # so many times what one rounding of every weight does is still rounding
+MOST_NUDGED = 1e-9  # more than rounding of float64 does: a row got another expert
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,6 @@ _State = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]
 
 
 def _module_states(model: nn.Module) -> list[_State]:
-    """Return what modules hold except parameters: their plain attributes (numbers, texts, None) and their buffers."""
     plain = bool | int | float | str | None
     return [
         (module, {n: x for n, x in vars(module).items() if isinstance(x, plain)}, dict(module._buffers))
@@ -206,7 +211,6 @@ def _restore_states(states: list[_State]) -> None:
 
 
 def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_routers: bool) -> Any:
-    """Run a model on one document; a wrapper of several modalities also gets the kinds of tokens that it takes."""
     if isinstance(document, TrialDocument):
         return model(**make_stock_arguments(model, document))
     ids = torch.from_numpy(document)[None]
@@ -219,11 +223,10 @@ def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, 
 
 
 def _router_logits(output: Any, config: PreTrainedConfig) -> tuple[Tensor, ...]:
-    """Return the routers' logits among a model's outputs, (tokens, experts) for each layer that has a router."""
     logits = getattr(output, "router_logits", None)
     if not logits:
         raise ModelError(f"{config.model_type} returns no router_logits: there are no losses of routers to compare")
-    return tuple(layer.flatten(0, -2) for layer in logits if layer is not None)
+    return tuple(layer.flatten(0, -2) for layer in logits if layer is not None)  # (tokens, experts) for each layer
 
 
 def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -250,15 +253,12 @@ def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[
 
 def collect_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Collect every gradient, unsharded, in float64 on the CPU. All ranks that hold a parameter call it together."""
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    unsharded = {
-        name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        for name, gradient in gradients.items()
-    }
-    return {name: gradient.detach().to("cpu", torch.float64, copy=True) for name, gradient in unsharded.items()}
-
-
-SMALL_SHARE = 1e-3  # of the norm of all gradients: smaller ones are compared with this
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if (gradient := parameter.grad) is not None:
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            gradients[name] = whole.detach().to("cpu", torch.float64, copy=True)
+    return gradients
 
 
 def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, float]:
@@ -287,3 +287,136 @@ def loss_error(loss: float, stock: float) -> float:
     """Return the relative error of a loss; infinite for one that is not finite."""
     error = abs(loss - stock) / max(abs(stock), 1e-30)
     return error if error == error else float("inf")
+
+
+def error_text(error: BaseException) -> str:
+    """Write the message of an error, with its type unless it is this package's."""
+    return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed.
+
+    `whole`: float64 without casts to float32 (`precision_mode`). `every_expert`: in stock model and case alike each row
+    gets every expert.
+    """
+
+    answer: Answer
+    tolerance: float
+    whole: bool
+    every_expert: bool = False
+
+
+class Stock:
+    """Answers of the stock model by dtype, with or without losses of routers and images; a text if it cannot run."""
+
+    def __init__(
+        self, config: PreTrainedConfig, documents: Sequence[Any], image_documents: Sequence[TrialDocument] = ()
+    ) -> None:
+        self.config, self.documents, self.image_documents = config, documents, image_documents
+
+    def compute_answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
+        """Compute the expected answer, or why there is none, for every dtype that the cases use.
+
+        Keys are dtype, with losses of routers or not, and with images or not (`Case.answer`). Answers without losses
+        of routers are always computed, as they say in which mode a model is prepared.
+        """
+        keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
+        keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
+        answers: dict[tuple[str, bool, bool], Expected | str] = {}
+        for name, with_routers, with_images in keys:
+            stock = Stock(self.config, self.image_documents) if with_images else self
+            try:
+                answers[name, with_routers, with_images] = stock._expectation(getattr(torch, name), with_routers)
+            except Exception as error:
+                answers[name, with_routers, with_images] = error_text(error)
+        return answers
+
+    def _expectation(self, dtype: torch.dtype, with_routers: bool) -> Expected:
+        """Compute the stock answer in a dtype, and the tolerance of cases that are compared with it.
+
+        In half precision the tolerance is ROUNDING times the error of the stock model's own pass in that precision,
+        against float32. There each row gets every expert, because rounding would change which experts are chosen.
+        """
+        if dtype == torch.float64:
+            return self._float64_expectation(with_routers)
+        if dtype == torch.float32:
+            answer = self._stock_answer(dtype, dtype, with_routers)
+            return Expected(answer, self._float32_bound(answer, with_routers), whole=False)
+        stock = self._every_expert_stock  # the error of half precision is measured on the stock model itself
+        answer, half_answer = (
+            stock._stock_answer(dtype, compute_dtype, with_routers) for compute_dtype in (torch.float32, dtype)
+        )
+        return Expected(
+            answer, ROUNDING * _worst_error(half_answer, answer), whole=False, every_expert=stock is not self
+        )
+
+    @cached_property
+    def _every_expert_stock(self) -> "Stock":
+        """The stock model whose rows get every expert; `self` without experts, and where its own code then fails."""
+        config_of_every = choose_every_expert(self.config)
+        if config_of_every is self.config:
+            return self
+        stock = Stock(config_of_every, self.documents)
+        try:
+            stock._stock_answer(torch.bfloat16, torch.bfloat16, False)
+        except Exception:  # of the model's own code
+            return self
+        return stock
+
+    def _float32_bound(self, answer: Answer, with_routers: bool) -> float:
+        """Return EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left.
+
+        That is ROUNDING times the error of the stock model's own float32 pass against float64, if its conditioning
+        explains this error. A larger error has other causes, such as a row that got another expert, and EXACT stays.
+        EXACT stays too where the model's code cannot run in float64 throughout.
+        """
+        exact_bound = EXACT[torch.float32]
+        try:
+            with precision_mode(torch.float64, whole=True):  # scans and norms in float64 too
+                exact = self._stock_answer(torch.float32, torch.float64, with_routers)
+                most_rounding = self._most_rounding(exact, torch.float32, with_routers)
+        except (RuntimeError, TypeError):  # such as a product of two dtypes
+            return exact_bound
+        error = _worst_error(answer, exact)
+        return max(exact_bound, ROUNDING * error) if error <= most_rounding else exact_bound
+
+    def _float64_expectation(self, with_routers: bool) -> Expected:
+        """Return the answer in float64 throughout, if the model's code allows it, and EXACT or what rounding may do.
+
+        If the code does not, its own casts to float32 stay, and attention is "sdpa": the eager one casts its softmax
+        to float32.
+        """
+        exact_bound = EXACT[torch.float64]
+        try:
+            with precision_mode(torch.float64, whole=True):
+                answer = self._stock_answer(torch.float64, torch.float64, with_routers)
+                most_rounding = self._most_rounding(answer, torch.float64, with_routers)
+            return Expected(answer, max(exact_bound, most_rounding), whole=True)
+        except (RuntimeError, TypeError):  # such as a product of two dtypes
+            answer = self._stock_answer(torch.float64, torch.float64, with_routers, attention="sdpa")
+            return Expected(answer, exact_bound, whole=False)
+
+    def _most_rounding(self, exact: Answer, dtype: torch.dtype, with_routers: bool) -> float:
+        """Return how far rounding to a dtype can move the stock model's answer, whose weights are of this dtype.
+
+        The conditioning is measured in float64: by how much the answer `exact` changes if every weight does by one
+        rounding unit. 0 for a change that is not rounding's.
+        """
+        nudged = (self._stock_answer(dtype, torch.float64, with_routers, nudge=seed) for seed in (1, 2))
+        change = max(_worst_error(answer, exact) for answer in nudged)
+        units = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
+        return ROUNDINGS * units * change if change <= MOST_NUDGED else 0.0
+
+    def _stock_answer(
+        self, weights: torch.dtype, compute: torch.dtype, with_routers: bool, attention: str = "eager", nudge: int = 0
+    ) -> Answer:
+        router = ROUTER if with_routers else NO_ROUTER
+        return compute_stock_answer(
+            self.config, self.documents, weights, compute, router=router, attention=attention, nudge=nudge
+        )
+
+
+def _worst_error(answer: Answer, exact: Answer) -> float:
+    return max(loss_error(answer.loss, exact.loss), *gradient_errors(answer.gradients, exact).values())

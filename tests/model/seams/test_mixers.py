@@ -16,8 +16,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from longspan.comm import run_local
 from longspan.doctor.cases import Case
-from longspan.doctor.outcomes import Outcome
-from longspan.doctor.proof import Ranks, prove, run_proof
+from longspan.doctor.proof import Outcome, Ranks, prove, run_proof
 from longspan.errors import ModelError
 from longspan.model.exactness.declared_rules import refuse_unsupported
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration

@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig
 from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World, run_local
 from longspan.doctor.cases import Case
-from longspan.doctor.outcomes import Outcome
-from longspan.doctor.proof import Ranks, prove, run_proof
+from longspan.doctor.proof import Outcome, Ranks, prove, run_proof
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model

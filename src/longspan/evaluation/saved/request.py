@@ -187,8 +187,8 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     if not remainder:
         home.change_key("dp_replicate", _nearest_below(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
         width, remainder = divmod(slots, home.section.dp_replicate)
-    if not remainder:
-        home.change_key("ep", math.gcd(parallel.ep, width), f"{plural(width, 'slot')} of each copy of the weights")
+        ep = parallel.ep if remainder else math.gcd(parallel.ep, width)
+        home.change_key("ep", ep, f"{plural(width, 'slot')} of each copy of the weights")
     encoder = _FittedSection(config.encoder, "encoder.", flag_keys)
     encoder.change_key("tp", math.gcd(config.encoder.tp, ranks), on_ranks)  # a divisor shares its heads evenly
     return replace(config, parallel=home.section, encoder=encoder.section), (*home.changes, *encoder.changes)

@@ -1,1 +1,0 @@
-"""Checks of a configuration, before data or a model are read."""
