@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from longspan.cli.flags import parse_train
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.train.plans import PlanChoice
 
 ROOT = Path(__file__).parent.parent

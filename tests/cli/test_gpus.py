@@ -14,7 +14,7 @@ import torch
 from longspan.attention import KERNELS
 from longspan.cli import machine as gpus
 from longspan.cli.machine import NO_GPUS, LocalGpus, find_gpus
-from longspan.run.checks.check_plans import ATTENTION_KERNELS, MIXER_KERNELS
+from longspan.run.checks import ATTENTION_KERNELS, MIXER_KERNELS
 from longspan.ssm.kernels.packages import PACKAGES, TORCH_ONLY
 
 

@@ -23,8 +23,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Bytes, Machine, MemoryPlan, MemorySettings, plan_fixed
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.run.checks.check_model import check_preset
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config, check_preset
 from longspan.train.plans import find_run_cost
 from longspan.train.plans.order import order_lengths
 

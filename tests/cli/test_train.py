@@ -16,7 +16,7 @@ from longspan.config.file import load_config, to_toml
 from longspan.config.sections import RunConfig
 from longspan.errors import CommError, ConfigError, RankLostError
 from longspan.launch.stop_signals import Interrupted
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.result import TrainResult
 from tests.train.small import small_config
 

@@ -16,8 +16,7 @@ from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
-from longspan.run.checks.check_plans import check_longest
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config, check_longest
 from longspan.train.memory.coming_plans import full_plan
 from longspan.train.plans import PlanChoice, degrees_to_compare, plan_steps
 
@@ -152,7 +151,7 @@ IMPOSSIBLE = [
     (4, {"train.lr": 0.0}, r"train.lr is 0.0; it must be above 0"),
     (4, {"train.lr": float("nan")}, r"train.lr is nan"),
     (4, {"train.weight_decay": float("inf")}, r"train.weight_decay is inf"),
-    (4, {"train.min_lr_ratio": 1.5}, r"between 0 and 1"),
+    (4, {"train.min_lr_ratio": 1.5}, r"train.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
     (
         4,
         {"model.compute_dtype": "float64"},
@@ -186,7 +185,7 @@ IMPOSSIBLE = [
     (4, {"run.dir": ""}, r"run.dir is empty"),
     (4, {"run.save_on": ["USR1"]}, r"run.save_on has 'USR1'; it may have SIGHUP, SIGUSR1, SIGUSR2 \(SIGINT and SIGT"),
     (4, {"run.save_on": ["SIGUSR1", "SIGTERM"]}, r"run.save_on has 'SIGTERM'; it may have SIGHUP, SIGUSR1, SIGUSR2"),
-    (4, {"run.stopped_status": 256}, r"run.stopped_status is 256; a process ends with 0 to 255"),
+    (4, {"run.stopped_status": 256}, r"run.stopped_status is 256; it must be at least 0, at most 255"),
     (4, {"train.save_minutes": -1.0}, r"train.save_minutes is -1.0; it must be at least 0"),
     (4, {"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),
     (
@@ -242,7 +241,7 @@ IMPOSSIBLE = [
     ),
     (4, {"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
     (4, {"context.mode": "free", "parallel.ep": 2}, r'context.mode is "free" and parallel.ep is 2|parallel.ep is 2'),
-    (4, {"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number of rows, or .auto."),
+    (4, {"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number, or .auto."),
     (4, {"train.memory_fraction": 1.5}, r"train.memory_fraction is 1.5; it must be above 0, at most 1"),
     (
         4,

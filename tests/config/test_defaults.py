@@ -11,7 +11,7 @@ from longspan.config.keys import NOT_GIVEN
 from longspan.config.plan_section import ContextConfig
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from tests.train.small import value_of
 
 OWN = {"model.path": "folder", "train.lr": 1e-5}

@@ -12,7 +12,7 @@ from longspan.config.keys import section_keys
 from longspan.config.plan_section import EvalConfig, PlanSection
 from longspan.config.sections import ContextConfig
 from longspan.errors import ConfigError
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.train.plans import PlanChoice
 
 BOOKS = {"name": "books", "path": "books"}

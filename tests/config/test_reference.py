@@ -22,9 +22,8 @@ def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
     rest = [key.partition(".")[2] for key in config_keys() if key not in OFTEN]
     rest += [key.name for kind in (SourceConfig, EvalConfig) for key in section_keys(kind)]
     assert [row.split("`")[1] for row in rows] == [*OFTEN, *rest]
-    assert (
-        "| `min_lr_ratio` | a number, at least 0 | `0.1` | Learning rate of the last step, as a share of lr. |" in rows
-    )
+    (rate,) = (row for row in rows if "`min_lr_ratio`" in row)
+    assert rate.split(" | ")[1:3] == ["a number, at least 0, at most 1", "`0.1`"]
 
 
 def test_the_page_begins_with_the_keys_that_most_runs_set() -> None:

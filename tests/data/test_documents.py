@@ -22,7 +22,7 @@ from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, decode_labels
 from longspan.data.manifest import Manifest, SourceLines
 from longspan.errors import ConfigError, DataError
-from longspan.run.checks.check_data import check_data, check_files
+from longspan.run.checks import check_data, check_files
 
 ENCODING = RowEncoding("input_ids", train_tokenizer(["a b"], 300))
 TOKEN = st.tuples(st.integers(0, 250), st.sampled_from(["own", "other", "none"]))

@@ -23,7 +23,7 @@ from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError
 from longspan.plan import Plan
 from longspan.plan.items import Item
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train.plans.order import make_step_order

@@ -13,7 +13,7 @@ from longspan.evaluation.auto_degree import choose_degree
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.simulate.evaluation import which_degree
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans import PlanChoice
@@ -56,7 +56,7 @@ def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({DEGREE: "most"}, f"{DEGREE} is 'most'; give a degree, or \"auto\""),
+        ({DEGREE: "most"}, f"{DEGREE} is 'most'; give a number, or \"auto\""),
         (
             {DEGREE: "auto", "context.eval_planner": "dynamic"},
             'eval_planner is "dynamic"; use context.eval_planner = "f',

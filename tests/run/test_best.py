@@ -12,7 +12,7 @@ from longspan.config.file import load_config
 from longspan.config.sections import BestFigure
 from longspan.errors import ConfigError
 from longspan.run import saves as module
-from longspan.run.checks.check_training import check_numbers
+from longspan.run.checks import check_numbers
 from longspan.run.saves import BestCheckpoint
 from longspan.testing import run_ranks
 from tests.train.small import small_config, train_rank

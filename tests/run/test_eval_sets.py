@@ -21,7 +21,7 @@ from longspan.data.documents import Corpus
 from longspan.errors import ConfigError, DataError, LongspanError
 from longspan.evaluation.sets import open_set
 from longspan.model.presets import preset_config
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loggers.run_loggers import scalars
 from longspan.run.loop import train

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from longspan import World
 from longspan.config.sections import RunConfig
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks

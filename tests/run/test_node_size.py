@@ -16,7 +16,7 @@ from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks

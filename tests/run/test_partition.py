@@ -11,7 +11,7 @@ from longspan.layout import Layout
 from longspan.model import preset_config
 from longspan.plan import Cost
 from longspan.plan.cost.model_cost import cost_on_cpus
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.train.plans import PlanChoice
 from longspan.train.plans.partition import choose_partition, set_usual_partition
 

@@ -12,7 +12,7 @@ from longspan.bench.step.command import _part_rows
 from longspan.errors import ConfigError
 from longspan.report import write_report
 from longspan.run import profile
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.profile import FOLDER, KERNEL_TITLES, PARTS, PARTS_FILE, TABLE_FILE, TITLES, profile_text
 from longspan.testing import run_ranks
 from tests.train.small import small_config, train_rank

@@ -37,7 +37,7 @@ from longspan.errors import (
 from longspan.plan import Machine, Plan, read_plans
 from longspan.plan.plan_rows import group_counts
 from longspan.run import run_lock
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.facts import RunFacts
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loop import train

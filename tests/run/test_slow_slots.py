@@ -7,7 +7,7 @@ from unittest import mock
 from longspan import World
 from longspan.comm.time_limits import longest_wait
 from longspan.config.sections import RunConfig
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.run.slow_slots import STEPS, SlowSlots

@@ -11,7 +11,7 @@ from longspan.comm.time_limits import longest_wait
 from longspan.config.file import load_config
 from longspan.config.keys import key_value
 from longspan.config.sections import RunConfig
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.run.result import TrainResult

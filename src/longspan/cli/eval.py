@@ -31,7 +31,7 @@ from longspan.evaluation.saved.request import EvalRequest, fit_evaluations
 from longspan.evaluation.saved.results import SubjectResult, results_record
 from longspan.files import as_json
 from longspan.layout import Layout
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.progress import LINE_SECONDS
 from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports

@@ -21,8 +21,7 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
 from longspan.launch.stop_signals import NOTICES, Interrupted, disregard_signals, leave_closed_output
-from longspan.run.checks.check_data import check_files
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config, check_files
 from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports
 

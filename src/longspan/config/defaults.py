@@ -1,7 +1,7 @@
 """The values of keys that are not given: the demo's with a tiny preset, otherwise those of a model of one's own.
 
 `load_config` and the flags of `longspan train` end here, so that every value is in a RunConfig, and in a run's
-config.toml. `run/checks/config_check.py` checks which values are possible. torch is imported only for a dtype.
+config.toml. `run/checks.py` checks which values are possible. torch is imported only for a dtype.
 """
 
 import math

@@ -5,7 +5,8 @@ No key stands here, nothing is decided, and torch is not imported.
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -23,16 +24,31 @@ FIRST = ("name", "path")  # keys that begin a table
 
 @dataclass(frozen=True)
 class AtLeast:
-    """The smallest value that a key may have; `check_config` refuses smaller ones."""
+    """The smallest value that a key may have, and the largest; `check_bounds` refuses others."""
 
     value: int
+    most: float = math.inf
+
+    def allows(self, number: float) -> bool:
+        """Whether a number is within the bounds, and finite."""
+        return self.value <= number <= self.most and number < math.inf
+
+    def __str__(self) -> str:
+        """Write the bounds as messages and the page of keys have them."""
+        return f"at least {self.value}" + (f", at most {self.most}" if self.most < math.inf else "")
 
 
 @dataclass(frozen=True)
-class Above:
-    """A number that a key must exceed."""
+class Above(AtLeast):
+    """A number that a key must exceed, and the largest value that it may have."""
 
-    value: int
+    def allows(self, number: float) -> bool:
+        """Whether a number is within the bounds, and finite."""
+        return self.value < number and super().allows(number)
+
+    def __str__(self) -> str:
+        """Write the bounds as messages and the page of keys have them."""
+        return super().__str__().replace("at least", "above")
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,6 @@ class Texts:
     table: str
 
 
-Bound = AtLeast | Above
 PositiveInt = Annotated[int, AtLeast(1)]
 NonNegativeInt = Annotated[int, AtLeast(0)]
 PositiveFloat = Annotated[float, Above(0)]
@@ -56,7 +71,7 @@ class Key:
 
     name: str
     kind: Any
-    bound: Bound | None
+    bound: AtLeast | None
     default: Any
 
 
@@ -75,7 +90,7 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
             inner, prefix = kinds[field.name], key_prefix(field.name)
             keys += [replace(key, name=prefix + key.name) for key in section_keys(inner)]
             continue
-        bound = next((mark for mark in marks if isinstance(mark, AtLeast | Above)), None)
+        bound = next((mark for mark in marks if isinstance(mark, AtLeast)), None)
         keys.append(Key(field.name, kinds[field.name], bound, field.default))
     return tuple(sorted(keys, key=lambda key: FIRST.index(key.name) if key.name in FIRST else len(FIRST)))
 
@@ -93,6 +108,24 @@ def key_value(section: Any, key: str) -> Any:
     """
     inner, name = _find_section(section, key)
     return getattr(getattr(section, inner), name) if inner else getattr(section, name)
+
+
+def check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collection[str] = ()) -> None:
+    """Raise ConfigError for the first number of a section outside the bounds of its key; `prefix` begins its keys.
+
+    Keys to leave out are not compared. A word in place of a number must be "auto", and a document needs two tokens.
+    """
+    for key in section_keys(kind):
+        name, value = prefix + key.name, key_value(values, key.name)
+        if key.bound is None or name in leave_out:
+            continue
+        if key.name == "max_document_tokens" and value == 1:
+            raise ConfigError(f"{name} is 1; a document of one token predicts nothing: use 2 or more")
+        if isinstance(value, str):
+            if value != AUTO:
+                raise ConfigError(f'{name} is {value!r}; give a number, or "{AUTO}"')
+        elif not key.bound.allows(value):
+            raise ConfigError(f"{name} is {value}; it must be {key.bound}")
 
 
 def set_key_values(section: Section, values: Mapping[str, Any]) -> Section:

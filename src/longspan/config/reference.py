@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.config.file import TABLES, kind_text
-from longspan.config.keys import AtLeast, Key, section_keys, section_texts
+from longspan.config.keys import Key, section_keys, section_texts
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import SourceConfig, section_kinds
 
@@ -92,9 +92,7 @@ def _section_text(title: str, kind: Any, keys: Iterable[Key]) -> str:
 def _key_row(title: str, kind: type, name: str) -> str:
     """Write the row of a key of a section: its title, type with bound, default and text."""
     (key,) = (key for key in section_keys(kind) if key.name == name)
-    limit = (
-        "" if key.bound is None else f", {'at least' if isinstance(key.bound, AtLeast) else 'above'} {key.bound.value}"
-    )
+    limit = "" if key.bound is None else f", {key.bound}"
     text = section_texts(kind)[name]
     default = "*see text*" if "Default: " in text else f"`{json.dumps(key.default, ensure_ascii=False)}`"
     cells = f"`{title}`", kind_text(key.kind) + limit, default, text

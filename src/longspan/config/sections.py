@@ -1,7 +1,7 @@
 """The configuration of a run: all of its sections, frozen values that decide nothing. Imports no torch.
 
 A RunConfig comes from a TOML file and flags (`file.py`, `cli/flags.py`). What keys mean that are not given is in
-`defaults.py`; `run/checks/config_check.py` checks the values against the number of ranks before any process group
+`defaults.py`; `run/checks.py` checks the values against the number of ranks before any process group
 exists. The text under each key is also its `--help`. Keys of plans, in [context] and [[eval]], are in `plan_section`.
 """
 
@@ -298,7 +298,7 @@ class TrainConfig:
     """From the warm-up to the last step: cosine, linear, constant, or wsd (constant, then decay_steps along a line)."""
     decay_steps: NonNegativeInt = 0
     """Steps of wsd's decay, the last ones; 0: a tenth of all steps."""
-    min_lr_ratio: NonNegativeFloat = 0.1
+    min_lr_ratio: Annotated[float, AtLeast(0, most=1)] = 0.1
     """Learning rate of the last step, as a share of lr."""
     optimizer: str = "adamw"
     """adamw (in one pass), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
@@ -327,7 +327,7 @@ class TrainConfig:
     segment_layers: NonNegativeInt = 0
     """Of this many layers in a row that recompute, keep the first one's input only; the others' are made again in
     backward, which runs those layers forward once more. 0: each layer's."""
-    memory_fraction: float = 0.92
+    memory_fraction: Annotated[float, Above(0, most=1)] = 0.92
     """Of a GPU's free memory, what a run may fill, where train.memory or max_tokens_per_slot = "auto" decide."""
     memory_bytes: NonNegativeInt = 0
     """The same in bytes, on any device, weights included; 0: memory_fraction of a GPU, on a CPU the host's free memory
@@ -409,7 +409,7 @@ class RunSection(MachineSection):
     timeout_seconds: Annotated[float | str, Above(0)] = AUTO
     """How long a rank waits for the others before it names the one that is missing; auto: 10 times the predicted
     seconds of a step or an evaluation, at least 60 (docs/gpu.md: What a hang prints)."""
-    stopped_status: NonNegativeInt = 0
+    stopped_status: Annotated[int, AtLeast(0, most=255)] = 0
     """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
     starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""
     save_on: tuple[str, ...] = ()

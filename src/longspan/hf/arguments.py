@@ -11,8 +11,7 @@ from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
 from longspan.layout import Layout
-from longspan.run.checks.check_plans import check_plans
-from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel
+from longspan.run.checks import check_mode, check_numbers, check_parallel, check_plans
 
 PARALLEL = ("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward")
 TRAIN = ("memory", "memory_fraction", "memory_bytes")

@@ -30,7 +30,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Plan, PlanAhead
 from longspan.plan.plan_rows import group_counts
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final
 from longspan.run.facts import LOCK
 from longspan.run.loggers.metrics_log import read_metrics

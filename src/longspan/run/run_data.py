@@ -23,7 +23,7 @@ from longspan.evaluation.sets import EvaluationSet, check_paths, describe_traine
 from longspan.layout import Layout
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
-from longspan.run.checks.check_plans import check_longest, check_longest_of_set
+from longspan.run.checks import check_longest, check_longest_of_set
 from longspan.train.long_documents import check_set_length
 from longspan.train.plans import query_heads
 from longspan.train.plans.order import documents_line, largest_step, make_step_order

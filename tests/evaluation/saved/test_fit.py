@@ -12,8 +12,7 @@ from longspan.evaluation.saved.evaluate_saved import choose_compiled_parts
 from longspan.evaluation.saved.request import changes_line, find_set, fit_evaluations, fit_home, fit_set
 from longspan.layout import Layout
 from longspan.model import preset_config
-from longspan.run.checks.check_plans import check_longest_of_set
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config, check_longest_of_set
 from longspan.train.plans import PlanChoice, home_of
 
 BASE = {"context.eval_context_parallel_size": 8, "context.eval_max_tokens_per_slot": 64}

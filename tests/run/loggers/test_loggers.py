@@ -10,7 +10,7 @@ import pytest
 
 from longspan.config.file import load_config, to_toml
 from longspan.errors import ConfigError
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.loggers import run_loggers as logger
 from longspan.run.loggers.run_loggers import RunLoggers, RunStart, logger_classes, scalars
 from longspan.testing import run_ranks

@@ -15,7 +15,7 @@ from longspan.cli.gpu_plans.run_documents import open_documents
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
 from longspan.errors import ConfigError
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay

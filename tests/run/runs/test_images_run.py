@@ -14,7 +14,7 @@ from longspan.config.sections import EncoderSection, RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model.take_apart import freeze_images
-from longspan.run.checks.check_model import check_encoder_keys, check_image_keys
+from longspan.run.checks import check_encoder_keys, check_image_keys
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from tests.corpus.images.folders import GEMMA_TOKENS, gemma3_folder, qwen_folder, write_images, write_rows

@@ -25,8 +25,8 @@ from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
 from longspan.model import load_model
 from longspan.model.weights.hf_folder import read_configuration
-from longspan.run.checks import check_model
-from longspan.run.checks.config_check import check_config
+from longspan.run import checks
+from longspan.run.checks import check_config
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.set_up.set_up import check_adapter_targets
 from longspan.testing import run_ranks
@@ -234,7 +234,7 @@ def test_keys_that_do_not_fit(what: str) -> None:
 
 
 def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_model, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"lora.rank is 4, and peft, .* not installed: pip install 'longspan\[lora\]'"
     ):

@@ -20,7 +20,7 @@ from longspan.layout import Layout
 from longspan.model import prepare, preset_config
 from longspan.plan import MemoryBudget
 from longspan.run import loop as run_loop
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
 from longspan.train import training

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.errors import ConfigError
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.testing import backend
 from tests.model.stock import SIZES
 from tests.run.runs.homes import check_homes_are_equal, into_and_out_of, losses_at_home

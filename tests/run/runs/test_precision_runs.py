@@ -14,7 +14,7 @@ from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.evaluation.saved.evaluate_saved import evaluate_saved
 from longspan.evaluation.saved.request import EvalRequest, Subject, saved_weights
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay

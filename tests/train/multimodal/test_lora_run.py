@@ -18,7 +18,7 @@ from longspan.data.stream import ORDER
 from longspan.errors import ConfigError, ModelError
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.lora.targets import PARTS
-from longspan.run.checks.check_model import check_image_keys, check_lora
+from longspan.run.checks import check_image_keys, check_lora
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.set_up.resume import _check_same_run
 from longspan.testing import run_ranks

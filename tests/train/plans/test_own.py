@@ -15,7 +15,7 @@ from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay

@@ -17,7 +17,7 @@ from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.cost.model_flops import peak_tflops
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.shape.model_shape import read_experts
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config
 from longspan.train.plans import PlanChoice, find_run_cost, home_of, query_heads
 from longspan.train.plans.choice import plan_row_multiple
 from longspan.train.plans.partition import choose_partition

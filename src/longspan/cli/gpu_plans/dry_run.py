@@ -21,8 +21,7 @@ from longspan.config.sections import RunConfig
 from longspan.host_memory import free_host_bytes
 from longspan.plan import Machine
 from longspan.plan.cost.machine import find_device
-from longspan.run.checks.check_data import check_files
-from longspan.run.checks.config_check import check_config
+from longspan.run.checks import check_config, check_files
 
 HOST_SHARE = 0.85  # of the host's free memory, as a run takes it
 

@@ -28,15 +28,18 @@ from longspan.plan.memory.choose import leanest_plans
 from longspan.plan.memory.seconds import step_seconds
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape, no_experts_text, read_experts, read_query_heads
-from longspan.run.checks.check_model import (
+from longspan.run.checks import (
     check_lora,
+    check_mode,
     check_model_keys,
     check_mtp_section,
+    check_numbers,
+    check_parallel,
+    check_pipeline,
+    check_plans,
     check_precision,
     check_preset,
 )
-from longspan.run.checks.check_plans import check_plans
-from longspan.run.checks.check_training import check_mode, check_numbers, check_parallel, check_pipeline
 from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings
 from longspan.train.plans import PlanChoice, home_of
 from longspan.train.plans.run_cost import run_cost_settings

@@ -37,7 +37,7 @@ from longspan.model.weights.fill import empty_model, images_class
 from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.cost_changes import with_spans
-from longspan.run.checks.check_model import check_image_keys
+from longspan.run.checks import check_image_keys
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tables
 from longspan.run.set_up.resume import (
     check_steps_left,

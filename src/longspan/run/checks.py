@@ -1,0 +1,552 @@
+"""Whether the values of a configuration fit together and fit the ranks, before any process group exists.
+
+What needs the data or the model (names of adapted linears, the weights of a folder, a list of types as long as the
+layers) is checked by the run once it has them, still before the first collective of a step.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from longspan.checkpoint.store_path import as_root
+from longspan.config.defaults import encoder_default
+from longspan.config.file import nearest_hint
+from longspan.config.keys import AUTO, NOT_GIVEN, check_bounds
+from longspan.config.plan_section import EvalConfig
+from longspan.config.sections import (
+    PARTS,
+    PROJECTOR,
+    RANDOM,
+    TOWER,
+    BestFigure,
+    EncoderSection,
+    LoraSection,
+    MtpSection,
+    RunConfig,
+    TrainConfig,
+    check_measures,
+    section_kinds,
+)
+from longspan.corpus.files import STDLIB, find_files
+from longspan.errors import ConfigError, plural
+from longspan.launch.stop_signals import NOTICES
+from longspan.layout import Layout
+from longspan.model import PRESETS
+from longspan.plan.check import COMM_TYPES
+from longspan.plan.shape.model_shape import read_experts
+from longspan.run.loggers.run_loggers import check_loggers
+from longspan.train.optim.schedule import Schedule
+from longspan.train.plans import PlanChoice, home_of
+from longspan.train.plans.own import check_cost, check_planner
+
+# As in longspan.attention.KERNELS and longspan.ssm.kernels.packages, which bring torch: keys are checked without it.
+ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
+MIXER_KERNELS = ("torch", "mamba_ssm", "causal_conv1d")
+# By dtype of the parameters: in which dtypes a model may compute.
+_COMPUTE = {"float32": ("float32", "bfloat16"), "bfloat16": ("bfloat16",), "float64": ("float64",)}
+_BITS = {"float64": 53, "float32": 24, "bfloat16": 8}  # of a number's significand
+_EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
+
+
+def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Layout:
+    """Return the home of the run on `ranks` ranks, if every value is possible there.
+
+    Without `training`, for a run that is only evaluated, its learning rate, packs, loggers and plans of training steps
+    are not checked. Raises ConfigError (LayoutError for ranks that tp x pp does not divide) with the key, the numbers
+    and what fits.
+    """
+    check_model_keys(config, training=training)
+    check_data(config)
+    check_eval_sets(config)
+    check_numbers(config, training=training)
+    home = home_of(config.parallel, ranks)
+    check_precision(config)
+    check_lora(config)
+    check_mtp_section(config)
+    check_parallel(config, home)
+    check_encoder_keys(config, home)
+    check_measures(config.train)
+    check_pipeline(config)
+    check_mode(config)
+    check_optimizer(config)
+    if training:
+        check_packs(config)
+        check_loggers(config.run.loggers)
+    check_plans(config, home, training=training)
+    check_preset(config)
+    return home
+
+
+def check_numbers(config: RunConfig, *, training: bool) -> None:
+    """Raise ConfigError for a number outside its key's bound, a signal that no save follows, and folders without name.
+
+    Not compared are the learning rate where nothing is trained, and warm-up steps that follow from epochs of a corpus.
+    """
+    train, run = config.train, config.run
+    follows_from_corpus = train.epochs and train.warmup_steps == NOT_GIVEN
+    leave_out = ("train.warmup_steps",) * bool(follows_from_corpus) + ("train.lr",) * (not training)
+    for section, kind in section_kinds().items():
+        check_bounds(getattr(config, section), kind, f"{section}.", leave_out)
+    for entry in config.eval:
+        check_bounds(entry, EvalConfig, entry.prefix)
+    if -1 < train.router_balance_loss < 0:
+        raise ConfigError(
+            f"train.router_balance_loss is {train.router_balance_loss}; it must be at least 0, or -1 for what the "
+            "model's configuration says"
+        )
+    names = [number.name for number in NOTICES]
+    if wrong := [name for name in run.save_on if name not in names]:
+        raise ConfigError(
+            f"run.save_on has {wrong[0]!r}; it may have {', '.join(names)} (SIGINT and SIGTERM always end a run)"
+        )
+    if any(step < 1 for step in train.profile_steps):
+        raise ConfigError(f"train.profile_steps has {min(train.profile_steps)}; steps are counted from 1: [10, 11]")
+    if train.keep_best:
+        BestFigure.of(train.keep_best).check_sets({entry.name for entry in config.evaluations})
+    if run.checkpoints:
+        as_root(run.checkpoints)
+    if not run.dir:
+        raise ConfigError('run.dir is empty; name a folder, as in dir = "runs/first"')
+
+
+# ---- data
+
+
+def check_data(config: RunConfig) -> None:
+    """Raise ConfigError for sources together with a path or epochs, and for one without a path."""
+    data, count = config.data, len(config.data.sources)
+    if count and data.path:
+        raise ConfigError(f"data.path is {data.path!r} and there are {count} tables [[data.sources]]; give one of them")
+    if count and config.train.epochs:
+        raise ConfigError(
+            f"train.epochs is {config.train.epochs:g} and there are {count} tables [[data.sources]], whose weights say "
+            "how often each is read; give train.steps, or one folder with all files as data.path"
+        )
+    for number, source in enumerate(data.sources):
+        if not source.path:
+            raise ConfigError(f"data.sources[{number}].path is empty; name a folder or file of rows")
+        if not 0 < source.weight < math.inf:
+            raise ConfigError(f"data.sources[{number}].weight is {source.weight}; it must be above 0")
+
+
+def check_files(config: RunConfig) -> None:
+    """Raise ConfigError for a model or a tokenizer that does not exist, DataError for texts that `find_files` refuses.
+
+    Without sources or a path, texts are those of Python's standard library. Ranks find out what files contain.
+    """
+    model, data = config.model, config.data
+    for key, path in (("model.path", model.path), ("model.config", model.config), ("data.tokenizer", data.tokenizer)):
+        if path and not Path(path).expanduser().exists():
+            raise ConfigError(f"{key} {path!r} does not exist; give a folder or file of this machine")
+    run_dir = (Path(config.run.dir),)
+    if not (run_dir[0] / "corpus").exists():  # a run that has its documents reads no texts
+        for number, source in enumerate(data.sources):
+            find_files(source.path, leave_out=run_dir, key=f"data.sources[{number}].path")
+        if not data.sources:
+            find_files(data.path or STDLIB, leave_out=run_dir)
+    for entry in config.eval:
+        find_files(entry.path, leave_out=run_dir, key=f"{entry.prefix}path")
+
+
+def check_packs(config: RunConfig) -> None:
+    """Raise ConfigError for packs that no step or text can fill, and for keys of packing without it."""
+    data, tokens = config.data, config.train.tokens_per_step
+    if not data.pack_to:
+        if data.pack_attention != "document":
+            raise ConfigError(
+                f'data.pack_attention is "{data.pack_attention}" and data.pack_to is 0, which packs nothing; set '
+                "data.pack_to to the tokens of a pack, or leave data.pack_attention out"
+            )
+        return
+    if data.pack_to == 1:
+        raise ConfigError("data.pack_to is 1; a pack of one token predicts nothing: use 2 or more")
+    if data.pack_to > tokens:
+        raise ConfigError(
+            f"data.pack_to is {data.pack_to} and a step takes {tokens} tokens (train.tokens_per_step): no pack fits; "
+            f"raise train.tokens_per_step to {data.pack_to} or a multiple of it"
+        )
+    if 0 < data.max_document_tokens < data.pack_to:
+        raise ConfigError(
+            f"data.max_document_tokens {data.max_document_tokens} would cut texts into documents that are shuffled "
+            f"apart before they are packed to {data.pack_to} tokens (data.pack_to); set it to 0: packs cut what is "
+            "longer"
+        )
+
+
+def check_eval_sets(config: RunConfig) -> None:
+    """Raise ConfigError for sets without a name or path, or of one name, and for metrics without a module."""
+    names = [entry.name for entry in config.eval]
+    for number, entry in enumerate(config.eval, 1):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", entry.name):
+            ordinal = {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
+            raise ConfigError(
+                f"the {ordinal} table [[eval]] has name = {entry.name!r}; give one of letters, digits, -, _ and dots "
+                "that begins with a letter or digit: it names lines of metrics.jsonl and a folder"
+            )
+        if not entry.path:
+            raise ConfigError(f"{entry.prefix}path is empty; name a folder or file of texts")
+        if (count := names.count(entry.name)) > 1:
+            raise ConfigError(
+                f"{count} of {len(names)} tables [[eval]] have name = {entry.name!r}; give each a name of its own"
+            )
+        _check_metric_names(f"{entry.prefix}metrics", entry.metrics)
+    _check_metric_names("train.eval_metrics", config.train.eval_metrics)
+
+
+def _check_metric_names(key: str, names: Iterable[str]) -> None:
+    for name in names:
+        if not all(word.isidentifier() for word in name.split(".")) or "." not in name:
+            raise ConfigError(
+                f"{key} has {name!r}; give a function with its module, as in 'my_package.my_metrics.top_five'"
+            )
+
+
+# ---- the model
+
+
+def check_model_keys(config: RunConfig, *, training: bool) -> None:
+    """Raise ConfigError for keys that name no model or several, for no `lr` in training, or for wrong rope keys."""
+    model = config.model
+    keys = [f"model.{key} = {name!r}" for key in ("path", "config", "preset") if (name := getattr(model, key))]
+    if len(keys) > 1:
+        raise ConfigError(
+            f"{' and '.join(keys)} name more than one model; keep path to train a folder's weights, config for random "
+            "weights of a configuration, or preset"
+        )
+    if model.preset_name and model.preset_name not in PRESETS:
+        raise ConfigError(f"model.preset is {model.preset!r}; {nearest_hint(model.preset, PRESETS)}")
+    if training and config.train.lr == NOT_GIVEN:
+        raise ConfigError(
+            f"train.lr is not given, and {model.source or model.preset} has no default; give --train.lr: often 1e-6 to "
+            "2e-5 to train weights on, 1e-4 to 1e-3 from random ones"
+        )
+    scaling = model.rope_scaling
+    if scaling == "dynamic":
+        raise ConfigError(
+            'model.rope_scaling is "dynamic", which chooses frequencies by the longest position of a batch: a '
+            'document\'s loss would depend on its neighbours; use "yarn" or "linear"'
+        )
+    if scaling and scaling not in (kinds := ("yarn", "linear")):
+        raise ConfigError(f"model.rope_scaling is {scaling!r}; {nearest_hint(scaling, kinds)}")
+    if model.rope_factor and not scaling:
+        raise ConfigError(f'model.rope_factor is {model.rope_factor:g} and model.rope_scaling is empty; use "yarn"')
+    if 0 < model.rope_factor <= 1:
+        raise ConfigError(f"model.rope_factor is {model.rope_factor:g}; it must be above 1, or 0 to be chosen")
+
+
+def check_precision(config: RunConfig) -> None:
+    """Raise ConfigError for a compute dtype that gains nothing over parameters of `model.dtype`, or excludes float8."""
+    dtype, compute, float8 = config.model.dtype, config.model.compute_dtype, config.train.float8
+    if float8 and (dtype == "float64" or compute not in (AUTO, "bfloat16")):
+        raise ConfigError(
+            f'train.float8 is "{float8}", next to arithmetic in bfloat16, and model.dtype is "{dtype}" with '
+            f'model.compute_dtype "{compute}"; use model.compute_dtype = "bfloat16" over float32 or bfloat16'
+        )
+    if compute not in (AUTO, *_COMPUTE[dtype]):
+        cure = f'model.dtype = "{compute if _BITS[compute] > _BITS[dtype] else "float32"}"'
+        raise ConfigError(
+            f'model.compute_dtype is "{compute}" and model.dtype is "{dtype}": {compute} has {_BITS[compute]} '
+            f"significant bits, parameters and optimizer states in {dtype} {_BITS[dtype]}, which only costs memory or "
+            f"time; use {cure}, or model.compute_dtype = {' or '.join(map(repr, _COMPUTE[dtype]))}"
+        )
+
+
+def check_preset(config: RunConfig) -> None:
+    """Raise ConfigError for degrees that a preset's sizes do not allow; other models are checked when loaded."""
+    if not (name := config.model.preset_name):
+        return
+    parallel, train, values = config.parallel, config.train, PRESETS[name].values
+    layers, heads, experts = values["num_hidden_layers"], values["num_key_value_heads"], read_experts(values).of_layer
+    if (stages := parallel.pp * parallel.vpp) > layers:
+        raise ConfigError(
+            f"parallel.pp {parallel.pp} x parallel.vpp {parallel.vpp} make {stages} pipeline stages, and model.preset "
+            f"{name!r} has {layers} layers; use fewer stages, or a model of more layers (qwen3-deep-tiny has 4)"
+        )
+    if heads % parallel.tp:
+        fitting = " or ".join(str(tp) for tp in range(1, heads + 1) if heads % tp == 0)
+        raise ConfigError(
+            f"parallel.tp {parallel.tp} does not divide the {heads} key/value heads of model.preset {name!r}; "
+            f"use {fitting}"
+        )
+    if parallel.ep > 1 and (not experts or experts % parallel.ep):
+        lack = f"does not divide the {experts} experts" if experts else "deals out experts, there are none"
+        raise ConfigError(f"parallel.ep {parallel.ep} {lack} of model.preset {name!r}; use {_EXPERT_PRESETS}, or ep 1")
+    if not experts and max(train.router_balance_loss, train.router_z_loss) > 0:
+        raise ConfigError(
+            f"train.router_balance_loss is {train.router_balance_loss} and train.router_z_loss is "
+            f"{train.router_z_loss}, and model.preset {name!r} has no routers; use {_EXPERT_PRESETS}, or 0"
+        )
+
+
+def check_lora(config: RunConfig) -> None:
+    """Raise ConfigError for adapters that cannot be trained so, and for keys of [lora] without an adapter (rank 0)."""
+    lora, whole = config.lora, config.encoder.train
+    if not lora.rank:
+        if lora != LoraSection():
+            raise ConfigError(
+                f"[lora] has alpha {lora.alpha:g}, dropout {lora.dropout:g}, targets {list(lora.targets)} and parts "
+                f"{list(lora.parts)}, and lora.rank is 0: there is no adapter; set lora.rank = 16, say, or leave them "
+                "out"
+            )
+        return
+    if find_spec("peft") is None:
+        raise ConfigError(
+            f"lora.rank is {lora.rank}, and peft, which makes adapters, is not installed: pip install 'longspan[lora]'"
+        )
+    if not lora.parts or not {*lora.parts} <= {*PARTS} or len({*lora.parts}) < len(lora.parts):
+        raise ConfigError(f"lora.parts is {list(lora.parts)}; name some of {', '.join(PARTS)}, each once")
+    for part in lora.parts:
+        if part in {"all": (PROJECTOR, TOWER), "projector": (PROJECTOR,)}.get(whole, ()):
+            raise ConfigError(
+                f"lora.parts has {part!r}, and encoder.train is {whole!r}, which trains its weights whole; leave one "
+                "out"
+            )
+    if lora.dropout >= 1:
+        raise ConfigError(f"lora.dropout is {lora.dropout:g}; it must be below 1")
+    encoder_tp = config.encoder.tp if parts_with_adapter(config) else 1
+    for key, tp in (("encoder.tp", encoder_tp), ("parallel.tp", config.parallel.tp)):
+        if lora.dropout and tp > 1:
+            raise ConfigError(
+                f"lora.dropout is {lora.dropout:g} and {key} is {tp}: tensor-parallel ranks would drop different "
+                f"inputs of the same rows; set lora.dropout = 0.0, or {key} = 1"
+            )
+    if config.train.stochastic_rounding:
+        raise ConfigError(
+            "train.stochastic_rounding rounds updates of bfloat16 parameters, and adapters (lora.rank) are float32 "
+            "over a bfloat16 model too; leave it out"
+        )
+
+
+def check_mtp_section(config: RunConfig) -> None:
+    """Raise ConfigError for multi-token prediction that cannot be trained so, and for its keys without any depth."""
+    mtp = config.mtp
+    if not mtp.depths:
+        if mtp != MtpSection():
+            raise ConfigError(
+                f"[mtp] has loss_weight {mtp.loss_weight:g}, weights {mtp.weights!r} and train_whole "
+                f"{str(mtp.train_whole).lower()}, and mtp.depths is 0: there is no multi-token prediction; set "
+                "mtp.depths = 1, say, or leave them out"
+            )
+        return
+    if mtp.train_whole and not config.lora.rank:
+        raise ConfigError(
+            "mtp.train_whole is true: it trains depths whole with adapters, and lora.rank is 0, so that all weights "
+            "are trained; leave it out, or set lora.rank = 16, say"
+        )
+    if mtp.weights not in (AUTO, RANDOM) and not Path(mtp.weights).is_dir():
+        raise ConfigError(
+            f"mtp.weights is {mtp.weights!r}, which is no folder; name one with weights of depths, {AUTO!r} or "
+            f"{RANDOM!r}"
+        )
+
+
+def parts_with_adapter(config: RunConfig) -> list[str]:
+    """List the parts of the encoder (projector, tower) that get an adapter; none without [lora]."""
+    return [part for part in config.lora.parts if config.lora.rank and part in (PROJECTOR, TOWER)]
+
+
+def check_encoder_keys(config: RunConfig, home: Layout) -> None:
+    """Raise ConfigError for an encoder.tp that does not divide the ranks, and for a rate where no part is trained."""
+    encoder, count = config.encoder, len(home.ranks)
+    if count % encoder.tp:
+        fitting = ", ".join(str(tp) for tp in range(1, count + 1) if count % tp == 0)
+        are = "is" if count == 1 else "are"
+        raise ConfigError(f"encoder.tp is {encoder.tp}, and there {are} {plural(count, 'rank')}; use {fitting}")
+    if encoder.train == "none" and encoder.lr and not parts_with_adapter(config):
+        raise ConfigError(f'encoder.lr is {encoder.lr:g} and encoder.train is "none"; leave out one of them')
+
+
+def check_image_keys(config: RunConfig, images: int) -> None:
+    """Raise ConfigError where [encoder], or an adapter of it, is given and the data has no images.
+
+    [encoder] counts as given if it differs from its defaults, before and after encoder.train is resolved.
+    """
+    parts, defaults = parts_with_adapter(config), (EncoderSection(), EncoderSection(train=encoder_default(config)))
+    if not images and (parts or config.encoder not in defaults):
+        subject = f"lora.parts has {', '.join(parts)}" if parts else "[encoder] is given"
+        raise ConfigError(
+            f"{subject}, and no row of the data has images; leave it out, or give rows with images (docs/multimodal.md)"
+        )
+
+
+# ---- layout and optimizer
+
+
+def check_parallel(config: RunConfig, home: Layout) -> None:
+    """Raise ConfigError where sequence or expert parallelism does not fit the home."""
+    if config.parallel.sequence_parallel and home.tp == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel is true: it splits rows over tensor-parallel ranks, and parallel.tp is 1; "
+            "use false, or a higher tp"
+        )
+    copy_slots = home.slots // home.dp_replicate  # over which one copy of the weights is sharded
+    if copy_slots % home.ep:
+        raise ConfigError(
+            f"parallel.ep {home.ep} does not divide the {copy_slots} slots of each of parallel.dp_replicate "
+            f"{home.dp_replicate} copies; use an ep that divides {copy_slots}, or fewer copies"
+        )
+
+
+def check_pipeline(config: RunConfig) -> None:
+    """Raise ConfigError for virtual stages or a schedule that the pipeline does not have."""
+    pp, vpp, schedule = config.parallel.pp, config.parallel.vpp, config.parallel.pipeline_schedule
+    if pp == 1 and vpp > 1:
+        raise ConfigError(f"parallel.vpp is {vpp} and parallel.pp is 1: virtual stages need a pipeline; use pp = 2")
+    if pp == 1 and schedule != "1f1b":
+        raise ConfigError(
+            f'parallel.pipeline_schedule is "{schedule}" and parallel.pp is 1: there is no pipeline to schedule; use '
+            "pp = 2, or leave it out"
+        )
+    if schedule == "zbv" and vpp != 2:
+        raise ConfigError(
+            f'parallel.pipeline_schedule is "zbv", which folds two stages onto each rank, and parallel.vpp is {vpp}; '
+            'use vpp = 2 and pp = 2 or more, or "zero_bubble"'
+        )
+
+
+def check_mode(config: RunConfig) -> None:
+    """Raise ConfigError for free mode where stages or exchanges of experts join slots in every layer."""
+    for key in ("pp", "ep"):
+        if config.context.mode == "free" and (degree := getattr(config.parallel, key)) > 1:
+            raise ConfigError(
+                f'context.mode is "free" and parallel.{key} is {degree}, under which all slots wait for each other in '
+                f'every micro-batch; use context.mode = "lockstep", or parallel.{key} = 1'
+            )
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Raise ConfigError for an optimizer or arguments that cannot train, and for steps that make no schedule.
+
+    An optimizer that is not AdamW without arguments is made once over a matrix, to see whether it accepts them.
+    """
+    train, dtype = config.train, config.model.dtype
+    if not train.epochs:  # otherwise the number of steps follows from the corpus
+        Schedule.of(train)
+    if not all(0 <= beta < 1 for beta in train.betas):
+        raise ConfigError(f"train.betas is {list(train.betas)}; both must be at least 0 and below 1")
+    for key in ("betas", "eps"):
+        if train.optimizer != "adamw" and getattr(train, key) != getattr(TrainConfig(), key):
+            raise ConfigError(
+                f"train.{key} is {getattr(train, key)}, a key of adamw, and train.optimizer is {train.optimizer!r}; "
+                f'give "{key}=…" in train.optimizer_arguments'
+            )
+    if train.stochastic_rounding and dtype != "bfloat16":
+        raise ConfigError(
+            f'train.stochastic_rounding rounds updates of parameters in bfloat16, and model.dtype is "{dtype}"; leave '
+            'it out, or use model.dtype = "bfloat16"'
+        )
+    if train.optimizer != "adamw" or train.optimizer_arguments:
+        from torch import nn  # which --help does without
+
+        from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
+
+        groups = parameter_groups(nn.Linear(2, 2, bias=False), train.optimizer, train.weight_decay)
+        OptimizerChoice.of(train).build(groups)
+
+
+# ---- plans
+
+
+def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
+    """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents.
+
+    Plans are tried with the longest document that the keys allow, or with one token where they allow any length.
+    """
+    context = config.context
+    kernels = {"context.attention_kernel": context.attention_kernel}
+    kernels |= {f"{entry.prefix}attention_kernel": entry.attention_kernel for entry in config.evaluations}
+    for key, name in kernels.items():
+        if name and name not in ATTENTION_KERNELS:
+            raise ConfigError(f"{key} is {name!r}; {nearest_hint(name, ATTENTION_KERNELS)}")
+    for name in context.mixer_kernels:
+        if name not in MIXER_KERNELS:
+            raise ConfigError(
+                f"context.mixer_kernels: {name!r} is no kernel of state-space layers; use {', '.join(MIXER_KERNELS)}"
+            )
+    if "torch" in context.mixer_kernels and len(set(context.mixer_kernels)) > 1:
+        raise ConfigError(f"context.mixer_kernels are {', '.join(context.mixer_kernels)}; give torch, or the others")
+    if context.cost_model:
+        check_cost(context.cost_model, config.run.machine)
+    for choice, cut_by, limit in _plan_choices(config, training=training):
+        check_planner(choice.planner, choice.planner_key)
+        for kind in choice.comm_types:
+            if kind not in COMM_TYPES:
+                raise ConfigError(f"{choice.comm_type_key} is {kind!r}; {nearest_hint(kind, COMM_TYPES)}")
+        if not choice.degree and choice.planner != "fixed":
+            raise ConfigError(
+                f'{choice.degree_key} is "{AUTO}", which chooses one degree for plans of packed documents, and '
+                f'{choice.prefix}planner is "{choice.planner}"; use {choice.prefix}planner = "fixed", or leave '
+                f"{choice.degree_key} out"
+            )
+        if choice.has_one_degree and choice.degree and home.slots % choice.degree:  # degree 0 is chosen later
+            ranks = choice.degree * home.tp * home.pp
+            raise ConfigError(
+                f"{choice.degree_key} {choice.degree} does not divide {plural(home.slots, 'slot')} "
+                f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use "
+                f"{' or '.join(str(d) for d in range(1, home.slots + 1) if home.slots % d == 0)}, or start a multiple "
+                f"of {ranks} processes (--world {ranks}, or torchrun)"
+            )
+        choice.check_longest_document(limit or 1, home, f"{cut_by} {limit or 1}")
+
+
+def check_longest(config: RunConfig, home: Layout, longest: int, origin: str, heads: int | None = None) -> None:
+    """Raise ConfigError where the longest document of the corpus fits no group of slots.
+
+    `longest` are its tokens, and `origin` names its file. `heads` are the query heads of a model from a folder, which
+    its communication type may not deal out to a group.
+    """
+    for choice, cut_by, limit in _plan_choices(replace(config, eval=()), training=True, heads=heads):
+        # a document longer than a pack is held out: training plans only packs, evaluation the document
+        is_pack = cut_by == "data.pack_to" and longest > limit
+        tokens, planned_origin = (limit, "packs") if is_pack else (longest, origin)
+        _check_fits(choice, cut_by, home, tokens, f"the longest document ({tokens} tokens, of {planned_origin})")
+
+
+def check_longest_of_set(
+    config: RunConfig, entry: EvalConfig, home: Layout, longest: int, origin: str, heads: int | None = None
+) -> None:
+    """Raise ConfigError if the longest document of a named evaluation set fits no group, as `check_longest` does."""
+    choice, title = PlanChoice.evaluation(config, entry, heads=heads), f"the longest document of set {entry.name!r}"
+    _check_fits(choice, f"{entry.prefix}max_document_tokens", home, longest, f"{title} ({longest} tokens, of {origin})")
+
+
+def _plan_choices(
+    config: RunConfig, *, training: bool, heads: int | None = None
+) -> Iterator[tuple[PlanChoice, str, int]]:
+    """Yield how training and each evaluation are planned, with the key that cuts longer documents and its value.
+
+    A value of 0 cuts none. `heads` are the model's query heads; None before a folder is read, while those of a preset
+    are known.
+    """
+    if heads is None and config.model.preset_name:
+        heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
+    limit = "data.max_document_tokens", config.data.max_document_tokens
+    if training:
+        choice = PlanChoice.training(config, heads=heads)
+        yield (choice, "data.pack_to", config.data.pack_to) if config.data.pack_to else (choice, *limit)
+    if config.data.eval_documents != 0 or not training:  # without training, evaluations are all there is
+        yield (PlanChoice.evaluation(config, heads=heads), *limit)
+    for entry in config.eval:
+        choice = PlanChoice.evaluation(config, entry, heads=heads)
+        yield choice, f"{entry.prefix}max_document_tokens", entry.max_document_tokens
+
+
+def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, title: str) -> None:
+    try:
+        choice.check_longest_document(longest, home, title)
+    except ConfigError as error:
+        if not choice.options.max_tokens_per_slot:
+            raise
+        wider = ""  # the key that lets the document have more slots
+        if choice.has_one_degree and 0 < choice.degree < home.slots:
+            wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
+        elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
+            wider = f" ({choice.prefix}max_dynamic_context_parallel_size = 0)"
+        rows = -(-longest // home.slots)
+        raise ConfigError(
+            f"{error}. It needs {rows:,} rows of each of all {plural(home.slots, 'slot')}{wider}; {cut_by} cuts longer "
+            "texts"
+        ) from error
