@@ -1,4 +1,4 @@
-"""The same rows from every kind of file, cached and streamed; masks, bad rows, sources, and builders side by side."""
+"""The same rows from every kind of file; masks, bad rows, sources, and builders side by side."""
 
 import gzip
 import json
@@ -78,14 +78,13 @@ def rows_as(form: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "datasets"])
 @pytest.mark.parametrize("kind", ["text", "input_ids"])
-def test_every_form_gives_the_same_documents_cached_and_streamed(tmp_path: Path, form: str, kind: str) -> None:
+def test_every_form_gives_the_same_documents(tmp_path: Path, form: str, kind: str) -> None:
     plain = [{"text": text} for text in TEXTS]
     wanted = contents(corpus_of(tmp_path, path=str(rows_as("jsonl", tmp_path / "plain", plain))))
     ids = [{"input_ids": row.tolist()} for row in tokenizer(tmp_path).encode(TEXTS)]
     path = rows_as(form, tmp_path / "rows", plain if kind == "text" else ids)
-    for cache in (str(tmp_path / "cache"), "none"):
-        corpus = corpus_of(tmp_path, path=str(path), cache=cache)
-        assert contents(corpus) == wanted and corpus.targets is None
+    corpus = corpus_of(tmp_path, path=str(path))
+    assert contents(corpus) == wanted and corpus.targets is None
 
 
 def read_all(path: Path) -> tuple[list[Any], list[Any]]:
@@ -174,11 +173,16 @@ def test_masks_and_labels_are_cut_with_their_tokens(tmp_path: Path, other: bool)
             if (part != -100).any():
                 wanted.append((ids[start : start + 20].tolist(), part.tolist(), int((part != -100).sum())))
     path = rows_as("jsonl", tmp_path / "rows", [{"input_ids": [1, 2, 3]}, *rows])
-    for cache in (str(tmp_path / "cache"), "none"):
-        corpus = corpus_of(tmp_path, path=str(path), cache=cache)
-        assert contents(corpus) == [([1, 2, 3], [2, 3], 2), *wanted]
-        assert corpus.targets is not None and corpus.manifest.targets == corpus.targets.sum()
-        assert corpus.manifest.codes == ("" if cache == "none" else "<i4" if other else "|u1")
+    corpus = corpus_of(tmp_path, path=str(path))
+    assert contents(corpus) == [([1, 2, 3], [2, 3], 2), *wanted]
+    assert corpus.targets is not None and corpus.manifest.targets == corpus.targets.sum()
+    assert corpus.manifest.codes == ("<i4" if other else "|u1")
+
+
+def test_a_cache_of_none_is_refused(tmp_path: Path) -> None:
+    path = rows_as("jsonl", tmp_path / "rows", [{"text": text} for text in TEXTS])
+    with pytest.raises(DataError, match=r'data\.cache is "none", and tokens are always kept; name a folder'):
+        corpus_of(tmp_path, path=str(path), cache="none")
 
 
 def test_bad_rows_are_errors_or_counted(tmp_path: Path) -> None:
@@ -193,21 +197,16 @@ def test_bad_rows_are_errors_or_counted(tmp_path: Path) -> None:
     assert said[-1].startswith('left out 4 bad rows (data.on_bad = "skip"): rows.jsonl, line') and "1 more" in said[-1]
 
 
-def test_turns_without_a_target_give_no_document_cached_and_streamed(tmp_path: Path) -> None:
+def test_turns_without_a_target_give_no_document(tmp_path: Path) -> None:
     turns = [("user", "a b"), ("assistant", ""), ("user", "c d"), ("assistant", "plan e")]
     chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
     blank = {"messages": chat["messages"][:2]}
     path = rows_as("jsonl", tmp_path / "rows", [blank, chat, blank])
     folder = write_folder(tmp_path / "folder", "qwen3")  # whose generation settings the folder of a run lacks
-    wanted: list[Any] | None = None
-    for cache in (str(tmp_path / "cache"), "none"):
-        data = DataConfig(path=str(path), cache=cache, turns="split", max_document_tokens=0)
-        run = tmp_path / f"run-{Path(cache).name}"
-        loaded = load_tokenizer(folder)
-        corpus = ensure_corpus(CorpusSettings(data), run, tokenizer=loaded, resumed=False, log=[].append)
-        assert len(corpus) == 1
-        wanted = wanted or contents(corpus)
-        assert contents(corpus) == wanted
+    data = DataConfig(path=str(path), cache=str(tmp_path / "cache"), turns="split", max_document_tokens=0)
+    loaded = load_tokenizer(folder)
+    corpus = ensure_corpus(CorpusSettings(data), tmp_path / "run", tokenizer=loaded, resumed=False, log=[].append)
+    assert len(corpus) == 1
 
 
 def test_sources_keep_their_order_and_kind(tmp_path: Path) -> None:
@@ -261,15 +260,13 @@ def test_an_integer_that_python_does_not_read_is_a_bad_row(tmp_path: Path) -> No
     assert corpus_of(tmp_path, path=str(path), on_bad="skip").manifest.left_out.bad_rows == 1
 
 
-@pytest.mark.parametrize("cache", ["kept", "none"])
-def test_byte_order_marks_of_files_that_were_joined(tmp_path: Path, cache: str) -> None:
+def test_byte_order_marks_of_files_that_were_joined(tmp_path: Path) -> None:
     mark, path = b"\xef\xbb\xbf", tmp_path / "rows.jsonl"
     rows = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
     path.write_bytes(b"".join(rows))
     plain = contents(corpus_of(tmp_path, path=str(path), cache=str(tmp_path / "plain")))
     path.write_bytes(mark + rows[0] + mark + b"\n" + mark + b"".join(rows[1:]) + mark)
-    marked = corpus_of(tmp_path, path=str(path), cache="none" if cache == "none" else str(tmp_path / "cache"))
-    assert contents(marked) == plain
+    assert contents(corpus_of(tmp_path, path=str(path))) == plain
 
 
 def test_an_arrow_file_that_ends_between_two_batches_is_refused(tmp_path: Path) -> None:

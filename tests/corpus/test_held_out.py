@@ -85,13 +85,12 @@ def names_of(folder: Path, corpus: Corpus, documents: Any) -> set[str]:
     return {row.pop() for row in found}
 
 
-@pytest.mark.parametrize("cache", ["", "none"], ids=["stored", "streamed"])
 @pytest.mark.parametrize(("form", "keys"), CASES.values(), ids=CASES)
 def test_no_part_of_a_held_out_text_is_trained_on(
-    tmp_path: Path, base: Path, form: str, keys: dict[str, Any], cache: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, base: Path, form: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "BATCH_BYTES", 100)  # texts of several batches
-    data = DataConfig(**{"cache": cache or str(tmp_path / "cache"), "max_document_tokens": 0} | keys)
+    data = DataConfig(**{"cache": str(tmp_path / "cache"), "max_document_tokens": 0} | keys)
     if form == "sources":
         paths = write_rows(tmp_path / "a", "text", NAMES[:8]), write_rows(tmp_path / "b", "tokens", NAMES[8:])
         data = replace(data, sources=tuple(SourceConfig(str(path), 1.0) for path in paths))

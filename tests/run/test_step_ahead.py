@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from longspan.config.sections import RunConfig
+from longspan.data.step_order import StepOrder
 from longspan.plan import Plan, PlanAhead
-from longspan.run.run_data import StepReader
 from longspan.testing import run_ranks
 from longspan.train.step_end import StepEnd
 from tests.train.small import small_config, train_rank
@@ -18,18 +18,18 @@ STEPS, ABSENT = 4, 2  # documents of one step are not to be had when they are fi
 def _events(rank: int, config: RunConfig) -> list[str]:
     """What the host does in a run, in its order."""
     events = list[str]()
-    plan_inline, select, make_sums = PlanAhead._plan_inline, StepReader._select_documents, StepEnd._make_sums
+    plan_inline, select, make_sums = PlanAhead._plan_inline, StepOrder.select, StepEnd._make_sums
 
     def note_plan(plans: PlanAhead, step: int) -> Plan:
         if plans._made_inline is None or plans._made_inline[0] != step:
             events.append(f"plan {step}")
         return plan_inline(plans, step)
 
-    def note_documents(reader: StepReader, step: int) -> Any:
+    def note_documents(order: StepOrder, corpus: Any, step: int) -> Any:
         events.append(f"documents {step}")
         if step == ABSENT and events.count(f"documents {step}") == 1:
             raise OSError("the disk does not answer")
-        return select(reader, step)
+        return select(order, corpus, step)
 
     def note_sums(*arguments: Any) -> Any:
         events.append("sums")
@@ -37,7 +37,7 @@ def _events(rank: int, config: RunConfig) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(PlanAhead, "_plan_inline", note_plan)
-        patched.setattr(StepReader, "_select_documents", note_documents)
+        patched.setattr(StepOrder, "select", note_documents)
         patched.setattr(StepEnd, "_make_sums", note_sums)
         train_rank(rank, config, 1)
     return events[events.index("documents 0") :]

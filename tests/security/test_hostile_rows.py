@@ -38,8 +38,7 @@ def test_long_rows_are_bad_in_files_of_every_kind(tmp_path: Path) -> None:
         place, kind = ("row 3", "a row") if form in ("parquet", "datasets") else ("line 3", "a line")
         with pytest.raises(DataError, match=rf"{place}: {kind} of 2,0\d\d bytes, and data.max_text_bytes is 500"):
             corpus_of(tmp_path, path=str(path), max_text_bytes=LIMIT)
-        for cache in (str(tmp_path / "cache"), "none"):
-            assert documents(tmp_path, path, cache=cache, max_text_bytes=LIMIT) == 4, (form, cache)
+        assert documents(tmp_path, path, max_text_bytes=LIMIT) == 4, form
     assert documents(tmp_path, path, max_text_bytes=0) == 5
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from longspan.data.document import LabelledPack, Piece
 from longspan.errors import CommError, DataError
 from longspan.multimodal import Item, ItemDocuments
 from longspan.testing import backend, run_ranks
-from longspan.train.reading.gather import deal_documents, share_documents
 from longspan.train.reading.local_batch import count_prefix_rows
 from longspan.train.reading.read_rows import read_rows
 from longspan.train.reading.step_inputs import count_pack_targets
@@ -84,16 +82,15 @@ def plans_of(home: Layout, targets: int) -> list[Plan]:
     ]
 
 
-def compare_rows(rank: int, home: Layout, of: Sequence[int], *, shared: bool) -> tuple[list[int], int]:
+def compare_rows(rank: int, home: Layout, of: Sequence[int]) -> tuple[list[int], int]:
     """Read micro-batches of several plans from what arrived and from the list; the rows that are here, and needed."""
     documents, here, needed = batch(), list[int](), 0
     with World(home, backend=backend(), timeout=60) as world:
         local = dealt(documents, home.ranks, of)[rank]
-        gathered = share_documents(documents, world) if shared else gather_documents(local, world)
+        gathered = gather_documents(local, world)
         assert gathered.lengths == LENGTHS and gathered.targets == sum(d.targets for d in documents)
         assert [len(d) for d in gathered] == list(LENGTHS)
-        if not shared:
-            assert [len(documents[d]) for d in gathered.local] == [len(d) for d in local]
+        assert [len(documents[d]) for d in gathered.local] == [len(d) for d in local]
         for d in gathered.local:
             assert np.array_equal(gathered[d][:], documents[d].ids)
             assert np.array_equal(gathered[d].labels(), documents[d].labels())
@@ -124,57 +121,17 @@ def compare_rows(rank: int, home: Layout, of: Sequence[int], *, shared: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("home", "of", "shared"),
+    ("home", "of"),
     [
-        (Layout(ranks=(2, 0, 1)), (3, 0), False),  # rank 0 brings nothing; the order is the home's
-        (Layout(ranks=4, tp=2), (1, 4, 0), False),
-        (Layout(ranks=4, pp=2), (0, 0, 0), True),
+        (Layout(ranks=(2, 0, 1)), (3, 0)),  # rank 0 brings nothing; the order is the home's
+        (Layout(ranks=4, tp=2), (1, 4, 0)),
+        (Layout(ranks=4, pp=2), (2, 3, 0)),
     ],
-    ids=["three slots", "tp 2", "pp 2, shared"],
+    ids=["three slots", "tp 2", "pp 2"],
 )
-def test_each_rank_gets_the_rows_that_it_reads(home: Layout, of: Sequence[int], shared: bool) -> None:
-    answers = run_ranks(compare_in, len(home.ranks), home, of, shared)
+def test_each_rank_gets_the_rows_that_it_reads(home: Layout, of: Sequence[int]) -> None:
+    answers = run_ranks(compare_rows, len(home.ranks), home, of)
     assert all(needed == sum(here) for here, needed in answers)
-
-
-def compare_in(rank: int, home: Layout, of: Sequence[int], shared: bool) -> tuple[list[int], int]:
-    return compare_rows(rank, home, of, shared=shared)
-
-
-class Noted(list[Any]):
-    """Documents that note which of them were read."""
-
-    def __init__(self) -> None:
-        super().__init__(batch())
-        self.read = list[int]()
-
-    def __getitem__(self, number: Any) -> Any:
-        self.read.append(number)
-        return super().__getitem__(number)
-
-
-def read_share(rank: int) -> list[int]:
-    documents = Noted()
-    with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
-        shared = share_documents(documents, world)
-        shared.rows_under(plan_fixed(shared.lengths, world.home, cp=3, targets=shared.targets))
-        assert sorted(documents.read) == list(shared.local)
-    return documents.read
-
-
-def test_each_shared_document_is_read_by_one_rank() -> None:
-    assert sorted(chain.from_iterable(run_ranks(read_share, 3))) == list(range(len(LENGTHS)))
-
-
-def test_shares_hold_each_document_once_and_are_even() -> None:
-    draw = np.random.default_rng(0)
-    for ranks in (1, 2, 7):
-        lengths = draw.integers(1, 1000, 50).tolist()
-        shares = deal_documents(lengths, ranks)
-        assert sorted(number for share in shares for number in share) == list(range(50))
-        loads = [sum(lengths[number] for number in share) for share in shares]
-        assert max(loads) - min(loads) <= max(lengths)
-    assert deal_documents([5], 3) == ((0,), (), ())
 
 
 # ---- steps

@@ -172,8 +172,7 @@ class DataConfig:
     bad rows; or pixels: every image is decoded once, so that none is found broken in a step.
     """
     cache: str = ""
-    """Folder where tokens are kept for all runs that ask for the same; none: they are not kept, and rows are tokenized
-    when they are read; empty: longspan/corpora in the user's cache."""
+    """Folder where tokens are kept for all runs that ask for the same; empty: longspan/corpora in the user's cache."""
     workers: NonNegativeInt = 0
     """Processes that tokenize; 0: one for each core."""
     turns: Literal["together", "split"] = "together"

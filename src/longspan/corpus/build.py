@@ -3,9 +3,8 @@
 Documents are built in `store/`, once for all runs with the same files and settings.
 """
 
-import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,8 +19,7 @@ from longspan.corpus.files import FileSums, LogLine, file_differences, sample_te
 from longspan.corpus.image_documents import show_images
 from longspan.corpus.rows.kinds import display_kind
 from longspan.corpus.rows.lines import special_line
-from longspan.corpus.store.builder import NONE, Cache, Recipe, build_documents, cache_error, cache_folder
-from longspan.corpus.store.streamed import open_corpus
+from longspan.corpus.store.builder import Cache, Recipe, build_documents, cache_error, cache_folder
 from longspan.corpus.tokenizer import (
     TextTokenizer,
     check_vocabulary,
@@ -32,12 +30,10 @@ from longspan.corpus.tokenizer import (
 )
 from longspan.data.documents import Corpus
 from longspan.data.images import ImageTable
-from longspan.data.manifest import FILE, Manifest, Record, read_record
+from longspan.data.manifest import FILE, Record, read_record
 from longspan.errors import DataError, plural
 from longspan.files import name_file_in_errors, write_atomically
 from longspan.model import PRESETS
-
-ROWS = "rows"  # the folder of documents without stored tokens, in the corpus's folder
 
 
 def ensure_corpus(
@@ -70,7 +66,7 @@ class _CorpusOfRun:
         self._cache = _open_cache(settings.data, run_dir, log)
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         all_paths = " ".join(path for _, path in settings.paths())  # one file of sums for all sources together
-        sums = FileSums(None if self._cache is None else self._cache.sums_file(all_paths), old_sources or ())
+        sums = FileSums(self._cache.sums_file(all_paths), old_sources or ())
         self._sources = sums.measure_files(self._files, log)
         sums.save_sums(self._sources)
 
@@ -78,9 +74,8 @@ class _CorpusOfRun:
         """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed.
 
         The recorded corpus is opened, and nothing built, if settings and files are as recorded, its key is the same
-        (which covers the tokenizer), its tokens are stored if and only if data.cache has them stored, and none of its
-        files is damaged. A resumed run whose documents are lost or damaged builds them again, but only under the same
-        key, so that rows become the same tokens.
+        (which covers the tokenizer), and none of its files is damaged. A resumed run whose documents are lost or
+        damaged builds them again, but only under the same key, so that rows become the same tokens.
         """
         if resumed and self._old_record is None:
             raise DataError(
@@ -103,11 +98,9 @@ class _CorpusOfRun:
                     "the run began when documents were held out, not texts: it keeps them, and a text that was cut or "
                     "split may be trained on in part"
                 )
-        if recorded is not None and not changes:
-            was_stored = recorded.documents != ROWS
-            is_same = recorded.key == recipe.key and was_stored == recipe.stored
-            if is_same and _is_whole(self._folder / recorded.documents):
-                return open_corpus(self._folder)
+        is_same = recorded is not None and not changes and recorded.key == recipe.key
+        if is_same and _is_whole(self._folder / recorded.documents):
+            return Corpus(self._folder)
         if resumed and recorded is not None and recorded.key != recipe.key:
             raise DataError(_describe_changes(self._run_dir, ["its rows become other tokens than they did"]))
         return self._build_corpus(recipe, tokenizer)
@@ -176,61 +169,34 @@ class _CorpusOfRun:
         for line in describe_rows(self._settings, recipe):
             self._log(line)
         documents = self._find_or_build_documents(recipe)
-        if (rows_folder := self._folder / ROWS) != documents:  # of an earlier build without stored tokens
-            shutil.rmtree(rows_folder, ignore_errors=True)
         record = Record(
-            documents=ROWS if documents == rows_folder else str(documents),
+            documents=str(documents),
             key=recipe.key,
             asked=self._settings.deciding_values(),
             tokenizer_digest=tokenizer.digest,
             tokenizer_size=tokenizer.size,
             around=_surrounding_tokens(tokenizer),
-            tokenizer="/".join([".."] * len(self._folder.relative_to(self._run_dir).parts)),  # up to the run's folder
-            row_settings=asdict(self._settings.row_settings()),
-            generation_ends=_generation_ends_to_record(tokenizer),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / FILE, record.to_json())
-        corpus = open_corpus(self._folder)
+        corpus = Corpus(self._folder)
         if corpus.manifest.special:
             self._log(special_line(corpus.manifest.special, parsed=corpus.manifest.parse_special_tokens))
         return corpus
 
     def _find_or_build_documents(self, recipe: Recipe) -> Path:
-        """Return the folder of this recipe's documents, which are built if the cache lacks them.
-
-        Without a cache (data.cache "none") they are built anew in the run's folder, without stored tokens.
-        """
+        """Return the folder of this recipe's documents, which are built if the cache lacks them."""
         build = partial(build_documents, recipe, log=self._log)
-        if self._cache is not None:
-            try:
-                folder, built = self._cache.open_or_build_documents(recipe.key, _is_whole, build, self._log)
-            except OSError as error:
-                raise cache_error(self._cache.folder, error) from error
-            self._log(f"its tokens are {'kept' if built else 'already'} in {folder} (data.cache)")
-            return folder
-        partial_folder, folder = self._folder / f"{ROWS}.partial", self._folder / ROWS
-        for old_folder in (partial_folder, folder):
-            shutil.rmtree(old_folder, ignore_errors=True)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        build(partial_folder)
-        partial_folder.rename(folder)
-        self._log('its tokens are not kept (data.cache = "none"): rows are tokenized when they are read')
-        if compressed := [file.name for file in self._files if file.name.endswith((".gz", ".zst"))]:
-            self._log(
-                f"{plural(len(compressed), 'file')} ({compressed[0]}) must be decompressed up to each row that is "
-                "read, half of it in the mean; parquet and plain files need not"
-            )
+        try:
+            folder, built = self._cache.open_or_build_documents(recipe.key, _is_whole, build, self._log)
+        except OSError as error:
+            raise cache_error(self._cache.folder, error) from error
+        self._log(f"its tokens are {'kept' if built else 'already'} in {folder} (data.cache)")
         return folder
 
 
-def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
-    """Open the cache that `data.cache` names; None for "none".
-
-    If `data.cache` is empty and the user's cache cannot be written, the cache is a folder in the run's folder.
-    """
-    if data.cache == NONE:
-        return None
+def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache:
+    """Open the cache that `data.cache` names; one in the run's folder if the user's own cannot be written."""
     folder = cache_folder(data.cache)
     try:
         return Cache(folder)
@@ -244,9 +210,7 @@ def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache | None:
 def _is_whole(folder: Path) -> bool:
     """Return whether the documents in a folder can be opened, and their images are as they were."""
     try:
-        manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))
-        if manifest.dtype:  # documents without stored tokens open only through a run's record
-            Corpus(folder)
+        Corpus(folder)
         if (images := ImageTable.of(folder)) is not None:
             return next(images.changes(), None) is None
     except (DataError, OSError, KeyError, TypeError, ValueError):
@@ -267,19 +231,6 @@ def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
             f"transformers reads it there with the class {saved.kind}, and in its own folder with {tokenizer.kind}; "
             "name a tokenizer of the model's kind with data.tokenizer"
         )
-
-
-def _generation_ends_to_record(tokenizer: TextTokenizer) -> tuple[int, ...] | None:
-    """Return the ids at which the tokenizer's model stops generating; None for a tokenizer that was trained here.
-
-    Settings that cannot be read are None too: only the encoding of conversations needs them, and raises the error.
-    """
-    if tokenizer.folder is None:
-        return tokenizer.generation_ends
-    try:
-        return tuple(sorted(tokenizer.read_generation_ends()))
-    except DataError:
-        return None
 
 
 def _surrounding_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
@@ -377,6 +328,6 @@ def configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
 def open_shared_corpus(folder: Path) -> Corpus:
     """Open a corpus of a run, on every rank. Raises DataError if it is missing on this host."""
     try:
-        return open_corpus(folder)
+        return Corpus(folder)
     except DataError as error:
         raise DataError(f"{error}; the run's folder must be on storage that all its machines share") from error

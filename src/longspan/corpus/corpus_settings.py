@@ -11,7 +11,7 @@ from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.lines import left_out_lines, missing_end_line, names_line, others_line, rows_line, unseen_line
 from longspan.corpus.rows.sample import RowSettings
-from longspan.corpus.store.builder import NONE, Recipe, cache_folder
+from longspan.corpus.store.builder import Recipe, cache_folder
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.manifest import Manifest
 
@@ -43,8 +43,7 @@ class CorpusSettings:
         With data.sources, the name of a file in a source's folder begins with the name of that folder. Raises DataError
         for a source without files.
         """
-        # With data.cache "none" the user's cache is left out, where earlier runs may have written.
-        leave_out = (run_dir, cache_folder("" if self.data.cache == NONE else self.data.cache))
+        leave_out = (run_dir, cache_folder(self.data.cache))
         files = list[CorpusFile]()
         for number, (key, path) in enumerate(self.paths()):
             folder = f"{Path(path).name}/" if self.data.sources and not Path(path).is_file() else ""
@@ -112,5 +111,4 @@ def make_recipe(
         skip_bad=data.on_bad == "skip",
         most_bytes=data.max_text_bytes,
         workers=data.workers,
-        stored=data.cache != NONE,
     )

@@ -1,6 +1,6 @@
 """Documents of a corpus with images, as a step takes them: token ids, and the places of images among them.
 
-    corpus = open_corpus(Path("runs/first/corpus"))
+    corpus = Corpus(Path("runs/first/corpus"))
     show_images(corpus, configuration, Path("runs/first"))
     corpus.select([3, 7]).items                     # every rank knows the places; read(i) has the pixels of one
 

@@ -130,8 +130,7 @@ class TextTokenizer:
     """A tokenizer and the token that ends a text (None: it has none).
 
     Two tokenizers with equal `digest` (SHA-256 of the engine without its post-processor), `opening` and `closing` give
-    equal ids. It was read from `folder` (None: it was trained here) by the class `kind` of transformers. Its model
-    stops generating at `end` and at the ids `generation_ends` (None: those of generation_config.json in the folder).
+    equal ids. It was read from `folder` (None: it was trained here) by the class `kind` of transformers.
     """
 
     engine: Tokenizer
@@ -139,7 +138,6 @@ class TextTokenizer:
     digest: str
     folder: Path | None = None
     kind: str = "Tokenizer"
-    generation_ends: tuple[int, ...] | None = None
 
     @cached_property
     def size(self) -> int:
@@ -161,13 +159,8 @@ class TextTokenizer:
         return ids_with_special[:start], ids_with_special[start + len(text_ids) :]
 
     def read_generation_ends(self) -> set[int]:
-        """Return the ids other than `end` at which generation stops; those of the folder are read from its file.
-
-        Raises DataError for a file whose values are no ids.
-        """
-        if self.generation_ends is not None or self.folder is None:
-            return set(self.generation_ends or ())
-        return ends_of_generation(self.folder)
+        """Read the ids other than `end` at which generation stops. Raises DataError where its file has none."""
+        return set() if self.folder is None else ends_of_generation(self.folder)
 
     @property
     def opening(self) -> tuple[str, ...]:

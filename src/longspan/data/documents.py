@@ -1,46 +1,29 @@
 """Documents in files: a rank reads only the rows that it uses, and no array of the corpus's size is in memory.
 
 A folder of documents has `lengths.npy`, `origins.npy` (the file of each document), `corpus.json` and `sources.jsonl`
-(those files as they were). `tokens.bin` and `offsets.npy` have the tokens. Without them `positions.npy` and
-`starts.npy` have the places of rows in their files, from which the tokens are made again. `targets.npy` and `codes.bin`
-exist only if some tokens are no targets, `texts.npy` (the number of each document's row) only if a row gave several
-documents. A run's folder names the folder of its documents.
+(those files as they were). `tokens.bin` and `offsets.npy` have the tokens. `targets.npy` and `codes.bin` exist only if
+some tokens are no targets, `texts.npy` (the number of each document's row) only if a row gave several documents. A
+run's folder names the folder of its documents.
 
-Nothing here writes: `longspan.corpus` builds a corpus, and makes tokens again that are not stored.
+Nothing here writes: `longspan.corpus` builds a corpus.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from longspan.data.document import NO_TARGET, Pack
 from longspan.data.images import ImageTable
-from longspan.data.manifest import FILE, Manifest, Record, SourceFile, SourceLines, map_array, read_record
+from longspan.data.manifest import FILE, Manifest, SourceFile, SourceLines, map_array, read_record
 from longspan.errors import DataError
 from longspan.layout import Integers
 
 # The code of a token decides its label: its own id, none, or the id code − 2.
 OWN_TOKEN, NOTHING, OTHER_TOKEN = 0, 1, 2
-
-
-class TokenSource(Protocol):
-    """The tokens of a corpus's documents, and their codes."""
-
-    def ids(self, document: int, positions: Integers) -> Any:
-        """Return the tokens of a document at these positions."""
-        ...
-
-    def codes(self, document: int, positions: Integers) -> Any:
-        """Return the codes of a document's tokens at these positions; None if every token is a target."""
-        ...
-
-
-# Makes the tokens of a run's documents that are not stored, from their folder, their manifest and the run's tokenizer.
-MakeTokens = Callable[[Path, Manifest, Path, Record], TokenSource]
 
 
 class Corpus:
@@ -53,12 +36,11 @@ class Corpus:
     `lengths` are the documents' tokens, `targets` how many of them are predicted (None: all but the first of each),
     `texts` the number of the text (the row) that each is a part of (None: each is one), and `source_of` is the number
     of each document's table [[data.sources]]: arrays that are mapped into memory. `sources` are the files of the
-    documents. `rows_read` counts the rows that were read in this process. Tokens that are not
-    stored (data.cache "none") are made by `make_tokens`; `longspan.corpus.store.streamed.open_corpus` passes it.
-    Raises DataError if the folder is missing or damaged.
+    documents. `rows_read` counts the rows that were read in this process. Raises DataError if the folder is missing or
+    damaged.
     """
 
-    def __init__(self, folder: Path, make_tokens: MakeTokens | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         """Open the arrays of a corpus. Raises DataError for a folder without a corpus, or with a part of one.
 
         A folder without a record holds the arrays itself; the record of a run names the folder that does.
@@ -72,7 +54,7 @@ class Corpus:
             )
         try:
             self._open_columns(documents_folder)
-            self._tokens = self._choose_token_source(documents_folder, folder, record, make_tokens)
+            self._tokens = StoredTokens(documents_folder, self.manifest)
         except (OSError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, DataError):  # which is a ValueError too
                 raise
@@ -102,29 +84,6 @@ class Corpus:
         self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
         self.images: ImageTable | None = ImageTable.of(documents_folder)
 
-    def _choose_token_source(
-        self, documents_folder: Path, folder: Path, record: Record | None, make_tokens: MakeTokens | None
-    ) -> TokenSource | None:
-        """Return the source of tokens: their file, or, if they are not stored, what `make_tokens` returns.
-
-        None if neither is there: lengths can be read without tokens. Raises ValueError if tokens are not stored and
-        `folder` has no record, which names the tokenizer.
-        """
-        if self.manifest.dtype:
-            return StoredTokens(documents_folder, self.manifest)
-        if record is None:
-            raise ValueError("it has no tokens, and no run says how rows are read")
-        return (
-            None
-            if make_tokens is None
-            else make_tokens(documents_folder, self.manifest, folder / record.tokenizer, record)
-        )
-
-    @property
-    def stores_tokens(self) -> bool:
-        """Whether tokens are stored; otherwise each reading of a document makes them (data.cache "none")."""
-        return bool(self.manifest.dtype)
-
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -150,23 +109,13 @@ class Corpus:
     def read(self, document: int, positions: Integers) -> Integers:
         """Read the token ids of a document at these positions."""
         self.rows_read += len(positions)
-        return self._token_source.ids(document, positions).astype(np.int64)
+        return self._tokens.ids(document, positions).astype(np.int64)
 
     def read_labels(self, document: int, positions: Integers) -> Integers:
         """Read the labels of a document at these positions: token ids, −100 for none."""
-        ids = self._token_source.ids(document, positions).astype(np.int64)
-        codes = self._token_source.codes(document, positions)
+        ids = self._tokens.ids(document, positions).astype(np.int64)
+        codes = self._tokens.codes(document, positions)
         return ids if codes is None else decode_labels(ids, codes)
-
-    @property
-    def _token_source(self) -> TokenSource:
-        """Return what gives the corpus its tokens. Raises DataError where nothing does."""
-        if self._tokens is None:
-            raise DataError(
-                "the documents have no stored tokens (data.cache is 'none'), and nothing was passed to make them; open "
-                "the corpus with longspan.corpus.store.streamed.open_corpus"
-            )
-        return self._tokens
 
 
 class StoredTokens:
@@ -174,6 +123,8 @@ class StoredTokens:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         """Map the files of a folder. Raises DataError for one that has not as many tokens as its manifest says."""
+        if not manifest.dtype:  # as data.cache = "none" wrote it
+            raise DataError(f"{folder} has no tokens; remove it, and it is built again")
         self._offsets = map_array(folder / "offsets.npy")
         self._tokens = np.memmap(folder / "tokens.bin", dtype=manifest.dtype, mode="r")
         self._codes = np.memmap(folder / "codes.bin", dtype=manifest.codes, mode="r") if manifest.codes else None

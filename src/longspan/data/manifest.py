@@ -8,7 +8,7 @@ later versions read. Arrays of a corpus grow and are mapped here too.
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast, overload
 
@@ -169,8 +169,8 @@ class Manifest:
     `key` is a digest of everything that decides the documents. Every text begins with the tokens `opening` and ends
     with `closing`. `largest_at` is the row with the token `largest_id`. `special` counts the names of special tokens in
     texts, `names_as_text` the texts in which `<image>` and the like are plain text, `unseen` what chat templates leave
-    out beside assistant turns. `dtype` is the type of tokens (empty: none are stored, and rows are read again), `codes`
-    that of their codes (empty: none).
+    out beside assistant turns. `dtype` is the type of tokens, `codes` that of their codes (empty:
+    none).
     """
 
     tokenizer_digest: str
@@ -275,10 +275,7 @@ class Record:
     """Which documents a run has, and what they were made with.
 
     `documents` is their folder (a relative one begins at the record's), `key` the key of their manifest, `asked` the
-    keys of the configuration that decide them, with their values, and `tokenizer` the folder of the run's tokenizer.
-    `row_settings` are the fields of `RowSettings`, `around` the tokens before and after a text, and `generation_ends`
-    the ids at which the tokenizer's model stops generating, which end turns of conversations (None: not recorded; those
-    of the tokenizer's folder).
+    keys of the configuration that decide them, with their values, and `around` the tokens before and after a text.
     """
 
     documents: str
@@ -287,9 +284,6 @@ class Record:
     tokenizer_digest: str
     tokenizer_size: int
     around: tuple[str, ...]
-    tokenizer: str = ".."
-    row_settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    generation_ends: tuple[int, ...] | None = None
 
     def sources(self, folder: Path) -> Sequence[SourceFile] | None:
         """Return the files that the documents were made from; None if the documents are gone or damaged."""
@@ -307,7 +301,7 @@ def read_record(folder: Path) -> Record | None:
     """Read the record of a folder; None if there is none that can be read."""
     try:
         values: dict[str, Any] = read_json(folder / FILE)
-        around, ends = tuple(values["around"]), values.get("generation_ends")  # version 0.1 wrote no ends
-        return Record(**{**values, "around": around, "generation_ends": None if ends is None else tuple(ends)})
+        known = {entry.name: values[entry.name] for entry in fields(Record)}  # version 0.2 wrote others too
+        return Record(**{**known, "around": tuple(values["around"])})
     except (OSError, KeyError, TypeError, ValueError):
         return None

@@ -27,7 +27,6 @@ from longspan.run.checks import check_longest, check_longest_of_set
 from longspan.train.long_documents import check_set_length
 from longspan.train.plans import query_heads
 from longspan.train.plans.order import documents_line, largest_step, make_step_order
-from longspan.train.reading.gather import share_documents
 from longspan.train.reading.step_inputs import count_pack_targets
 from longspan.train.terms import plan_waves_ahead
 from longspan.train.training import Training
@@ -218,22 +217,21 @@ class StepReader:
         prepared, self._next = self._next, None
         if prepared is not None and prepared[0] == step:
             return prepared[1:]
-        documents = self._select_documents(step)
+        documents = self._run.order.select(self._run.corpus, step)
         return documents, count_pack_targets(documents, self._plans.plan(step))
 
     def prepare_documents(self, step: int) -> None:
         """Plan `step`, the next one, and select its documents while the device computes; `read_step` raises errors.
 
-        No rank waits for a plan here. Documents whose tokens the ranks make together (`_select_documents`) are left to
-        `read_step`, which all ranks enter.
+        No rank waits for a plan here.
         """
         run, corpus = self._run, self._run.corpus
         if self._next is not None or step >= run.config.train.steps:
             return
         with suppress(Exception):
             plan = self._plans.plan_if_made(step)
-            if plan is not None and (corpus.stores_tokens or corpus.images is not None):
-                documents = self._select_documents(step)
+            if plan is not None:
+                documents = run.order.select(corpus, step)
                 self._next = (step, documents, count_pack_targets(documents, plan))
 
     def prepare_images(self, model: MultimodalModel, step: int) -> None:
@@ -246,19 +244,7 @@ class StepReader:
         if plan is None or self._run.corpus.images is None:
             return
         with suppress(LongspanError):
-            documents = self._select_documents(step)
+            documents = self._run.order.select(self._run.corpus, step)
             plan = count_pack_targets(documents, plan)
             self._next = (step, documents, plan)
             plan_waves_ahead(model, plan, documents, depths=self._run.config.mtp.depths)
-
-    def _select_documents(self, step: int) -> Any:
-        """Return the documents of a step.
-
-        Where the corpus stores no tokens, texts are encoded when they are read: one rank then reads a document for all
-        ranks that share it. Documents with images are read by every rank, as images stay with their tokens.
-        """
-        corpus = self._run.corpus
-        documents = self._run.order.select(corpus, step)
-        if corpus.stores_tokens or corpus.images is not None:
-            return documents
-        return share_documents(documents, self._run.world)

@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
 
 
-NONE = "none"  # as data.cache: no tokens are stored
 _POLL_SECONDS, _NEWS_SECONDS = 0.2, 30.0
 
 
 def cache_folder(setting: str) -> Path:
     """Return the folder that `data.cache` names; empty: longspan/corpora in the user's cache (XDG_CACHE_HOME)."""
+    if setting == "none":
+        raise DataError('data.cache is "none", and tokens are always kept; name a folder, or leave it empty')
     if setting:
         return Path(setting).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "longspan" / "corpora"
@@ -143,7 +144,7 @@ _WITH_PIXELS_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the documents of a corpus, and how to make them: with `stored` tokens, by `workers`.
+    """Everything that decides the documents of a corpus, and by how many `workers`.
 
     `files` and `sources` correspond: a path, and its size, time and SHA-256 sum. `encodings` has the encoding of each
     source's rows, by number of source. `longest` is the most tokens of a document (0: any). A row of more than
@@ -160,7 +161,6 @@ class Recipe:
     skip_bad: bool = False
     most_bytes: int = MAX_TEXT_BYTES
     workers: int = 0
-    stored: bool = True
     by_text: bool = True
 
     @cached_property
@@ -201,12 +201,10 @@ class Recipe:
     def encoder(self) -> DocumentEncoder:
         """Return the encoder of rows, for any process.
 
-        Tokens have two bytes if they are stored, the tokenizers' ids fit, and no row has ids of its own; else four.
+        Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its own; else four.
         """
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
-        return DocumentEncoder(
-            self.encodings, self.longest, "<u2" if fits_uint16 and self.stored else "<u4", self.skip_bad
-        )
+        return DocumentEncoder(self.encodings, self.longest, "<u2" if fits_uint16 else "<u4", self.skip_bad)
 
     @property
     def processes(self) -> int:
@@ -248,22 +246,20 @@ class _Writer:
     """Writes the files of a folder of documents from their beginnings to their ends."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
-        """Open the files of a corpus: a column for each fact of its documents, and their tokens if they are stored.
+        """Open the files of a corpus: their tokens, and a column for each fact of its documents.
 
-        `origins` has the number of each document's file. If tokens are not stored, two columns say where each
-        document's tokens are made from: the position of its row in the file, and its first token in the row. With
-        several sources another column has the number of each document's source.
+        `origins` has the number of each document's file. With several sources another column has the number of each
+        document's source.
         """
         self._recipe, self._folder = recipe, folder
-        columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4"}
+        columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4", "offsets": "<i8"}
         if len(recipe.encodings) > 1:
             columns["source_of"] = "<i2"
         if recipe.records_texts:
             columns["texts"] = "<i4"
-        columns |= {"offsets": "<i8"} if recipe.stored else {"positions": "<i8", "starts": "<i4"}
         self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
-        self._tokens = (folder / "tokens.bin").open("wb") if recipe.stored else None
+        self._tokens = (folder / "tokens.bin").open("wb")
         self._codes, self._has_codes = GrowingCodes(folder / "codes.bin"), False
         self._images = ImageWriter(folder) if recipe.images else None
         self._notes = Notes()
@@ -288,8 +284,6 @@ class _Writer:
             "targets": encoded.targets,
             "source_of": self._source_of_file[encoded.files],
             "offsets": self.tokens + np.cumsum(encoded.lengths) - encoded.lengths,
-            "positions": encoded.positions,
-            "starts": encoded.starts,
             "texts": self._texts + _text_numbers(encoded),
         }
         if self._images is not None:  # before the columns grow: `images` count documents from 0 in these rows
@@ -297,9 +291,8 @@ class _Writer:
         for name, column in self._columns.items():
             column.append(values[name])
         self._has_codes |= encoded.codes is not None
-        if self._tokens is not None:
-            self._tokens.write(encoded.ids.data)
-            self._codes.append(encoded.codes, len(encoded.ids))
+        self._tokens.write(encoded.ids.data)
+        self._codes.append(encoded.codes, len(encoded.ids))
         self.tokens += len(encoded.ids)
         self._targets += int(encoded.targets.sum())
         self._texts = int(values["texts"][-1]) + 1 if len(encoded.lengths) else self._texts
@@ -347,7 +340,7 @@ def _initial_manifest(recipe: Recipe) -> Manifest:
     return Manifest(
         tokenizer_digest=tokenizer.digest,
         tokenizer_size=tokenizer.size,
-        dtype=recipe.encoder.dtype if recipe.stored else "",
+        dtype=recipe.encoder.dtype,
         max_document_tokens=recipe.longest,
         key=recipe.key,
         kinds=tuple(encoding.kind for encoding in recipe.encodings),

@@ -68,8 +68,8 @@ class Notes:
 class Encoded(NamedTuple):
     """The documents of some rows: `ids` and `codes` end to end (T,), other fields with one value per document (D,).
 
-    `positions` are the places of the documents' rows in their files, `starts` the first of the row's tokens that a
-    document has. `codes` are None if every token is predicted as itself. `images` count documents from 0.
+    `positions` are the places of the documents' rows in their files. `codes` are None if every token is predicted as
+    itself. `images` count documents from 0.
     """
 
     ids: npt.NDArray[Any]
@@ -78,7 +78,6 @@ class Encoded(NamedTuple):
     targets: Integers
     files: Integers
     positions: Integers
-    starts: Integers
     notes: Notes
     images: Sequence[PlacedImage] = ()
 
@@ -117,7 +116,7 @@ class _BatchDocuments:
     def __init__(self, encoder: DocumentEncoder) -> None:
         self._encoder = encoder
         self._ids, self._codes = list[npt.NDArray[Any]](), list[npt.NDArray[Any] | None]()
-        self._facts = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, start
+        self._facts = list[tuple[int, int, int, int]]()  # length, targets, file, position
         self._images = list[PlacedImage]()
         self._notes = Notes()
 
@@ -131,34 +130,26 @@ class _BatchDocuments:
             self._notes.skipped.append(piece.chunk.name)
 
     def add_documents(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
-        """Add the documents of rows, which are at these places (file, position), and note what their texts name.
-
-        A row may give several samples, one after another; `start` counts the row's tokens before a sample.
-        """
+        """Add the documents of rows, which are at these places (file, position), and note what their texts name."""
         if encoding.kind == "text":
             texts = (row.values.get("text") for row in rows)
             self._notes.special.update(encoding.tokenizer.count_special_tokens(t for t in texts if isinstance(t, str)))
         self._notes.names_as_text.update(encoding.names_as_text(rows))
-        previous_row, start = -1, 0
         for sample in encoding.encode(rows):
             if isinstance(sample, BadRow):
                 self.add_bad_row(sample)
                 continue
-            start = start if sample.row == previous_row else 0
-            previous_row = sample.row
             counts = sample.unseen._asdict()
             self._notes.unseen.update(counts.pop("others"))
             self._notes.left_out.update(counts)
-            self._add_sample(sample, places[sample.row], start, rows[sample.row].where)
-            start += len(sample.ids)
+            self._add_sample(sample, places[sample.row], rows[sample.row].where)
 
-    def _add_sample(self, sample: Sample, place: tuple[int, int], start: int, where: str) -> None:
+    def _add_sample(self, sample: Sample, place: tuple[int, int], where: str) -> None:
         """Add the documents of a sample, which is cut outside of its images if it is too long.
 
-        The sample's tokens are the row's tokens from `start` on. `place` is the number of the row's file, and the row's
-        position there; `where` names the row in messages. A sample is counted as a bad row if the type of tokens cannot
-        hold one of its ids, or if an image takes more tokens than a document may have. `encode_labels` says what codes
-        are; without codes every token but the first is a target.
+        `place` is the number of the row's file, and the row's position there; `where` names the row in messages. A
+        sample is counted as a bad row if the type of tokens cannot hold one of its ids, or if an image takes more
+        tokens than a document may have. Without codes (`encode_labels`) every token but the first is a target.
         """
         ids, codes = sample.ids, encode_labels(sample.ids, sample.labels)
         largest_id = np.iinfo(self._encoder.dtype).max
@@ -186,7 +177,7 @@ class _BatchDocuments:
                 document_codes[0] = OWN_TOKEN  # never predicted; so that codes with no other value need not be stored
             self._ids.append(document_ids)
             self._codes.append(document_codes)
-            self._facts.append((len(document_ids), targets, file, position, start + piece.start))
+            self._facts.append((len(document_ids), targets, file, position))
 
     def add_bad_row(self, row: BadRow) -> None:
         """Count a row that gives no document. Raises DataError unless the row is masked or bad rows are skipped."""
@@ -210,9 +201,9 @@ class _BatchDocuments:
             codes = np.concatenate([np.zeros(len(ids), np.int64) if code is None else code for code, ids in pairs])
             codes = codes.astype(np.uint8 if codes.max() < OTHER_TOKEN else np.int32)
         ids = np.concatenate([np.zeros(0, np.int64), *self._ids]).astype(self._encoder.dtype)
-        table = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
-        lengths, targets, files, positions, starts = (column.copy() for column in table.T)
-        return Encoded(ids, codes, lengths, targets, files, positions, starts, self._notes, self._images)
+        table = np.array(self._facts, dtype=np.int64).reshape(-1, 4)
+        lengths, targets, files, positions = (column.copy() for column in table.T)
+        return Encoded(ids, codes, lengths, targets, files, positions, self._notes, self._images)
 
 
 def _shift_image(image: SampleImage, by: int) -> SampleImage:

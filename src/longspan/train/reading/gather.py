@@ -1,13 +1,11 @@
 """Gather the documents that each rank brings: read them here, and learn what all ranks know of those of the others.
 
-`gather_documents` is for a loop whose ranks load their own documents; `share_documents` for documents that every rank
-could read, of which each reads a part. What becomes of them is in `gathered.py`. Not covered: documents with items
-(images and the like), whose encoders read them.
+`gather_documents` is for a loop whose ranks load their own documents. What becomes of them is in `gathered.py`. Not
+covered: documents with items (images and the like), whose encoders read them.
 """
 
 import hashlib
-import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,49 +39,18 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     Raises DataError on every rank for documents that a rank cannot read or that have items, for values that documents
     of one rank have and those of another have not, and where two ranks bring the same documents.
     """
-    return _gather_facts(_read_local_documents(lambda: enumerate(_iterate_documents(local)), world), world)
-
-
-def share_documents(documents: Sequence[Any], world: World) -> "GatheredDocuments":
-    """Share documents that every rank can read: each reads some, and the other ranks get their rows from it.
-
-    >>> documents = share_documents(corpus.select([3, 7, 1]), world)
-
-    The documents keep their numbers. Shares have about as many tokens each; `documents` and their lengths are the same
-    on every rank. Use this for documents that take long to read, such as texts that are tokenized then: otherwise each
-    rank with some rows of a document would read all of it. Raises DataError on every rank if one cannot read its share.
-    """
-    shares = deal_documents([len(document) for document in documents], len(world.home.ranks))
-    share = shares[world.home.ranks.index(world.rank)]
-    return _gather_facts(
-        _read_local_documents(lambda: ((number, documents[number]) for number in share), world), world, shares
-    )
-
-
-def deal_documents(lengths: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Deal documents to ranks, the longest first, each to the rank with the fewest tokens so far; numbers ascend.
-
-    >>> deal_documents([4, 9, 5], ranks=2)
-    ((1,), (0, 2))
-    """
-    shares, loads = [list[int]() for _ in range(ranks)], [(0, rank) for rank in range(ranks)]
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        tokens, rank = heapq.heappop(loads)
-        shares[rank].append(number)
-        heapq.heappush(loads, (tokens + lengths[number], rank))
-    return tuple(tuple(sorted(share)) for share in shares)
+    return _gather_facts(_read_local_documents(local, world), world)
 
 
 # ---- what a rank reads, and what it tells the others of it
 
 
-def _read_local_documents(documents: Callable[[], Iterable[tuple[int, Any]]], world: World) -> "_Local":
-    """Read this rank's documents, which `documents` yields with their numbers; all raise DataError where one cannot."""
+def _read_local_documents(documents: Iterable[Any], world: World) -> "_Local":
+    """Read the documents that this rank brings; all raise DataError where one cannot."""
 
     def read_local() -> "_Local":
-        """Read the documents that this rank brings."""
         local = _Local()
-        for number, document in documents():
+        for number, document in enumerate(_iterate_documents(documents)):
             local.add_document(number, document)
         return local
 
@@ -205,33 +172,30 @@ def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
 # ---- what all ranks make of the shares
 
 
-def _gather_facts(local: _Local, world: World, numbers: Sequence[Sequence[int]] | None = None) -> GatheredDocuments:
+def _gather_facts(local: _Local, world: World) -> GatheredDocuments:
     """Gather what all ranks must know of all documents: lengths, targets, and where their rows are.
 
-    `numbers` are those of each rank's own documents; by default documents are numbered in the order of ranks, and then
-    no rank may have a copy of another's. Facts (D, columns) lie by document number; the last column is where a
-    document's rows begin, all rows of all ranks counted one after another. `ends` are where the rows of each rank end.
+    Documents are numbered in the order of ranks, and no rank may have a copy of another's. Facts (D, columns) lie by
+    document number; the last column is where a document's rows begin, all rows of all ranks counted one after another.
+    `ends` are where the rows of each rank end.
     The rows that this rank read itself become a table with only those columns that some rank has.
     """
     shares = world.control.gather_objects(local.describe_share(), "lengths of documents")
     _check_value_names(shares, world.home.ranks)
-    if numbers is None:
-        _refuse_copies(shares, world.home.ranks)
-        last_numbers = np.cumsum([len(share.facts) for share in shares]).tolist()
-        numbers = [range(end - len(share.facts), end) for end, share in zip(last_numbers, shares, strict=True)]
-    order = np.array([number for share in numbers for number in share], dtype=np.int64)
-    by_rank = np.concatenate([share.facts for share in shares])  # columns: length, 3 more, whether there are weights
-    lengths, weighted = by_rank[:, 0], by_rank[:, -1]
-    facts = np.empty((len(order), by_rank.shape[1] + 1), dtype=np.int64)
-    facts[order] = np.column_stack([by_rank, np.cumsum(lengths) - lengths])
+    _refuse_copies(shares, world.home.ranks)
+    facts = np.concatenate([share.facts for share in shares])  # columns: length, 3 more, whether there are weights
+    lengths, weighted = facts[:, 0], facts[:, -1]
+    facts = np.column_stack([facts, np.cumsum(lengths) - lengths])
     ends = np.cumsum([int(share.facts[:, 0].sum()) for share in shares])
     index = world.home.ranks.index(world.rank)
+    first = sum(len(share.facts) for share in shares[:index])
+    numbers = tuple(range(first, first + len(shares[index].facts)))
     columns = [IDS, *[LABELS] * any(share.labelled for share in shares)]
     columns += [number_column(WEIGHTS)] * bool(weighted.any())
     columns += sorted({number_column(name) for share in shares for name in share.names})
     table = local.row_table(columns)
     rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)
-    return GatheredDocuments(world, tuple(numbers[index]), tuple(columns), ends, Facts(*facts.T), rows, rows)
+    return GatheredDocuments(world, numbers, tuple(columns), ends, Facts(*facts.T), rows, rows)
 
 
 def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
