@@ -52,11 +52,6 @@ def left_out(lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> P
     return replace(plan, micro_batches=plan.micro_batches[:-1])
 
 
-def exchanged(lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
-    """Heads exchanged by all slots."""
-    return one_by_one(lengths, home, options=replace(options, cp_comm_type="a2a"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Slow(Cost):
     """Groups of several slots take some seconds more."""
@@ -69,24 +64,8 @@ class Slow(Cost):
         return seconds if self.has_choice else seconds + self.more * (np.asarray(degree) > 1)
 
 
-class Infinite(Cost):
-    """No numbers."""
-
-    def work_seconds(self, tokens: Any, squares: Any) -> Any:
-        """Infinity."""
-        return np.full(np.broadcast_shapes(np.shape(tokens), np.shape(squares)), np.inf)
-
-
-class OneNumber(Cost):
-    """Not one number a group."""
-
-    def group_bytes(self, tokens: Any, degree: Any, documents: Any = 1) -> Any:
-        """One number for all groups."""
-        return 0.0
-
-
 slow = Slow(more=5.0, source="a slow network")
-infinite, one_number, number = Infinite(), OneNumber(), 3.0
+number = 3.0
 
 
 def of_model(model: Any) -> Cost:
