@@ -16,7 +16,7 @@ import longspan.model
 from longspan.comm import SequenceShard, World, bind
 from longspan.errors import LongspanError, ModelError
 from longspan.layout import Layout
-from longspan.model import load_model, prepare, prepare_model, save_model
+from longspan.model import load_model, prepare, prepared, save_model
 from longspan.model.exactness.row_trial import try_rows
 from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.call_rules import is_prepared
@@ -281,8 +281,8 @@ def test_a_failed_save_is_told_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_options_are_one_value_and_keywords_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_model, "prepare_language_model", lambda model, world, options: options)
-    monkeypatch.setattr(prepare_model, "try_rows_at_first_call", lambda model: None)
+    monkeypatch.setattr(prepared, "prepare_language_model", lambda model, world, options: options)
+    monkeypatch.setattr(prepared, "try_rows_at_first_call", lambda model: None)
     model: Any = object()
     options: Any = prepare(model, model, options=PrepareOptions(probe=False, recompute_layers=2), recompute_layers=1)
     assert options == PrepareOptions(probe=False, recompute_layers=1)

@@ -51,7 +51,7 @@ from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.exactness.trial_documents import TrialDocument
 from longspan.model.execution import model_execution
 from longspan.model.experts.moe import router_statistics
-from longspan.model.prepare_model import PrepareOptions
+from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.refusals import DOCTOR
 from longspan.model.vision.join import map_stock_names
 from longspan.plain_text import text_table

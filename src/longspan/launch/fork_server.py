@@ -30,7 +30,7 @@ PRELOAD: tuple[str, ...] = (
     "longspan.comm.world",
     "longspan.comm.shard",
     "longspan.attention",
-    "longspan.model.prepare_model",
+    "longspan.model.prepared",
     "longspan.train.step",
     "longspan.run.loop",
 )

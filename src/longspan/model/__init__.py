@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from longspan.model.multimodal.encoder import Encoder as Encoder
     from longspan.model.multimodal.multimodal_model import MultimodalModel as MultimodalModel
     from longspan.model.multimodal.prepare_encoder import prepare_encoder as prepare_encoder
-    from longspan.model.prepare_model import prepare as prepare
+    from longspan.model.prepared import prepare as prepare
     from longspan.model.presets import PRESETS as PRESETS
     from longspan.model.presets import preset_config as preset_config
     from longspan.model.saving.save import save_model as save_model

@@ -30,12 +30,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longspan.errors import ModelError, plural
-from longspan.model.experts.moe import expert_modules, note_layer_arguments, remove_argument_hooks
-from longspan.model.layers import decoder_layers
+from longspan.model.activations.tiles import TiledForward
+from longspan.model.experts.moe import note_layer_arguments, remove_argument_hooks
+from longspan.model.layers import decoder_layers, expert_modules
 from longspan.model.mtp.depths import MtpBlocks, model_depths
 from longspan.model.seams.forwards.norms import runs_in_one_pass, use_class_norms
 from longspan.model.seams.mixers import find_mixers, run_outside_graphs
-from longspan.model.tiled_layers import TiledForward
 from longspan.plan.cost.cost_changes import COMPILED_WIDTH
 
 Compiled = Literal["auto", "layers", "modules", "none"]

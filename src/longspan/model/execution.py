@@ -1,6 +1,6 @@
 """What a prepared model computes with, as a run records it: types of tensors, and the kernels of attention.
 
-It is decided in `placement.py` and by the probe; nothing here changes it. `check_same_kernels` compares the ranks'.
+It is decided in `sharding.py` and by the probe; nothing here changes it. `check_same_kernels` compares the ranks'.
 """
 
 from collections.abc import Sequence

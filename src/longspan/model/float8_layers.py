@@ -7,6 +7,7 @@ Head, embedding, norms, routers, adapters, encoders, the gates and decays of hea
 
 from collections.abc import Iterable, Iterator
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,16 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import belongs_to_adapter
-from longspan.model.experts.moe import expert_modules, router_modules
-from longspan.model.float8.compiled import trace_linear
+from longspan.model.experts.moe import router_modules
 from longspan.model.float8.products import linear_in_float8
-from longspan.model.float8.weights import add_float8_weights, find_float8_weight
-from longspan.model.layers import decoder_layers
+from longspan.model.float8.quantise import Scaled, quantise_by_torch
+from longspan.model.float8.scaled_products import multiply
+from longspan.model.float8.weights import add_float8_weights, find_float8_weight, find_kept_weight
+from longspan.model.layers import decoder_layers, expert_modules
 from longspan.model.mtp.depths import model_depths
 from longspan.model.mtp.names import PREFIX
-from longspan.model.placement import Placement
 from longspan.model.seams.refusals import has_instance_forward
+from longspan.model.sharding import Placement
 from longspan.model.tensor_parallel import family_plans as styles
 from longspan.model.tensor_parallel.plan import list_styles
 
@@ -173,3 +175,72 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
     float8_weight = find_float8_weight(linear, "weight")
     assert float8_weight is not None
     return linear_in_float8(input, weight, linear.bias, float8_weight)
+
+
+# ---- inside code that torch.compile traces: custom operators, as it cannot trace `products.py`
+
+# (torch 2.13 fails if the output of an autograd.Function goes into another one and its number of rows changes.) Rows
+# are converted by torch's operations, which the compiler fuses with the norm or gate before, and computes once for all
+# linears of the same rows. Weights are converted by the kernels, in each pass, or once for several passes
+# (`weights.quantise_once`).
+
+
+def trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x W' + bias of rows x (…, K) and a weight (N, K) in float8, within a graph.
+
+    The operator gets the rows in float8 for the product, and as they are for the gradients.
+
+    >>> y = trace_linear(x, layer.weight, layer.bias)  # (…, N)
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    y = _linear(rows, *quantise_by_torch(rows.detach()), weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("longspan::float8_linear", mutates_args=())
+def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply rows x (S, K), which are `values` times `scales` in float8, with a weight (N, K), and add a bias."""
+    return multiply(Scaled(values, scales), find_kept_weight(weight).rows(weight), x.dtype, bias)
+
+
+@torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
+def _row_gradient(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    """Multiply gradients of rows dy (S, N), which are `values` times `scales`, with the columns of a weight (N, K).
+
+    Only the dtype of dy is read.
+    """
+    return multiply(Scaled(values, scales), find_kept_weight(weight).columns(weight), dy.dtype)
+
+
+@_linear.register_fake
+def _(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@_row_gradient.register_fake
+def _(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
+    return dy.new_empty((dy.shape[0], weight.shape[1]))
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, _, _, weight, _ = inputs
+    ctx.save_for_backward(x if weight.requires_grad else None, weight)
+
+
+def _input_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operator's five inputs; None for `values` and `scales`, which follow from the rows.
+
+    The gradient of rows is a product in float8, that of the weight is computed without float8.
+    """
+    x, weight = ctx.saved_tensors
+    needs_rows, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
+    return (
+        _row_gradient(dy, *quantise_by_torch(dy), weight) if needs_rows else None,
+        None,
+        None,
+        (dy.t() @ x).to(weight.dtype) if needs_weight else None,
+        dy.sum(0) if needs_bias else None,
+    )
+
+
+_linear.register_autograd(_input_gradients, setup_context=_save_inputs)

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, PlanError
 from longspan.plan.memory import parameters
+from longspan.plan.shape.model_shape import read_experts
 
 
 def architecture_name(model: nn.Module) -> str:
@@ -173,3 +174,20 @@ def final_norm(model: PreTrainedModel) -> nn.Module | None:
         if norms := [child for child in module.children() if type(child).__name__.lower().endswith("norm")]:
             return norms[-1]
     return None
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that hold experts, by qualified name; they have attributes of transformers' interface."""
+    return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")}
+
+
+def has_experts(model: Any) -> bool:
+    """Return whether a model has experts, by its configuration or its modules."""
+    return read_experts(model.config).of_layer > 1 or bool(expert_modules(model))
+
+
+def innermost_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the innermost transformers model that holds the decoder layers."""
+    layer = next(iter(decoder_layers(model)))
+    models = [m for name, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(name)]
+    return models[-1]  # a module is listed before those inside it

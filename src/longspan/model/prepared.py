@@ -1,12 +1,13 @@
-"""A language model under a home: `model(input_ids, position_ids=, shard=)` then runs any plan.
+"""`prepare`: bring a Hugging Face model under a home, and the encoder of a vision-language model under one of its own.
 
-Whether a model may run is decided in `exactness/check_model.py`; the arguments of its calls are checked in
-`seams/attention_calls.py`, and its layers are sharded, split and recomputed by `placement.py`.
+`model(input_ids, position_ids=, shard=)` then runs any plan. Whether a model may run is decided in
+`exactness/check_model.py`; the arguments of its calls are checked in `seams/attention_calls.py`, and its layers are
+sharded, split and recomputed by `sharding.py`. How images reach it is in `vision/`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -15,26 +16,31 @@ from transformers import PreTrainedModel
 from longspan.attention import AttendCall
 from longspan.comm import World, raise_first_error
 from longspan.errors import ModelError
+from longspan.layout import Layout
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.activations.recompute import Recomputation
-from longspan.model.adapters import unwrap_model
+from longspan.model.adapters import find_adapter, unwrap_model
 from longspan.model.compiled_layers import (
     compile_layers,
     read_compiled_parts,
     start_compile_workers,
     unfuse_norms_in_graphs,
 )
+from longspan.model.exactness.adapter_rules import check_encoder_adapter
 from longspan.model.exactness.check_model import Evidence, check_model
+from longspan.model.exactness.meta_pass import FirstPass
+from longspan.model.exactness.row_trial import try_rows_at_first_call
 from longspan.model.execution import Execution, check_same_kernels
-from longspan.model.experts.moe import expert_modules, use_experts
+from longspan.model.experts.moe import use_experts
 from longspan.model.float8_layers import float8_error, use_float8
+from longspan.model.layers import expert_modules
 from longspan.model.lora.without_adapter import redirect_peft_model
+from longspan.model.multimodal.checks import check_encoder_home
+from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.parts import is_tied
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings
-from longspan.model.placement import Placement
 from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call, defer_temperature
-from longspan.model.seams.attention_record import FirstPass
 from longspan.model.seams.call_rules import (
     CallRules,
     has_prefix,
@@ -49,8 +55,10 @@ from longspan.model.seams.layer_arguments import keep_layer_arguments, number_la
 from longspan.model.seams.mixer_calls import check_kernels, shard_mixers
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.refusals import guard_model
-from longspan.model.sharding import Sharding
-from longspan.model.weights.fill import pop_deferred_weights
+from longspan.model.sharding import Placement, Sharding
+from longspan.model.take_apart import take_apart_or_undo
+from longspan.model.vision.join import IMAGE, EncoderHome, join_parts
+from longspan.model.weights.fill import find_deferred_weights, pop_deferred_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +128,124 @@ class PrepareOptions:
     def pipeline(self, world: World) -> PipelineSettings:
         """Decide the stages of the world's home. Raises PlanError for a schedule that does not fit it."""
         return PipelineSettings(self.pipeline_schedule, world.home.pp, self.virtual_stages)
+
+
+@overload
+def prepare(
+    model: PreTrainedModel | nn.Module,
+    world: World,
+    *,
+    encoder: None = None,
+    options: PrepareOptions | None = None,
+    **changes: Any,
+) -> PreTrainedModel | PipelineModel: ...
+
+
+@overload
+def prepare(
+    model: PreTrainedModel | nn.Module,
+    world: World,
+    *,
+    encoder: Layout | World | EncoderHome,
+    options: PrepareOptions | None = None,
+    **changes: Any,
+) -> MultimodalModel: ...
+
+
+@overload
+def prepare(
+    model: PreTrainedModel | nn.Module,
+    world: World,
+    *,
+    encoder: Layout | World | EncoderHome | None,
+    options: PrepareOptions | None = None,
+    **changes: Any,
+) -> PreTrainedModel | PipelineModel | MultimodalModel: ...
+
+
+def prepare(
+    model: PreTrainedModel | nn.Module,
+    world: World,
+    *,
+    encoder: Layout | World | EncoderHome | None = None,
+    options: PrepareOptions | None = None,
+    **changes: Any,
+) -> PreTrainedModel | PipelineModel | MultimodalModel:
+    """Bring a Hugging Face causal language model under the world's home; returns the same model.
+
+    >>> model = prepare(Qwen3ForCausalLM(config), world)
+    >>> shard = bind(plan.micro_batches[0], world).with_padding()
+    >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
+
+    Options are keywords, those of `PrepareOptions`, which `options=` takes as one value; keywords win.
+
+    All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
+    every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
+    `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
+    but attention, whose output is kept; `recompute_layers` is how many of a stage's layers, the first ones, do so (0:
+    all); `offload_activations` keeps in the host's memory what recomputation starts from. `measures` replaces these
+    three: a word of `longspan.plan.MEASURES` for each decoder layer of the whole model and then for each depth of
+    multi-token prediction, measures=("none", "selective+host", …), or one word for all.
+    `host_bytes` is how much of the host's memory a rank uses for this: `prepare` checks that it is there and allocates
+    it (0: the first step measures how much it needs).
+    `mlp_tile_rows` is the most rows that MLPs and experts compute at once, forward and backward (0: all rows), so that
+    only the intermediate values of one tile are in memory; each parameter still gets one gradient, summed in float32.
+    `segment_layers` n: of n neighbouring layers that recompute, only the input of the first is kept (0: that of each).
+    The others' inputs, and attention's outputs by their measure, are computed again when backward reaches the segment.
+    `compute_dtype` (such as bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type.
+    `attention_kernel` names a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
+    `mixer_kernels` names kernels of state-space layers that are used only on request: "mamba_ssm", "causal_conv1d", or
+    only "torch" (docs/hybrid.md).
+    `fused_norms` runs RMS norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can.
+    `float8="rows"` multiplies in float8 in the linears and experts of decoder layers, with one scale a row; gradients
+    of weights, head, norms, routers and adapters stay in bfloat16 (docs/precision.md).
+    `compiled` is "layers" (each decoder layer as two halves around attention, by torch.compile), "modules" or True (its
+    norms and MLPs), "auto" (layers on GPUs without tensor parallelism, of models whose hidden states have
+    2048 features or more), or "none".
+    `probe=False` skips the trial forward pass on the meta device that shows whether every layer reaches `attend`; the
+    model's first pass then shows it, and raises ModelError.
+
+    Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
+    PipelineModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
+    stages), "gpipe", "zero_bubble" or "zbv" (two virtual stages, folded). Parameters then stay gathered from the first
+    forward to the last backward pass of a step, whatever `reshard_after_forward` is.
+
+    Where `home.tp` is above 1, heads, widths and vocabulary are split over the tensor-parallel ranks of a slot by the
+    model's plan; with `sequence_parallel`, norms and residuals hold rows / tp of a slot's rows, which must be a
+    multiple of tp: plan with `row_multiple=home.tp`.
+
+    With `encoder`, a model from images and text to text becomes a MultimodalModel: its tower and projector run under
+    that home, and the rest under the world's. `encoder` is a Layout over the same ranks, for which a World is opened
+    that closes with `world`, or a World that is open. Settings of the encoder are those of the language model, or those
+    of an `EncoderHome`.
+
+    A PeftModel with a LoRA adapter: the transformers model inside it is prepared and returned; only its adapter is
+    trained and saved, and `longspan.without_adapter(model)` leaves it out for a while.
+
+    A model that draws at random outside attention in training, as by `resid_pdrop`, is evaluated as it is; training it
+    is refused. Whether rows influence each other outside attention, as by a patch or a hook, is tried by a few passes
+    before the first step or call (docs/limits.md).
+
+    Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
+    """
+    options = replace(options or PrepareOptions(), **changes)
+    if encoder is None:
+        prepared = prepare_language_model(model, world, options)
+        try_rows_at_first_call(prepared)
+        return prepared
+    home = EncoderHome.of(encoder, shard_parameters=options.shard_parameters, compute_dtype=options.compute_dtype)
+    stock = unwrap_model(model)
+    weights, adapter = find_deferred_weights(stock), find_adapter(stock)
+    check_encoder_home(IMAGE, home.layout, world)
+    with take_apart_or_undo(stock) as parts:
+        if adapter is not None:
+            check_encoder_adapter(parts.encoder, adapter, home.layout.tp)
+        language_model: Any = prepare_language_model(model, world, options)
+        try_rows_at_first_call(language_model)
+        language_model.adapter = adapter  # also if only the encoder has one
+        prepared = join_parts(parts, language_model, world, home, weights)
+    redirect_peft_model(model, prepared)
+    return prepared
 
 
 def prepare_language_model(

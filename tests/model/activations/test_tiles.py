@@ -15,8 +15,7 @@ from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.activations.tiles import run_in_tiles
-from longspan.model.tiled_layers import TiledForward
+from longspan.model.activations.tiles import TiledForward, run_in_tiles
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import MtpLoss, run_step

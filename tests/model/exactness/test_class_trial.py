@@ -1,6 +1,7 @@
 """The trial of a model's routing: what is its own of each row passes, whatever the family; what is not is named."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness import class_trial, small_copies
+from longspan.model.exactness.check_model import needs_class_trial
 from longspan.model.exactness.class_trial import refuse_class, try_class
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.experts import experts as gate
@@ -61,9 +63,8 @@ def test_every_exact_family_passes(family: str) -> None:
     assert try_class(family_model(family)) == class_trial.ClassTrial()
 
 
-def test_models_without_experts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(class_trial, "_try_small_copy", None)
-    refuse_class(tiny("qwen3"))
+def test_models_without_experts_are_not_tried() -> None:
+    assert not needs_class_trial(tiny("qwen3")) and needs_class_trial(family_model("qwen3_moe"))
 
 
 # ---- blocks of experts that are not exact over some of the rows
@@ -228,7 +229,7 @@ def test_phimoe_is_evaluated_and_its_training_refused() -> None:
 def test_noise_that_the_probe_does_not_see_is_still_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a forward pass does not run on the meta device."""
     monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", _with_noise)
-    monkeypatch.setattr("longspan.model.exactness.meta_record._training_draws", lambda *_: ())
+    monkeypatch.setattr("longspan.model.exactness.meta_pass._training_draws", lambda *_: Counter())
     with pytest.raises(ModelError, match="draws at random outside attention in training: numbers by which a small"):
         _trains(family_model("qwen3_moe"))
 

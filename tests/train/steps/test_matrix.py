@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from longspan.errors import LongspanError
-from longspan.model.experts.expert_parallel import check_experts
+from longspan.model.experts.moe import check_experts
 from longspan.testing import run_ranks
 from tests.mutation import mutated
 from tests.pairs import every_pair, pairs_of

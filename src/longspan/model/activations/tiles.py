@@ -6,21 +6,29 @@ or weighted sums), so that recomputation stops early, *before* the function runs
 and runs, tile by tile, the forward pass with a graph and all gradients. Gradients of parameters are summed over tiles
 in float32 (float64 for float64) and returned once, so that FSDP2, copies and hooks see one gradient a parameter.
 
-Which modules run so is in `tiled_layers.py`.
+MLPs and experts of decoder layers run so, but for experts outside transformers' interface, and modules that take other
+tensors next to their rows.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
 
 from longspan.comm.shard import outside_graphs
 from longspan.errors import ModelError
+from longspan.model.float8.weights import quantise_once
+from longspan.model.layers import decoder_layers, expert_modules
+from longspan.model.mtp.depths import mtp_blocks
 
 ROWS = -2  # the dim of rows (…, R, W)
+TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows: the most rows of one
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -226,3 +234,86 @@ def use_random_states(states: tuple[Tensor, Tensor | None] | None, device: torch
         if of_device is not None:
             torch.cuda.set_rng_state(of_device, device)
         yield
+
+
+class TiledForward:
+    """The forward of an MLP over tiles of at most `tile_rows` rows; `run` is the forward of one tile.
+
+    >>> mlp.forward = TiledForward(mlp, 16384)  # doctest: +SKIP
+    """
+
+    def __init__(self, module: nn.Module, tile_rows: int) -> None:
+        self.tile_rows = tile_rows
+        self.run: Callable[..., Tensor] = module.forward
+        self._module = module
+
+    def __call__(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        """Compute the module's output of rows (…, R, D); the other arguments, which have no rows, go to every tile."""
+        count = count_tiles(x.shape[ROWS], self.tile_rows)
+        if count == 1:
+            return self.run(x, *others, **named)
+        module, run = self._module, lambda rows: self.run(rows, *others, **named)
+        around = partial(quantise_once, module)  # weights in float8 are made once for all tiles
+        draws = draws_at_random(module)
+        return run_in_tiles(run, (x,), tuple(module.parameters()), count, draws=draws, around=around)
+
+    def compile_run(self, backend: str) -> None:
+        """Compile the forward of one tile, for any number of rows."""
+        self.run = torch.compile(self.run, dynamic=True, backend=backend)
+
+
+def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:
+    """Find the outermost MLPs of a decoder layer by name: of dense layers, and of experts that every row visits."""
+    mlps: dict[str, nn.Module] = {}
+    for name, module in layer.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in mlps)
+        has_experts = any(type(part).__name__.endswith("Experts") for part in module.modules())  # tiled, or refused
+        if not inside and type(module).__name__.lower().endswith("mlp") and not has_experts:
+            mlps[name] = module
+    return mlps
+
+
+def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
+    """Raise ModelError, naming modules, where the MLPs or experts of a model cannot run in tiles of so many rows."""
+    if tile_rows < 0:
+        raise ModelError(f"mlp_tile_rows is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
+    has_any = False
+    for name, layer in _layers(model).items():
+        experts = expert_modules(layer)
+        for inner, module in layer.named_modules():
+            if type(module).__name__.endswith("Experts") and inner not in experts:
+                raise ModelError(
+                    f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(module).__name__}) does not use "
+                    "transformers' interface of experts, through which they run in tiles; use 0"
+                )
+        for inner, mlp in find_mlps(layer).items():
+            arguments = inspect.signature(mlp.forward).parameters.values()
+            positional = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            if len(tensors := [p.name for p in positional if p.default is p.empty]) > 1:
+                raise ModelError(
+                    f"mlp_tile_rows is {tile_rows}, and {name}.{inner} ({type(mlp).__name__}) takes "
+                    f"{', '.join(tensors)}: only an MLP of one tensor of rows runs in tiles; use 0"
+                )
+            has_any = True
+        has_any = has_any or bool(experts)
+    if not has_any:
+        raise ModelError(
+            f"mlp_tile_rows is {tile_rows}, and no decoder layer of {type(model).__name__} has an MLP (a module whose "
+            "class ends in MLP) or experts of transformers' interface to run in tiles; use 0"
+        )
+
+
+def tile_layers(model: PreTrainedModel, tile_rows: int) -> None:
+    """Let the MLPs and experts of the decoder layers that are here run over tiles of at most so many rows.
+
+    Call this after layers are split over tensor-parallel ranks, since each tile makes the exchanges of a split layer.
+    """
+    for layer in _layers(model).values():
+        for mlp in find_mlps(layer).values():
+            mlp.forward = TiledForward(mlp, tile_rows)
+        for experts in expert_modules(layer).values():
+            setattr(experts, TILE_ROWS, tile_rows)  # their forward, which is longspan's, reads it
+
+
+def _layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    return decoder_layers(model) | mtp_blocks(model)

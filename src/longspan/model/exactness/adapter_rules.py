@@ -14,6 +14,7 @@ from longspan.errors import ModelError
 from longspan.model.adapters import (
     Adapter,
     adapter_parameters,
+    base_module,
     belongs_to_adapter,
     is_adapted,
     is_copied,
@@ -44,8 +45,8 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     is checked in `tensor_parallel/split_adapters.py`.
     """
     _refuse_adapted_embedding(model, world)
-    reasons = [*configuration_reasons(adapter)]  # what peft then did to the model is a consequence
-    reasons = reasons or [*layer_reasons(model), *_value_reasons(model), *_parameter_reasons(model)]
+    reasons = [*_configuration_reasons(adapter)]  # what peft then did to the model is a consequence
+    reasons = reasons or [*_layer_reasons(model), *_value_reasons(model), *_parameter_reasons(model)]
     if world.home.pp > 1:
         reasons += _stage_reasons(model)
     if reasons:
@@ -87,7 +88,7 @@ def _parameter_bytes(x: Tensor) -> Any:
     return x.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
-def configuration_reasons(adapter: Adapter) -> Iterator[str]:
+def _configuration_reasons(adapter: Adapter) -> Iterator[str]:
     """Yield why an adapter of this configuration cannot be trained, whatever layers it is in."""
     config = adapter.config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -104,7 +105,7 @@ def configuration_reasons(adapter: Adapter) -> Iterator[str]:
         yield f"bias is {config.bias!r}, and biases of the base model stay frozen; use bias='none'"
 
 
-def layer_reasons(model: nn.Module) -> Iterator[str]:
+def _layer_reasons(model: nn.Module) -> Iterator[str]:
     """Yield the first reason why one of the layers that peft has put into a module cannot be trained."""
     for name, module in peft_modules(model).items():
         layer: Any = module
@@ -166,4 +167,42 @@ def _stage_reasons(model: PreTrainedModel) -> Iterator[str]:
         yield (
             "it changes an embedding that is tied to the head, of which the first and the last pipeline stage hold a "
             "copy each; leave embed_tokens and lm_head out, or use pp 1"
+        )
+
+
+def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None:
+    """Raise ModelError, with every reason, for an adapter that is not shown to be exact in an encoder under this tp.
+
+    Ranks need not agree on the error: `prepare_encoder` checks that the adapter is the same on all.
+    """
+    if not peft_modules(encoder):
+        return
+    if reasons := [
+        *_configuration_reasons(adapter),
+        *_layer_reasons(encoder),
+        *_encoder_reasons(encoder, adapter, tp),
+    ]:
+        raise ModelError(
+            f"the adapter {adapter.name!r} of a tower or projector cannot be trained: {'; '.join(reasons)}"
+        )
+
+
+def _encoder_reasons(encoder: nn.Module, adapter: Adapter, tp: int) -> Iterator[str]:
+    """Yield why an adapter in an encoder cannot be trained or saved, or would not be exact under this tp."""
+    modules = peft_modules(encoder)
+    if copied := [name for name, module in modules.items() if is_copied(module)]:
+        yield (
+            f"modules_to_save has {', '.join(copied[:2])}; leave it out and call requires_grad_(True) of that module: "
+            "it is saved as one of modules_to_save"
+        )
+    adapted = {name: base_module(module) for name, module in modules.items() if is_adapted(module)}
+    if trained := [name for name, linear in adapted.items() if any(p.requires_grad for p in linear.parameters())]:
+        yield f"{', '.join(trained[:2])} have adapters, and weights that are trained too; train one of them"
+    for key in ("use_dora", "lora_bias"):
+        if tp > 1 and getattr(adapter.config, key, False):
+            yield f"{key} is set, which is not shown to be exact under the encoder's tp {tp}; use tp 1"
+    if tp > 1 and adapter.dropout:
+        yield (
+            f"lora_dropout is {adapter.dropout:g}, and the encoder's {tp} tensor-parallel ranks would drop different "
+            "inputs; use tp 1"
         )

@@ -14,12 +14,13 @@ from longspan.attention import AttendCall
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, find_adapter
 from longspan.model.exactness.adapter_rules import check_adapter, check_equal_adapters
-from longspan.model.exactness.class_trial import refuse_class, try_class
+from longspan.model.exactness.class_trial import refuse_class
 from longspan.model.exactness.declared_rules import refuse_unsupported
-from longspan.model.exactness.meta_record import check_kernel, record_model
+from longspan.model.exactness.meta_pass import check_kernel, record_model
+from longspan.model.layers import has_experts, innermost_decoder
 from longspan.model.mtp.depths import replace_copied_depths
-from longspan.model.placement import Placement
 from longspan.model.seams.call_rules import is_prepared
+from longspan.model.sharding import Placement
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ def check_model(
        the host show whether rows influence each other outside attention.
     3. Its adapter, and its placement under the home (`adapter_rules.py`, `placement`). That includes shared layers, and
        blocks whose features would be split (`tensor_parallel/split_trial.py`); ranks compare their adapters.
-    4. Two passes of the connected model on the meta device (`meta_record.py`), in evaluation and in training: every
+    4. Two passes of the connected model on the meta device (`meta_pass.py`), in evaluation and in training: every
        layer reaches attention, for calls that the kernel can do. They also record random draws outside attention, for
        which training is refused when it is tried (`seams/call_rules.py`). Without `probe` the first pass over a shard
-       shows the layers that do not reach attention (`seams/attention_record.py`).
+       shows the layers that do not reach attention (`meta_pass.py`).
     5. The model itself, placed, before its first step or call in training and in evaluation mode: `try_rows` runs a few
        rows next to others, and compares (`row_trial.py`).
 
@@ -67,10 +68,18 @@ def check_model(
     encoder under tensor parallelism (`tensor_parallel/split_trial.py`, its first call), pipeline stages and the loss by
     rows (on the meta device, in `pipeline/stages.py` and `seams/forwards/row_loss.py`).
     """
+    if is_prepared(model):
+        raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
     with replace_copied_depths(model):
-        adapter = _check_before_change(model, placement, stages)
-    assert isinstance(model, PreTrainedModel)  # others were refused
-    class_draws = try_class(model).draws
+        refuse_unsupported(model)
+        assert isinstance(model, PreTrainedModel)  # others were refused
+        class_draws = refuse_class(model) if needs_class_trial(model) else ()
+        adapter = find_adapter(model)
+        if adapter is not None:
+            check_adapter(model, adapter, placement.world)
+        placement.check_placement(model, stages)
+        if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
+            check_equal_adapters(model, placement.world)
     connect(model)
     record = record_model(model, class_draws, probe=probe)
     device, dtype = placement.world.device, placement.dtype_of(model)
@@ -78,20 +87,6 @@ def check_model(
     return Evidence(adapter, calls, record.draws, record.draws_in_evaluation)
 
 
-def _check_before_change(model: nn.Module, placement: Placement, stages: int) -> Adapter | None:
-    """Check all that is known before anything is changed: what is declared, the class, the adapter, the placement.
-
-    Returns the model's adapter.
-    """
-    if is_prepared(model):
-        raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
-    refuse_unsupported(model)
-    assert isinstance(model, PreTrainedModel)  # others were refused
-    refuse_class(model)
-    adapter = find_adapter(model)
-    if adapter is not None:
-        check_adapter(model, adapter, placement.world)
-    placement.check_placement(model, stages)
-    if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
-        check_equal_adapters(model, placement.world)
-    return adapter
+def needs_class_trial(model: PreTrainedModel) -> bool:
+    """Whether a small copy of the class is tried: of one with experts, or that is not transformers' own."""
+    return has_experts(model) or not type(innermost_decoder(model)).__module__.startswith("transformers.")

@@ -28,13 +28,12 @@ from longspan.model.exactness.small_copies import (
     trial_error,
     try_once,
 )
-from longspan.model.experts.moe import expert_modules, mix_all_rows
-from longspan.model.layers import decoder_layers
+from longspan.model.experts.moe import mix_all_rows
+from longspan.model.layers import expert_modules, has_experts, innermost_decoder
 from longspan.model.seams.attention_calls import defer_temperature
 from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.separate_rows import attend_separately
-from longspan.plan.shape.model_shape import read_experts
 
 _STAND_IN = "longspan_separate_rows"
 _ROWS, _EXPERTS = 48, 8
@@ -51,44 +50,28 @@ class ClassTrial:
 
 
 def try_class(model: PreTrainedModel) -> ClassTrial:
-    """Try a small model of a model's class, once for each configuration. The model itself is not touched.
-
-    Classes of transformers without experts are not tried here, only before their first step. That a small model cannot
-    be made or run is a reason only if it has experts.
-    """
-    base, experts = _innermost_decoder(model), has_experts(model)
-    if not experts and type(base).__module__.startswith("transformers."):
-        return ClassTrial()
+    """Try a small model of a model's class, once for each configuration. The model itself is not touched."""
+    base = innermost_decoder(model)
     key = "class", type(base), base.config.to_json_string()
-    return try_once(key, lambda: _try_small_copy(type(base), base.config, required=experts))
+    return try_once(key, lambda: _try_small_copy(type(base), base.config, required=has_experts(model)))
 
 
-def has_experts(model: nn.Module) -> bool:
-    """Return whether a model has experts, by its configuration or its modules."""
-    return read_experts(model.config).of_layer > 1 or bool(expert_modules(model))
-
-
-def refuse_class(model: PreTrainedModel) -> None:
-    """Raise ModelError, with every reason that the trial found, for a model of a class that would not be exact."""
-    if reasons := try_class(model).reasons:
-        raise ModelError(f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(reasons)}")
-
-
-def _innermost_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the innermost transformers model that holds the decoder layers."""
-    layer = next(iter(decoder_layers(model)))
-    models = [m for name, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(name)]
-    return models[-1]  # a module is listed before those inside it
+def refuse_class(model: PreTrainedModel) -> tuple[str, ...]:
+    """Raise ModelError, with every reason, for a model of a class that would not be exact; returns its random draws."""
+    trial = try_class(model)
+    if trial.reasons:
+        raise ModelError(
+            f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(trial.reasons)}"
+        )
+    return trial.draws
 
 
 def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
-    """Try a small model of a class; that it cannot be run is a reason only if the trial is `required`.
-
-    A class that draws at random in training is compared in evaluation mode: draws would differ from pass to pass.
-    """
+    # A class that draws at random in training is compared in evaluation mode: draws would differ from pass to pass.
+    # That a small model cannot be made or run is a reason only where the trial is required, of a class with experts.
     try:
         model = _make_small_model(kind, config)
-        draws = _random_draw_reasons(model)
+        draws = _random_draws(model)
         return ClassTrial(tuple(_row_reasons(model.train(not draws))), draws)
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
@@ -98,7 +81,6 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
 
 
 def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Make a small model of a class on the host, in float64, whose attention and mixers see single rows."""
     small = shrink_configuration(config, experts=_EXPERTS)
     torch.manual_seed(0)
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
@@ -120,7 +102,6 @@ def _attend_by_row(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stand in for transformers' attention function without attention: each row by itself."""
     return attend_separately(query, key, value, scaling), None
 
 
@@ -128,8 +109,6 @@ AttentionInterface.register(_STAND_IN, _attend_by_row)
 
 
 class _Pass(NamedTuple):
-    """The results of one pass over some rows, by module and parameter."""
-
     rows: Tensor  # (R, D)
     gradients: dict[str, Tensor | None]
     outputs: dict[str, list[Tensor]]  # of modules, (R, …) each, in the order in which they were called
@@ -156,7 +135,7 @@ def _run_rows(model: PreTrainedModel, order: Tensor) -> _Pass:
 
 
 def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
-    """Yield the tensors of so many rows, (R, …) or (1, R, …), among the outputs of a module, each as (R, ·)."""
+    # Those of shape (R, …) or (1, R, …), each as (R, ·).
     for leaf in tree_leaves(out if isinstance(out, tuple | list) else [out]):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             leaf = leaf.detach()
@@ -167,11 +146,8 @@ def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _random_draw_reasons(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return in words what a class draws at random if two runs with different seeds differ; else nothing.
-
-    `model` is in training mode, in which a class may draw.
-    """
+def _random_draws(model: PreTrainedModel) -> tuple[str, ...]:
+    """In words what a class, whose model is in training mode, draws if two runs with different seeds differ."""
     outs: list[Tensor] = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -181,10 +157,7 @@ def _random_draw_reasons(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield how results of rows in pieces differ from those of all rows at once.
-
-    Gradients and experts are compared only if outputs are equal, since other outputs have other gradients.
-    """
+    # Gradients and experts are compared only if outputs are equal, since other outputs have other gradients.
     # Buffers that are not saved may only log what was run; if results depend on them, rows differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
     all_rows = _run_rows(model, torch.arange(_ROWS))
@@ -206,10 +179,7 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
-    """Name the first module inside the model whose outputs differ between all rows at once and rows in pieces.
-
-    A module that is not called equally often for each piece cannot be compared.
-    """
+    # A module that is not called equally often for each piece cannot be compared.
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
             pieces = [piece_pass.outputs[name][i] for piece_pass in parts if i < len(piece_pass.outputs.get(name, ()))]
@@ -219,7 +189,6 @@ def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> st
 
 
 def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> Iterator[str]:
-    """Yield the first gradient that is not the sum of those of the pieces, or that is missing in one of them."""
     for name, gradient in whole.gradients.items():
         pieces = [piece_pass.gradients[name] for piece_pass in parts]
         present = [piece for piece in pieces if piece is not None]
@@ -235,16 +204,14 @@ def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> It
 
 
 def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the first module of experts, if any, for which our function computes something else than its class."""
     for name, experts in expert_modules(model).items():
         count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
         x = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
         experts_of_rows = torch.rand(_ROWS, count).topk(min(2, count)).indices
         weights = torch.rand(experts_of_rows.shape, dtype=torch.float64)
         with torch.no_grad():
-            error = relative_error(
-                mix_all_rows(experts, x, experts_of_rows, weights), experts(x, experts_of_rows, weights)
-            )
+            stock = experts(x, experts_of_rows, weights)
+            error = relative_error(mix_all_rows(experts, x, experts_of_rows, weights), stock)
         if error > _TOLERANCE:
             yield f"{name} ({type(experts).__name__}) computes something of its own: ours differs by {error:.1e}"
             return

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.exactness.meta_pass import run_on_meta
 from longspan.model.layers import decoder_layers
 from longspan.model.mtp.layer_inputs import CopiedLayer, NotedLayer, copy_without_layers, depends_on_parameters
-from longspan.model.seams.meta_pass import run_on_meta
 
 
 def layer_to_copy(model: PreTrainedModel) -> CopiedLayer:

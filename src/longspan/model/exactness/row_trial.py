@@ -22,16 +22,15 @@ from torch import Tensor, nn
 from longspan.comm import SequenceShard, World, raise_first_error, world_of
 from longspan.errors import ModelError
 from longspan.model.compiled_layers import is_compiled
-from longspan.model.exactness.class_trial import has_experts
+from longspan.model.exactness.meta_pass import preserve_attributes
 from longspan.model.exactness.observed_pass import COUNT, Key, ObservedPass, Precision, TrialRows, make_trial_rows
 from longspan.model.execution import model_execution
-from longspan.model.layers import decoder_layers
+from longspan.model.layers import decoder_layers, has_experts
 from longspan.model.mtp.depths import model_depths
 from longspan.model.parts import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.seams.call_rules import call_rules, is_prepared
-from longspan.model.seams.meta_pass import preserve_attributes
 from longspan.model.seams.refusals import doctor_hint
 from longspan.model.seams.separate_rows import SeparateRows
 from longspan.model.sharding import reshard

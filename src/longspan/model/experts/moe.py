@@ -13,7 +13,7 @@ which runs again where a layer is recomputed, keeps the shard for the rest of th
 the interface.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -31,19 +33,21 @@ from longspan.comm.moves.row_exchange import all_to_all_rows, exchange_counts
 from longspan.comm.shard import outside_graphs
 from longspan.comm.world import world_of
 from longspan.errors import ModelError
-from longspan.model.activations.tiles import count_tiles, run_in_tiles
+from longspan.layout import Layout
+from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
 from longspan.model.experts.experts import Loads, run_experts
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
 from longspan.model.experts.rows import Visits, spread_rows, sum_visits
 from longspan.model.float8.weights import quantise_once
-from longspan.model.layers import architecture_name, decoder_layers
+from longspan.model.layers import architecture_name, decoder_layers, expert_modules
 from longspan.model.mtp.depths import PREFIX, mtp_blocks
-from longspan.model.seams.attention_record import Probe
+from longspan.model.seams.attention_calls import Probe
 from longspan.model.seams.layer_arguments import find_layer_router, find_layer_shard
 from longspan.model.seams.mixers import is_mixer
+from longspan.model.weights.fill import copy_to_device
+from longspan.plan.shape.model_shape import no_experts_text
 
 IMPLEMENTATION = "longspan"
-TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows: the most rows of one
 
 
 class _LayerArguments(NamedTuple):
@@ -54,11 +58,6 @@ class _LayerArguments(NamedTuple):
 
 
 _layer_arguments: ContextVar[_LayerArguments | None] = ContextVar("longspan_layer", default=None)
-
-
-def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that hold experts, by qualified name; they have attributes of transformers' interface."""
-    return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")}
 
 
 def router_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -316,3 +315,86 @@ def _order_by_expert(counts: np.ndarray) -> np.ndarray:
     starts = (counts.cumsum() - counts.ravel()).reshape(counts.shape)  # where a sender's rows for an expert begin
     runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), counts.T.ravel(), strict=True)]
     return np.concatenate([np.zeros(0, dtype=np.int64), *runs])
+
+
+# ---- parameters where `ep` or `tp` is above 1
+
+# An experts' parameter (E, …) becomes a DTensor Shard(0) on the ep mesh, and FSDP2 shards each of its parts over the
+# ranks that hold the same experts, tensor-parallel ones too, so that checkpoints, norms and saved models see one whole
+# tensor. A rank's gradient comes from the rows (tokens) that its ep group sends it, and FSDP2 adds the gradients of the
+# other groups: the plain sum over all slots, as for other parameters.
+
+
+def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: bool) -> None:
+    """Raise ModelError, before the first collective, where the model does not allow the layout's `ep`.
+
+    `ep` needs sharded parameters and a number of experts that it divides; some dim of each experts' parameter must
+    then divide over the ranks that hold the same experts.
+    """
+    modules = expert_modules(model)
+    if home.ep > 1 and not modules:
+        raise ModelError(no_experts_text(home.ep, type(model).__name__))
+    if home.ep > 1 and not shard_parameters:
+        raise ModelError(
+            f"the home has ep {home.ep}, which needs sharded parameters; use shard_parameters=True or ep 1"
+        )
+    for name, experts in modules.items():
+        count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
+        if count % home.ep:
+            fitting = [str(d) for d in range(1, count + 1) if count % d == 0 and home.slots % d == 0]
+            raise ModelError(
+                f"ep {home.ep} does not divide the {count} experts of {name}; over {home.slots} slots use ep "
+                f"{' or '.join(fitting)}"
+            )
+        if shard_parameters and home.ep * home.tp > 1:
+            for key, parameter in experts.named_parameters(recurse=False):
+                _shard_dim(f"{name}.{key}", parameter.shape, home)  # raises if no dim divides
+
+
+def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
+    """Split and shard the experts of every layer, before the layers are sharded; all ranks call it together.
+
+    Ranks of pipeline stages without experts call it too, as all ranks make the meshes together. With ep and tp 1 there
+    is nothing to do: experts are sharded with their layer.
+    """
+    home = world.home
+    if home.ep == home.tp == 1:
+        return
+    mesh = world.meshes.expert
+    # inputs are not cast, so that routing weights keep their dtype
+    policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    for experts in expert_modules(model).values():
+        if home.ep > 1:
+            _keep_local_experts(experts, world)
+        fully_shard(
+            experts,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            # without a name for messages, as `check_experts` has raised them
+            shard_placement_fn=lambda parameter: Shard(_shard_dim("", parameter.shape, home)),
+        )
+
+
+def _keep_local_experts(experts: nn.Module, world: World) -> None:
+    rank, ep = world.slot % world.home.ep, world.home.ep
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        local = copy_to_device(parameter.detach().chunk(ep)[rank], world.device)
+        split_parameter = DTensor.from_local(local, world.meshes.ep, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(split_parameter, requires_grad=parameter.requires_grad))
+
+
+def _shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
+    """Return which dim of an experts' parameter (E, …), cut by `ep`, FSDP2 shards: the first that divides evenly.
+
+    Raises ModelError if none does.
+    """
+    ranks = home.slots // home.dp_replicate // home.ep * home.tp  # that hold the same experts
+    sizes = (shape[0] // home.ep, *shape[1:])
+    for dim, size in enumerate(sizes):
+        if size % ranks == 0:
+            return dim
+    raise ModelError(
+        f"{name} {tuple(shape)} dealt over ep {home.ep} leaves {sizes}; the {ranks} ranks that hold the same experts "
+        "divide none of these; use another ep or number of slots"
+    )

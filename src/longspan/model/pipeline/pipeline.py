@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
+from longspan.model.exactness.meta_pass import check_recorded_calls
 from longspan.model.experts.moe import router_sizes
 from longspan.model.layers import Absent, decoder_model, stage_layers, text_name
 from longspan.model.mtp.depths import model_depths
@@ -26,7 +27,7 @@ from longspan.model.pipeline.copies import StageCopies
 from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
 from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut_model, refuse_dependent_layers, refuse_inexact
-from longspan.model.seams.attention_record import check_recorded_calls, record_calls
+from longspan.model.seams.attention_calls import recorded_calls
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import reshard
 
@@ -200,7 +201,7 @@ class PipelineModel(nn.Module):
             for stage in stages:
                 stage.inputs = inputs
             if inputs and not self.probed:
-                record_calls(inputs[0].shard)  # one micro-batch shows what every layer calls
+                recorded_calls.setdefault(inputs[0].shard, [])  # one micro-batch shows what every layer calls
             try:
                 _run_watched_schedule(step, world)
             finally:

@@ -10,7 +10,9 @@ transformers counts among the rows of a call: here by the rows' own positions.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +23,36 @@ from longspan.comm import SequenceShard, world_of
 from longspan.comm.shard import outside_graphs
 from longspan.errors import ModelError
 from longspan.model.layers import architecture_name, reads_other_modalities
-from longspan.model.seams.attention_record import Probe, RecordedCall, call_record, unknown_tensors
 from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
 from longspan.model.seams.layer_arguments import check_shard, find_layer_kernel, find_layer_shard, find_shard
 from longspan.model.seams.separate_rows import SeparateRows, attend_separately
 
 _BY_POSITION = "scales_queries_by_position"
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call of attention: its layer, the features it needs, and the tensors for which `attend` has no argument."""
+
+    module: nn.Module
+    causal: bool
+    softcap: float | None
+    sinks: bool
+    unknown: tuple[str, ...]
+    head_size: int = 0
+    value_size: int = 0
+    window: int | None = None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """In place of a shard: the attention function records its caller in `calls`, and does not attend."""
+
+    calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
+
+
+recorded_calls = WeakKeyDictionary[SequenceShard, list[RecordedCall]]()  # of passes that run, for models not probed
 
 
 def defer_temperature(model: nn.Module) -> None:
@@ -98,9 +124,11 @@ def sharded_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if shard is None:  # its layer keeps keyword arguments to itself
         shard, attention_kernel = find_layer_shard(), attention_kernel or find_layer_kernel()
-    if (calls := call_record(shard)) is not None:
-        sizes, unknown = (query.shape[-1], value.shape[-1]), unknown_tensors(kwargs)
+    if isinstance(shard, Probe) or shard in recorded_calls:
+        sizes, ignored = (query.shape[-1], value.shape[-1]), {"position_ids", "cache_position"}
+        unknown = tuple(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in ignored)
         limits = {"window": sliding_window, "chunk": chunk_size(module)}
+        calls = shard.calls if isinstance(shard, Probe) else recorded_calls[shard]
         calls.append(RecordedCall(module, causal, softcap, s_aux is not None, unknown, *sizes, **limits))
     if isinstance(shard, Probe):
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None

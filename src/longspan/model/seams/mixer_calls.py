@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 
 from longspan.comm import SequenceShard
 from longspan.errors import LayoutError, ModelError
-from longspan.model.seams.attention_record import Probe
+from longspan.model.seams.attention_calls import Probe
 from longspan.model.seams.layer_arguments import check_shard, find_layer_shard
 from longspan.model.seams.mixers import find_mixers, replace_functions
 from longspan.model.seams.separate_rows import SeparateRows, convolve_separately, scan_separately

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers, expand_runs
-from longspan.model.seams.attention_record import Probe
+from longspan.model.seams.attention_calls import Probe
 from longspan.model.seams.layer_arguments import find_layer_shard
 
 _CALL = "_shard_of_call"

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.exactness.meta_pass import run_on_meta
 from longspan.model.layers import base_model
 from longspan.model.mtp.depths import deeper_states, find_copied_layer, model_depths, refuse_bypass
 from longspan.model.mtp.layer_inputs import layer_inputs
-from longspan.model.seams.attention_record import Probe
+from longspan.model.seams.attention_calls import Probe
 from longspan.model.seams.forwards.after_base import Forward, ModelAfterBase, refuse_other_forward
-from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.refusals import doctor_hint
 

@@ -1,0 +1,431 @@
+"""What forward passes on the meta device show of a model: how it attends, and what it draws at random.
+
+The model's own modules run over two rows, with meta tensors in place of parameters: that costs no memory and changes
+nothing. A model that was prepared without these passes shows how it attends in its first pass over a shard. Numbers
+that numpy or a kernel outside of torch draws are not seen.
+"""
+
+import copy
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx.experimental import _config
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from longspan.attention import AttendCall, Mask, choose_kernel
+from longspan.attention.call import Dropout
+from longspan.attention.kernels import find_kernel
+from longspan.comm import SequenceShard
+from longspan.errors import AttentionError, ModelError, plural
+from longspan.model.layers import decoder_layers
+from longspan.model.parts import preserve_modes
+from longspan.model.seams.attention_calls import Probe, RecordedCall, recorded_calls
+from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers
+from longspan.model.seams.refusals import doctor_hint, items_text, stock_class_name
+
+VALUES_READ = "the forward read values of tensors on the meta device, which were made up"
+
+
+def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **more: Any) -> Any:
+    """Run the model's forward on two rows, on the meta device; an argument of `more` that is None is left out.
+
+    With `gradients`, whatever depends on parameters requires a gradient, even if they are frozen. A forward that reads
+    values, as a loop over the experts that got rows does, gets zeros, and every element is taken to be nonzero: the
+    pass shows one of the paths through the model. Attributes of modules and the state of random numbers are restored;
+    changes inside other objects of a module are not noticed.
+    """
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    settings: Any = _config  # torch.nonzero has no shape there unless all elements are taken to be nonzero
+    values, tensors = _MadeUpValues(), _meta_tensors(model)
+    if gradients:
+        for name in tensors.keys() & dict(model.named_parameters(remove_duplicate=False)).keys():
+            tensors[name].requires_grad_(tensors[name].is_floating_point())
+    try:
+        nonzero = settings.patch(meta_nonzero_assume_all_nonzero=True)
+        with (
+            preserve_attributes(model),
+            torch.random.fork_rng(devices=[]),
+            torch.set_grad_enabled(gradients),
+            nonzero,
+            values,
+        ):
+            # Tied parameters have a stand-in under each of their names, which torch refuses if it is to tie them.
+            return functional_call(model, tensors, (), inputs, tie_weights=False)
+    except Exception as error:
+        if values.read:
+            error.add_note(VALUES_READ)
+        raise
+
+
+def _meta_tensors(model: nn.Module) -> dict[str, Tensor]:
+    # A module under two names, as a layer that others share, is named once: torch would put the first stand-in back in
+    # place of the parameter.
+    return {
+        f"{prefix}.{name}" if prefix else name: torch.empty_like(tensor, device="meta")
+        for prefix, module in model.named_modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
+
+
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}  # what every module has: hooks, children, parameters
+
+
+@contextmanager
+def preserve_attributes(model: nn.Module) -> Iterator[None]:
+    """Restore attributes of modules, buffers among them, and the contents of their lists and dicts."""
+    saved = list[tuple[Any, Any]]()
+    for module in model.modules():
+        values = [value for name, value in vars(module).items() if name not in _OF_MODULES]
+        containers = [value for value in values if type(value) in (list, dict, set, deque)]
+        saved += [(container, copy.copy(container)) for container in (vars(module), *containers)]
+    try:
+        yield
+    finally:
+        for container, content in saved:  # the containers themselves, as other objects may refer to them
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(content)
+
+
+_READS: dict[Any, Callable[..., Any]] = {
+    Tensor.item: lambda x: 0.0 if x.is_floating_point() else 0,
+    Tensor.tolist: lambda x: torch.zeros(x.shape, dtype=x.dtype).tolist(),
+    Tensor.__int__: lambda x: 0,
+    Tensor.__index__: lambda x: 0,
+    Tensor.__float__: lambda x: 0.0,
+    **dict.fromkeys((Tensor.__bool__, Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero), lambda *_: False),
+    **dict.fromkeys((Tensor.equal, torch.equal, Tensor.allclose, torch.allclose), lambda *_, **__: False),
+}
+
+
+class _MadeUpValues(TorchFunctionMode):
+    """Answers reads of values on the meta device with zeros; `read` becomes True at the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READS and args[0].is_meta:
+            self.read = True
+            return _READS[func](*args, **(kwargs or {}))
+        if func is Tensor.__getitem__:
+            # A scalar tensor as an index counts as 0, as torch would read its value; a boolean is a mask and stays.
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = (args[0], tuple(0 if _is_scalar(i) else i for i in index))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_scalar(index: object) -> bool:
+    return isinstance(index, Tensor) and index.is_meta and index.ndim == 0 and index.dtype != torch.bool
+
+
+# ---- random draws
+
+_RATES, _MODES = ("p", "dropout_p", "dropout"), ("train", "training")  # if one is 0 or False, an operator draws nothing
+
+
+@dataclass(frozen=True)
+class MetaRecord:
+    """Calls of attention in evaluation mode, none without a probe, and in words what is drawn outside attention."""
+
+    calls: tuple[RecordedCall, ...]
+    draws: tuple[str, ...]
+    draws_in_evaluation: tuple[str, ...]
+
+
+def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, probe: bool = True) -> MetaRecord:
+    """Record a model's calls of attention and its random draws, by a pass on the meta device in each mode.
+
+    The model's attention must go to longspan already. A model that draws nothing in training is taken to draw nothing
+    in evaluation: without `probe`, its pass in evaluation is then left out.
+
+    With `probe`, raises ModelError, naming the modules, if a decoder layer does not reach attention, or calls it for
+    something that cannot be done exactly, or if the model does not run on the meta device. A model that leaves out
+    layers at random raises nothing here; its training is refused.
+
+    `class_draws` are those that a small copy showed, used if the passes show none. An adapter's own dropout is not
+    counted: each rank drops inputs of its own rows.
+    """
+    evaluation = _run_mode(model, training=False, judged=True) if probe else None
+    rates = _layerdrop_rates(model)
+    training = _run_mode(model, training=True, judged=probe and not rates)
+    left_out = tuple(f"{key} {rate:g}" for key, rate in rates.items())
+    draws = (*_draw_words(_training_draws(model, training)), *left_out) or class_draws
+    calls = () if evaluation is None else evaluation.calls
+    if not draws:
+        return MetaRecord(calls, (), ())
+    evaluation = evaluation or _run_mode(model, training=False, judged=False)
+    return MetaRecord(calls, draws, _draw_words(evaluation.draws))
+
+
+class _Pass(NamedTuple):
+    calls: tuple[RecordedCall, ...]
+    draws: Counter[str]  # by the functions that drew
+    complete: bool  # it came to its end
+
+
+def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
+    probe, names, draws = Probe(), _CallNames(), Counter[str]()
+    try:
+        with preserve_modes(model), names, _Draws(names, draws):
+            model.train(training)
+            for name, module in model.named_modules():
+                if _is_adapter_dropout(name):  # not counted: each rank drops inputs of its own rows
+                    module.eval()
+            run_on_meta(model, probe)
+    except Exception as error:  # whatever its forward raises there
+        if not judged:
+            return _Pass(tuple(probe.calls), draws, complete=False)
+        raise ModelError(
+            f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
+            f"device raised {type(error).__name__}: {error}; {_cause_text(error)}{doctor_hint(model)}"
+        ) from error
+    if judged:
+        check_calls(model, tuple(probe.calls))
+    return _Pass(tuple(probe.calls), draws, complete=True)
+
+
+def _cause_text(error: Exception) -> str:
+    if isinstance(error, ModelError):  # our attention was reached, and had no shard
+        return "its forward must hand keyword arguments down to its decoder layers"
+    if "is not on the expected device meta" in str(error):
+        return (
+            "its forward makes a tensor on a device of its own, as torch.randn(shape) does; make it where its input is "
+            "(device=x.device)"
+        )
+    values_read = VALUES_READ in getattr(error, "__notes__", ())
+    if values_read or (isinstance(error, RuntimeError) and "meta" in str(error)):  # NotImplementedError among them
+        return (
+            "its forward reads values of tensors, and there are none on the meta device; with probe=False its first "
+            "pass shows whether its layers attend"
+        )
+    return "the error is its forward's own; with probe=False its first pass shows whether its layers attend"
+
+
+def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
+    """Return the rates by which layers are left out at random in training, by the keys of a configuration.
+
+    Ranks that leave out different layers would wait for each other for ever.
+    """
+    keys = model.config.get_text_config().to_dict()
+    return {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
+
+
+def _training_draws(model: PreTrainedModel, training: _Pass) -> Counter[str]:
+    if training.complete:
+        return training.draws
+    drops = Counter[str]()
+    for name, module in model.named_modules():
+        dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not _is_adapter_dropout(name)
+        if dropout and "att" not in name.rpartition(".")[2]:
+            drops[f"dropout of {module.p:g}"] += 1
+    return training.draws | drops
+
+
+def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(f"{name} ({plural(number, 'call')})" for name, number in sorted(calls.items()))
+
+
+class _CallNames(TorchFunctionMode):
+    """Records which function of torch is running, under the name by which the model called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = ""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        arguments, name = kwargs or {}, getattr(func, "__name__", "")
+        if "dropout" in name and "attention" not in name:
+            rate = arguments.get("p", args[1] if len(args) > 1 else 0.5)  # torch's default
+            name += f" of {rate:g}" if isinstance(rate, int | float) else ""
+        self.running = name
+        try:
+            return func(*args, **arguments)
+        finally:
+            self.running = ""
+
+
+class _Draws(TorchDispatchMode):
+    """Counts operators that read a generator's seed, by torch's own mark, and return more than one number.
+
+    A tensor without dimensions decides whether a layer is left out. Models draw it whatever the rate is, so that
+    `_layerdrop_rates` reads the rate instead.
+    """
+
+    def __init__(self, names: _CallNames, calls: Counter[str]) -> None:
+        super().__init__()
+        self._names, self._calls = names, calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws_numbers(func, args, kwargs or {}):
+            tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            if any(tensor.ndim for tensor in tensors):
+                self._calls[self._names.running or func.overloadpacket.__name__] += 1
+        return out
+
+
+def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    parameters = operator._schema.arguments
+    values = {parameter.name: parameter.default_value for parameter in parameters}
+    values |= dict(zip(values, args, strict=False)) | dict(kwargs)
+    switches = [*(values.get(name, 1.0) for name in _RATES), *(values.get(name, True) for name in _MODES)]
+    return not any(isinstance(value, int | float) and value == 0 for value in switches)
+
+
+def _is_adapter_dropout(name: str) -> bool:
+    return ".lora_dropout." in f".{name}."
+
+
+def check_kernel(
+    model: nn.Module,
+    name: str | None,
+    recorded: Sequence[RecordedCall],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[AttendCall, ...]:
+    """Check that the kernel `name` (None: any kernel) can do the recorded calls; return these calls, each once.
+
+    Tensors will be of `dtype` on `device`; calls are returned with the dropout of their layer. Raises AttentionError
+    for an unknown kernel, and for one that cannot do a layer's call.
+    """
+    if name is not None:
+        find_kernel(name)  # raises for an unknown name, also if no calls were recorded
+    calls: dict[AttendCall, None] = {}
+    for recorded_call in recorded:
+        sizes = recorded_call.head_size, recorded_call.value_size
+        mask = Mask(window=recorded_call.window, chunk=recorded_call.chunk)
+        # One head of each: how many there are does not matter to a kernel.
+        call = AttendCall(1, 1, *sizes, dtype, device, mask, softcap=recorded_call.softcap)
+        try:
+            choose_kernel(call, name)
+        except AttentionError as error:
+            heads = "heads of {} with values of {}".format(*sizes)
+            features = "".join(f", {feature}" for feature in sorted(call.features))
+            raise AttentionError(f"{type(model).__name__} attends with {heads}{features}: {error}") from error
+        rate = getattr(recorded_call.module, "attention_dropout", 0.0)
+        dropout = Dropout(rate, seed=0) if isinstance(rate, float) and rate > 0 else None
+        calls[replace(call, dropout=dropout)] = None
+    return tuple(calls)
+
+
+# ---- calls of attention
+
+
+def check_recorded_calls(models: Sequence[PreTrainedModel], shard: SequenceShard) -> None:
+    """Judge the calls recorded in a pass through a model, or through some of its stages. Raises ModelError."""
+    calls = recorded_calls.pop(shard)
+    for model in models:
+        modules = {id(module) for module in model.modules()}
+        check_calls(model, tuple(call for call in calls if id(call.module) in modules))
+
+
+def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
+    """Raise ModelError, naming the modules, if the attention calls of a pass show that the model is not exact."""
+    mixers = {id(mixer) for mixer in find_mixers(model).values()}  # they read the shard, and raise without one
+    _refuse_bypassing_layers(model, mixers | {id(call.module) for call in calls})
+    _refuse_features(model, calls)
+
+
+def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
+    """Raise ModelError for layers in which an attention module is not among `reached`, the ids of callers and mixers.
+
+    Named are the modules whose class is named as attention and that do not call ours; of a layer in which nothing does,
+    only the first with "att" in its class's name, or the layer itself if it has none.
+    """
+    bypassing: list[str] = []
+    types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    for index, (name, layer) in enumerate(decoder_layers(model).items()):
+        if index < len(types) and types[index] in ROWWISE_LAYER_TYPES:
+            continue
+        if not _reaches_attention(layer, reached):
+            children = [
+                f"{name}.{n}" for n, part in layer.named_modules() if n and "att" in type(part).__name__.lower()
+            ]
+            bypassing.append((children or [name])[0])
+        else:
+            bypassing += [
+                f"{name}.{n}"
+                for n, part in layer.named_modules()
+                if n and type(part).__name__.endswith("Attention") and not _reaches_attention(part, reached)
+            ]
+    if bypassing:
+        class_names = sorted({type(model.get_submodule(name)).__name__ for name in bypassing})
+        raise ModelError(
+            f"{stock_class_name(model)}: {items_text(bypassing)} ({', '.join(class_names)}) bypasses transformers' "
+            "AttentionInterface and would attend to the local rows alone; use a model whose attention goes through "
+            "the interface (Qwen3, Llama, …)"
+            f"{doctor_hint(model)}"
+        )
+
+
+def _reaches_attention(module: nn.Module, reached: set[int]) -> bool:
+    return any(id(inner) in reached for inner in module.modules())
+
+
+def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
+    # What the configuration names (a window, a chunk, a soft cap) must reach the calls: else it is applied elsewhere.
+    names = {id(module): name for name, module in model.named_modules()}
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None) or []
+    for call in calls:
+        layer_name = f"{stock_class_name(model)}: {names[id(call.module)]}"
+        layer = getattr(call.module, "layer_idx", None)
+        if not call.causal:
+            raise ModelError(f"{layer_name} is not causal; only causal decoders are supported")
+        if call.unknown:
+            raise ModelError(f"{layer_name} passes {', '.join(call.unknown)} to attention, which attend does not take")
+        if layer is None or not 0 <= layer < config.num_hidden_layers:
+            raise ModelError(f"{layer_name} has layer_idx {layer!r}; attend needs the global layer index")
+        if call.window is None and types and types[layer] == "sliding_attention":
+            raise ModelError(f"{layer_name} is a sliding_attention layer but passes no sliding_window to attention")
+        if call.chunk is None and types and types[layer] == "chunked_attention":
+            raise ModelError(f"{layer_name} is a chunked_attention layer, and its config has no attention_chunk_size")
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap and any(call.softcap is None for call in calls):
+        raise ModelError(f"{stock_class_name(model)}: attn_logit_softcapping is {softcap} but does not reach attention")
+
+
+class FirstPass:
+    """Forward hooks of a model that was not probed; removed when a pass has shown that its layers attend."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self, with_kwargs=True),
+            model.register_forward_hook(self._check_pass, with_kwargs=True),
+        ]
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+        """Record the calls of the pass that begins.
+
+        `kwargs` is missing if an earlier hook of the same call, the trial of rows, ran a pass that removed this hook.
+        """
+        if isinstance(shard := (kwargs or {}).get("shard"), SequenceShard):
+            recorded_calls.setdefault(shard, [])
+
+    def _check_pass(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
+    ) -> None:
+        if isinstance(shard := kwargs.get("shard"), SequenceShard):
+            check_recorded_calls([model], shard)
+            for handle in self._handles:
+                handle.remove()
