@@ -14,8 +14,7 @@ import torch
 from longspan.attention import KERNELS
 from longspan.cli import machine as gpus
 from longspan.cli.machine import NO_GPUS, LocalGpus, find_gpus
-from longspan.run.checks import ATTENTION_KERNELS, MIXER_KERNELS
-from longspan.ssm.kernels.packages import PACKAGES, TORCH_ONLY
+from longspan.run.checks import ATTENTION_KERNELS
 
 
 def driver_of(count: int, error: int = 0) -> SimpleNamespace:
@@ -70,7 +69,6 @@ WRONG = (
     ["--trian.steps", "3"],
     ["bad.toml"],
     ["--context.attention_kernel", "flsh", "--world", "2"],
-    ["--context.mixer_kernels", "mamba", "--world", "2"],
     ["--context.context_parallel_size", "3", "--world", "2"],
     ["--parallel.tp", "3", "--world", "2"],
     ["--train.lr", "-2", "--world", "2"],
@@ -97,6 +95,5 @@ def test_wrong_keys_and_missing_files_are_found_before_torch_is_imported(tmp_pat
     assert "data.path 'nowhere.jsonl' does not exist" in done.stderr
 
 
-def test_names_of_kernels_are_those_of_their_tables() -> None:
+def test_names_of_kernels_are_those_of_their_table() -> None:
     assert [kernel.name for kernel in KERNELS] == [*ATTENTION_KERNELS]
-    assert [TORCH_ONLY, *PACKAGES] == [*MIXER_KERNELS]

@@ -1,10 +1,9 @@
 """Triton kernels on a CPU, by Triton's interpreter in float32, beside float64.
 
-    python -m tests.ssm.interpreted [maps] [first_rows] [mamba_ssm]
+    python -m tests.ssm.interpreted [maps] [first_rows]
 
-Prints relative errors: of our own kernels of delta rules (`maps`) and of convolutions behind rows that arrived
-(`first_rows`), and of every pass of mamba_ssm's Triton files beside torch's. Needs Triton, and for the latter those
-files; one block size of each kernel runs.
+Prints relative errors of our own kernels of delta rules (`maps`) and of convolutions behind rows that arrived
+(`first_rows`). Needs Triton; one block size of each kernel runs.
 """
 
 import os
@@ -20,16 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from longspan.ssm.kernels import TORCH, Inputs, LocalRuns, by_mamba_ssm
+from longspan.ssm.kernels import LocalRuns
 from longspan.ssm.kernels.delta_states import compute_entry_gradients, run_maps
 from longspan.ssm.kernels.runs import CHUNK
-from longspan.ssm.kernels.table import MAMBA
 from tests.reference import relative_error
 from tests.ssm import first_rows
-from tests.ssm import test_fla as cases
 
 LENGTHS = (70, 1, 64, 3, 40)
-SHAPES = ((1, 4, 16, 16), (2, 4, 16, 32))  # heads of keys and of values, key and value sizes
 DELTAS = ((1, 2, 16, 16, False), (2, 4, 32, 80, False), (2, 2, 48, 32, True), (1, 2, 128, 128, False))  # by channel?
 LARGEST_BLOCK = 64
 SCALE = 0.7
@@ -60,17 +56,6 @@ def on_a_cpu() -> None:
     builder.create_masked_store = with_flags(builder.create_masked_store, 3)
     torch.cuda.device = lambda *_: contextlib.nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=4)
-
-
-def errors(shape: tuple[int, int, int, int]) -> dict[str, float]:
-    """The relative error of each pass, over runs that share documents with others."""
-    cases.CUDA, cases.KINDS = torch.device("cpu"), {"mamba 2": (shape, False, False)}
-    given = cases.inputs("mamba 2", sum(LENGTHS))
-    runs = LocalRuns(np.array(LENGTHS), cases.CUDA, np.array([True] * len(LENGTHS)))
-    single = Inputs(*(x if x is None else x.float() for x in given))  # pyright: ignore[reportArgumentType]
-    found = cases.passes(MAMBA, single, runs, "mamba 2")
-    wanted = cases.passes(TORCH, Inputs(*given), runs, "mamba 2")  # pyright: ignore[reportArgumentType]
-    return {name: relative_error(found[name].double(), exact) for name, exact in wanted.items()}
 
 
 def maps_errors(case: tuple[int, int, int, int, bool]) -> dict[str, float]:
@@ -122,7 +107,7 @@ def _by_chunks(rows: dict[str, torch.Tensor], start: int, stop: int) -> tuple[to
 
 if __name__ == "__main__":
     on_a_cpu()
-    asked = sys.argv[1:] or ["maps", "first_rows", "mamba_ssm"]
+    asked = sys.argv[1:] or ["maps", "first_rows"]
     if "maps" in asked:
         for delta in DELTAS:
             print("maps", delta, {name: f"{error:.1e}" for name, error in maps_errors(delta).items()}, flush=True)
@@ -130,7 +115,3 @@ if __name__ == "__main__":
         for case in first_rows.CASES:
             worst = first_rows.errors(*case, torch.device("cpu"), torch.float32)
             print("first_rows", case, {name: f"{error:.1e}" for name, error in worst.items()}, flush=True)
-    if "mamba_ssm" in asked:
-        by_mamba_ssm._CHUNK = 32  # pyright: ignore[reportPrivateUsage]
-        for sizes in SHAPES:
-            print("mamba_ssm", sizes, {name: f"{error:.1e}" for name, error in errors(sizes).items()}, flush=True)

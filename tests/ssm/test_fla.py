@@ -82,7 +82,7 @@ def test_every_pass_is_that_of_torch_in_float64(name: str) -> None:
     assert max(errors.values()) <= 1e-2, errors
 
 
-def measure(rank: int, slots: int, name: str, kernels: Sequence[str] = ()) -> list[float]:
+def measure(rank: int, slots: int, name: str) -> list[float]:
     """Errors of the output and of every gradient, all rows of this rank."""
     given = [x for x in inputs(name, sum(LENGTHS)) if x is not None]
     dout = torch.randn(given[2].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(CUDA)
@@ -96,7 +96,7 @@ def measure(rank: int, slots: int, name: str, kernels: Sequence[str] = ()) -> li
                 at = torch.cat([torch.arange(sum(LENGTHS)).split(LENGTHS)[d] for d in order]).to(CUDA)
                 half = in_half([shard.scatter(x[at]) for x in given])
                 leaves = [x.requires_grad_() for x in half if x is not None]
-                out = linear_scan(*leaves[:4], leaves[4] if len(leaves) > 4 else None, shard, kernels=kernels)  # pyright: ignore
+                out = linear_scan(*leaves[:4], leaves[4] if len(leaves) > 4 else None, shard)  # pyright: ignore
                 out.backward(shard.scatter(dout[at]).bfloat16())
                 rows = shard.rows >= 0
                 for i, (x, whole) in enumerate(zip([out, *(x.grad for x in leaves)], wanted, strict=True)):

@@ -272,8 +272,6 @@ def _wrong(rank: int) -> list[str]:
             lambda: causal_conv(v.flatten(1), torch.ones(6, 0), None, shard),
             lambda: causal_conv(v.flatten(1), torch.ones(6, 4), torch.ones(1), shard),
             lambda: causal_conv(v.flatten(1), torch.ones(6, 4, dtype=torch.bfloat16), None, shard),
-            lambda: causal_conv(v.flatten(1), torch.ones(6, 4), None, shard, kernels=("conv1d",)),
-            lambda: linear_scan(q, k, v, g, beta, shard, kernels=("mamba",)),
             lambda: linear_scan(q, k, v, g, beta, None),  # pyright: ignore[reportArgumentType]
             lambda: causal_conv(v.flatten(1), torch.ones(6, 4), None, None),  # pyright: ignore[reportArgumentType]
             lambda: linear_scan(q, k[0], v, g, beta, shard),
@@ -298,8 +296,6 @@ def test_tensors_that_do_not_fit_are_refused_with_their_shapes() -> None:
         "causal_conv got weight of (6, 0) for 6 channels: (C, W)",
         "causal_conv got bias of (1,) for 6 channels: (C,)",
         "causal_conv got x, weight and bias of float64, bfloat16; torch's convolution needs one dtype",
-        "'conv1d' is no kernel of state-space layers; use torch, mamba_ssm, causal_conv1d",
-        "'mamba' is no kernel of state-space layers; use torch, mamba_ssm, causal_conv1d",
         "linear_scan got NoneType for a shard; give bind(micro_batch, world)",
         "causal_conv got NoneType for a shard; give bind(micro_batch, world)",
         "linear_scan got k of (2, 4); it has rows, heads and numbers of a head",

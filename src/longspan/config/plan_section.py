@@ -124,9 +124,6 @@ class ContextConfig(PlanSection):
     min_dynamic_context_parallel_size: PositiveInt = 1
     max_dynamic_context_parallel_size: NonNegativeInt = 0
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = 0
-    mixer_kernels: tuple[str, ...] = ()
-    """Kernels of state-space layers that are used only where named: mamba_ssm, causal_conv1d, or only torch
-    (docs/hybrid.md)."""
     node_size: Annotated[int | str, AtLeast(1)] = AUTO
     """Slots of one host, whose links plans take as fast; auto: those of the world (LOCAL_WORLD_SIZE / tp), with which a
     number must agree."""

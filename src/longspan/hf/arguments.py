@@ -45,7 +45,6 @@ class LongspanArguments:
         default_factory=list, metadata={"help": "sizes (a2a, p2p) of a2a+p2p; empty: the best ones"}
     )
     attention_kernel: str = _key("", "attention kernel; empty: the first that can")
-    mixer_kernels: list[str] = field(default_factory=list, metadata={"help": "kernels of state-space layers"})
     node_size: str = _key("auto", "slots of one host")
     cost_model: str = _key("", "a cost of your own by its dotted name")
     mode: str = _key("lockstep", "lockstep or free: who waits in training")

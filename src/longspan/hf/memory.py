@@ -72,7 +72,6 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
         reshard_after_forward=config.parallel.reshard_after_forward,
         sequence_parallel=config.parallel.sequence_parallel,
         attention_kernel=config.context.attention_kernel or None,
-        mixer_kernels=config.context.mixer_kernels,
         compute_dtype=torch.bfloat16
         if computes_in_bfloat16(args) and unwrap_model(model).dtype != torch.bfloat16
         else None,

@@ -20,9 +20,8 @@ class Execution:
     """Types of parameters, of what layers compute in and of sums of gradients, and the attention calls of the layers.
 
     `calls` are the different ones, empty for a model that was not probed; `kernel` is the kernel requested by name;
-    `mixers` counts state-space layers, `mixer_kernels` are the kernels requested for them. `float8` describes what
-    computes in float8, "" for nothing, and `compiled` what torch.compile makes of the layers. `prepare` leaves it on
-    the model.
+    `mixers` counts state-space layers. `float8` describes what computes in float8, "" for nothing, and `compiled` what
+    torch.compile makes of the layers. `prepare` leaves it on the model.
 
     >>> model_execution(prepare(model, world)).kernels
     ('cpu_flash',)
@@ -34,7 +33,6 @@ class Execution:
     calls: tuple[AttendCall, ...]
     kernel: str | None = None
     mixers: int = 0
-    mixer_kernels: tuple[str, ...] = ()
     float8: str = ""
     compiled: str = ""
 

@@ -52,7 +52,7 @@ from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
 from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_document
 from longspan.model.seams.forwards.row_loss import add_row_loss
 from longspan.model.seams.layer_arguments import keep_layer_arguments, number_layers
-from longspan.model.seams.mixer_calls import check_kernels, shard_mixers
+from longspan.model.seams.mixer_calls import shard_mixers
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.refusals import guard_model
 from longspan.model.sharding import Placement, Sharding
@@ -76,7 +76,6 @@ class PrepareOptions:
     segment_layers: int = 0
     compute_dtype: torch.dtype | None = None
     attention_kernel: str | None = None
-    mixer_kernels: tuple[str, ...] = ()
     fused_norms: Literal["auto", "on", "off"] = "auto"
     float8: Literal["", "rows"] = ""
     compiled: bool | str = "none"
@@ -194,8 +193,6 @@ def prepare(
     The others' inputs, and attention's outputs by their measure, are computed again when backward reaches the segment.
     `compute_dtype` (such as bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type.
     `attention_kernel` names a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
-    `mixer_kernels` names kernels of state-space layers that are used only on request: "mamba_ssm", "causal_conv1d", or
-    only "torch" (docs/hybrid.md).
     `fused_norms` runs RMS norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can.
     `float8="rows"` multiplies in float8 in the linears and experts of decoder layers, with one scale a row; gradients
     of weights, head, norms, routers and adapters stay in bfloat16 (docs/precision.md).
@@ -270,12 +267,10 @@ def prepare_language_model(
         start_compile_workers(ranks_of_host)
 
     def connect_layers(model: PreTrainedModel) -> None:
-        """Make the model's attention, mixers, experts and norms call longspan; before that, check mixers' kernels."""
-        check_kernels(model, options.mixer_kernels, placement.dtype_of(model), world.device)
         _choose_norms(model, options.fused_norms, world.device)
         if compiled == "layers":  # the compiler fuses the norms in its graphs itself
             unfuse_norms_in_graphs(model)
-        _connect_operations(model, options.mixer_kernels)
+        _connect_operations(model)
 
     if options.float8 and isinstance(model, PreTrainedModel):  # ranks' devices may differ
         raise_first_error(world, float8_error(model, options.float8, placement, world))
@@ -327,7 +322,7 @@ def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device
         split_long_norms(model)
 
 
-def _connect_operations(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) -> None:
+def _connect_operations(model: PreTrainedModel) -> None:
     """Have the model's attention, mixers and experts call this package.
 
     Each layer hands down its number and its arguments for them. Rotary frequencies and scales of queries that depend on
@@ -338,7 +333,7 @@ def _connect_operations(model: PreTrainedModel, mixer_kernels: tuple[str, ...]) 
     make_layers_causal(model)
     choose_frequencies_by_document(model)
     defer_temperature(model)
-    shard_mixers(model, mixer_kernels)
+    shard_mixers(model)
     keep_layer_arguments(model)
     use_experts(model)
     for module in model.modules():
@@ -352,7 +347,7 @@ def _make_execution(
     """Make the record of the types and kernels that the model computes with; `calls` are its attention calls."""
     dtype, reduce_dtype = placement.dtype_of(model), placement.reduce_dtype_of(model)
     mixers = len(find_mixers(model))
-    return Execution(model.dtype, dtype, reduce_dtype, calls, options.attention_kernel, mixers, options.mixer_kernels)
+    return Execution(model.dtype, dtype, reduce_dtype, calls, options.attention_kernel, mixers)
 
 
 def _make_call_rules(model: PreTrainedModel, placement: Placement, kernel: str | None, evidence: Evidence) -> CallRules:

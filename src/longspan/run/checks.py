@@ -42,9 +42,8 @@ from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import PlanChoice, home_of
 from longspan.train.plans.own import check_cost, check_planner
 
-# As in longspan.attention.KERNELS and longspan.ssm.kernels.packages, which bring torch: keys are checked without it.
+# As in longspan.attention.KERNELS, which brings torch: keys are checked without it.
 ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
-MIXER_KERNELS = ("torch", "mamba_ssm", "causal_conv1d")
 # By dtype of the parameters: in which dtypes a model may compute.
 _COMPUTE = {"float32": ("float32", "bfloat16"), "bfloat16": ("bfloat16",), "float64": ("float64",)}
 _BITS = {"float64": 53, "float32": 24, "bfloat16": 8}  # of a number's significand
@@ -461,13 +460,6 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     for key, name in kernels.items():
         if name and name not in ATTENTION_KERNELS:
             raise ConfigError(f"{key} is {name!r}; {nearest_hint(name, ATTENTION_KERNELS)}")
-    for name in context.mixer_kernels:
-        if name not in MIXER_KERNELS:
-            raise ConfigError(
-                f"context.mixer_kernels: {name!r} is no kernel of state-space layers; use {', '.join(MIXER_KERNELS)}"
-            )
-    if "torch" in context.mixer_kernels and len(set(context.mixer_kernels)) > 1:
-        raise ConfigError(f"context.mixer_kernels are {', '.join(context.mixer_kernels)}; give torch, or the others")
     if context.cost_model:
         check_cost(context.cost_model, config.run.machine)
     for choice, cut_by, limit in _plan_choices(config, training=training):

@@ -127,7 +127,7 @@ def mixers_text(execution: Execution, device: torch.device, partition: str) -> s
     """Return in words how state-space layers run and how many states are sent; "" if there are no such layers."""
     if not execution.mixers:
         return ""
-    kernels = describe_kernels(execution.compute_dtype, device, execution.mixer_kernels)
+    kernels = describe_kernels(execution.compute_dtype, device)
     layers = f"{plural(execution.mixers, 'state-space layer')} in {kernels}"
     if partition == "contiguous":
         return f"{layers}; at most one state a slot and group is sent"

@@ -130,18 +130,16 @@ def causal_conv(
     shard: SequenceShard,
     *,
     silu: bool = False,
-    kernels: Sequence[str] = (),
 ) -> Tensor:
     """Compute y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias in each document: x (T, C), weight (C, W) -> (T, C).
 
     `silu` applies that activation to y. Half precision on a GPU uses flash-linear-attention's kernel if installed.
-    Every member of a group that has a part here makes the same call, and enters backward. `kernels` names packages to
-    use (`kernels/packages.py`). Raises LayoutError for tensors that do not fit the shard or each other, and for a named
-    kernel that does not support this call, before any communication.
+    Every member of a group that has a part here makes the same call, and enters backward. Raises LayoutError for
+    tensors that do not fit the shard or each other, before any communication.
     """
     parameters = (weight,) if bias is None else (weight, bias)
     _check_conv_inputs(x, parameters, shard)
-    kernel = choose_convolution(x, weight, kernels)
+    kernel = choose_convolution(x)
     if kernel.name == "torch" and len({y.dtype for y in (x, *parameters)}) > 1:
         dtypes = ", ".join(str(y.dtype).removeprefix("torch.") for y in (x, *parameters))
         raise LayoutError(f"causal_conv got x, weight and bias of {dtypes}; torch's convolution needs one dtype")

@@ -45,8 +45,6 @@ def linear_scan(
     beta: Tensor | None,
     shard: SequenceShard,
     scale: float = 1.0,
-    *,
-    kernels: Sequence[str] = (),
 ) -> Tensor:
     """Compute o_t = scale · q_tᵀ S_t of S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ in each document.
 
@@ -56,12 +54,11 @@ def linear_scan(
     head h reads head h // (H // G) of q and k. Without beta the term −β k kᵀ is absent and β is 1: Mamba 2, where g
     has one number a head. Half precision on a GPU runs by the kernels of flash-linear-attention where they can;
     everything else in torch's operations, in float32 (float64 for float64). Every member of a group that has a part
-    here makes the same call, and enters backward. `kernels` names packages to use (`kernels/packages.py`). Raises
-    LayoutError for tensors that do not fit the shard or each other, and for a named kernel that cannot be
-    used, before any communication.
+    here makes the same call, and enters backward. Raises LayoutError for tensors that do not fit the shard or each
+    other, before any communication.
     """
     _check_scan_inputs(q, k, v, g, beta, shard)
-    kernel = scan_kernel(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1, kernel_names=kernels)
+    kernel = scan_kernel(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1)
     wide_dtype = state_dtype(v.dtype)
     row_dtype = v.dtype if kernel.half else wide_dtype
     dtypes = (row_dtype, row_dtype, row_dtype, wide_dtype, wide_dtype)
@@ -71,17 +68,12 @@ def linear_scan(
     return _StatePass.apply(shard_chains(shard), kernel, scale, *tensors).to(v.dtype)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def scan_kernel(
-    v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False, kernel_names: Sequence[str] = ()
-) -> ScanKernel:
+def scan_kernel(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = False) -> ScanKernel:
     """Return the kernel that `linear_scan` takes for values like v (T, H, V).
 
-    `delta`: whether there is a beta; `by_channel`: whether each key number has a decay of its own. Raises LayoutError
-    for a named kernel that cannot be used.
+    `delta`: whether there is a beta; `by_channel`: whether each key number has a decay of its own.
     """
-    return choose_scan_kernel(
-        Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel), kernel_names
-    )
+    return choose_scan_kernel(Recurrence(v.dtype, v.device, key_size, v.shape[-1], delta=delta, by_channel=by_channel))
 
 
 def check_is_shard(caller: str, shard: object) -> None:

@@ -138,7 +138,6 @@ def prepare_run_model(
         pipeline_schedule=config.parallel.pipeline_schedule,
         **_memory_options(config, memory, training=training),
         attention_kernel=config.context.attention_kernel or None,
-        mixer_kernels=config.context.mixer_kernels,
         fused_norms=config.train.fused_norms,
         float8=_float8_products(config, world, training=training),
         compiled=config.train.compiled,

@@ -20,26 +20,19 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from longspan.comm import SequenceShard
-from longspan.errors import LayoutError, ModelError
+from longspan.errors import ModelError
 from longspan.model.seams.attention_calls import Probe
 from longspan.model.seams.layer_arguments import check_shard, find_layer_shard
 from longspan.model.seams.mixers import find_mixers, replace_functions
 from longspan.model.seams.separate_rows import SeparateRows, convolve_separately, scan_separately
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
-from longspan.ssm.kernels import check_mixer_kernels
 from longspan.ssm.kernels.call import state_dtype
 
 _EPSILON = 1e-6  # of the norm of queries and keys, as in flash-linear-attention
 
 
 class MixerOps(Protocol):
-    """What a mixer computes across rows: its convolution (T, C) and its scan (T, H, ·), as `longspan.ssm` has them.
-
-    `kernels` are the names of the kernels that the user requested; each operation takes its own among them.
-    """
-
-    @property
-    def kernels(self) -> tuple[str, ...]: ...
+    """What a mixer computes across rows: its convolution (T, C) and its scan (T, H, ·), as `longspan.ssm` has them."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor: ...
 
@@ -54,22 +47,19 @@ class ShardedMixerOps:
     """Over the rows of a shard."""
 
     shard: SequenceShard
-    kernels: tuple[str, ...] = ()
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
         """Convolve each row with the rows before it in its document."""
-        return causal_conv(x, weight, bias, self.shard, silu=silu, kernels=self.kernels)
+        return causal_conv(x, weight, bias, self.shard, silu=silu)
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
         """Scan the recurrence over each document."""
-        return linear_scan(q, k, v, g, beta, self.shard, scale, kernels=self.kernels)
+        return linear_scan(q, k, v, g, beta, self.shard, scale)
 
 
 @dataclass(frozen=True)
 class SeparateMixerOps:
     """For rows that see only themselves, by which everything around a mixer can be tried."""
-
-    kernels: tuple[str, ...] = ()
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
         """Convolve each row by itself."""
@@ -84,8 +74,6 @@ class SeparateMixerOps:
 class _ShapeOps:
     """For passes on the meta device: empty results of the right shape."""
 
-    kernels: tuple[str, ...] = ()
-
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
         return torch.empty_like(x)
 
@@ -96,7 +84,7 @@ class _ShapeOps:
 ROWS_ALONE = SeparateMixerOps()
 
 
-def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, rows: int) -> MixerOps:
+def _find_ops(name: str, shard: object, batch: int, rows: int) -> MixerOps:
     """Find the operations over the shard that a mixer of this name, or the decoder layer around it, was called with.
 
     A probe gets results of the right shape only, a shard of separate rows operations on each row. Raises ModelError
@@ -106,7 +94,7 @@ def _find_ops(name: str, kernels: tuple[str, ...], shard: object, batch: int, ro
     if isinstance(shard, Probe):
         return _ShapeOps()
     checked = check_shard(name, shard, batch, rows)
-    return ROWS_ALONE if isinstance(checked, SeparateRows) else ShardedMixerOps(checked, kernels)
+    return ROWS_ALONE if isinstance(checked, SeparateRows) else ShardedMixerOps(checked)
 
 
 def kernel_replacements(find_ops: FindOps) -> dict[str, Callable[..., Any]]:
@@ -197,7 +185,7 @@ def _run_mamba2(
     step = step.to(wide_dtype) if dt_bias is None else step.to(wide_dtype) + dt_bias
     step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
     # A kernel that computes on half precision gets the values as the model has them, else in the state's type.
-    takes_half = scan_kernel(v, k.shape[-1], delta=False, kernel_names=ops.kernels).half
+    takes_half = scan_kernel(v, k.shape[-1], delta=False).half
     values = (v * step.unsqueeze(-1)).to(v.dtype if takes_half else wide_dtype)
     out = ops.scan(q, k, values, (step * A).unsqueeze(-1), beta=None, scale=1.0)
     out = out if D is None else out + D.unsqueeze(-1) * v
@@ -209,25 +197,10 @@ def _refuse_state(state: Tensor | None) -> None:
         raise ModelError("a mixer begins with a state of a cache; there is no cache in training: use_cache=False")
 
 
-def check_kernels(model: PreTrainedModel, kernels: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ModelError for requested kernels of state-space layers that cannot be used here."""
-    if not kernels:
-        return
-    if not find_mixers(model):
-        raise ModelError(
-            f"kernels of state-space layers are {', '.join(kernels)}, and {type(model).__name__} has no such layers; "
-            "leave them out"
-        )
-    try:
-        check_mixer_kernels(kernels, dtype, device)
-    except LayoutError as error:
-        raise ModelError(str(error)) from None
-
-
-def shard_mixers(model: PreTrainedModel, kernels: tuple[str, ...] = ()) -> None:
-    """Let the model's mixers run over the shard that their layers are called with, by `kernels`, from here on."""
+def shard_mixers(model: PreTrainedModel) -> None:
+    """Let the model's mixers run over the shard that their layers are called with, from here on."""
     for name, mixer in find_mixers(model).items():
-        set_mixer_ops(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})", kernels))
+        set_mixer_ops(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})"))
 
 
 def set_mixer_ops(mixer: nn.Module, find_ops: FindOps) -> None:

@@ -2,7 +2,7 @@
 
 from longspan.ssm.kernels.call import Inputs, Recurrence, ScanKernel
 from longspan.ssm.kernels.runs import LocalRuns
-from longspan.ssm.kernels.table import TORCH, check_mixer_kernels, choose_scan_kernel, describe_kernels
+from longspan.ssm.kernels.table import TORCH, choose_scan_kernel, describe_kernels
 
 __all__ = [
     "TORCH",
@@ -10,7 +10,6 @@ __all__ = [
     "LocalRuns",
     "Recurrence",
     "ScanKernel",
-    "check_mixer_kernels",
     "choose_scan_kernel",
     "describe_kernels",
 ]

@@ -1,31 +1,19 @@
-"""Causal depthwise convolutions over a rank's own runs of rows: by torch, flash-linear-attention or causal_conv1d.
+"""Causal depthwise convolutions over a rank's own runs of rows: by flash-linear-attention where it can, else by torch.
 
-`choose_convolution` picks a kernel. Rows travel elsewhere (`ssm/conv.py`); a kernel first convolves a rank's rows with
-zeros before each run, and once the rows before the runs have arrived, it writes the first rows of those runs again.
-
-flash-linear-attention runs half precision on GPUs. causal_conv1d is used only if it is named (github.com/Dao-AILab/
-causal-conv1d, `causal_conv1d.cpp_functions` of 1.6). It takes an initial state only for a single run, so several runs
-are laid out one after another with the rows before each between them (in forward: with zeros).
+Rows travel elsewhere (`ssm/conv.py`); a kernel first convolves a rank's rows with zeros before each run, and once the
+rows before the runs have arrived, it writes the first rows of those runs again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.ssm.kernels.packages import (
-    TORCH_ONLY,
-    check_kernel_names,
-    fla_function,
-    fla_lack,
-    package_lack,
-    refuse_kernel,
-)
+from longspan.ssm.kernels.packages import fla_function, fla_lack
 from longspan.ssm.kernels.runs import LocalRuns
 
 
@@ -73,7 +61,6 @@ ConvolutionGradients = tuple[Tensor, Tensor | None, Tensor | None]  # of x, weig
 class ConvolutionKernel:
     """A kernel by its name.
 
-    `lacks(x, weight)` returns what it would need and does not have for rows x (T, C) and weight (C, W), "" for nothing.
     `forward(x, convolution, runs, isolated)` gives y (T, C) from x (T, C) of at least one row, zeros before every run;
     `write_first(y, x, arrived, convolution, first)` writes into it the first rows of runs that rows arrive for.
     `arrived_gradients(dout, x, arrived, convolution, first)` gives the gradients of arrived rows,
@@ -81,7 +68,6 @@ class ConvolutionKernel:
     """
 
     name: str
-    lacks: Callable[[Tensor, Tensor], str]
     forward: Callable[[Tensor, Convolution, LocalRuns, RowsBefore], Tensor]
     backward: Callable[[Tensor, Tensor, Tensor, Convolution, LocalRuns, RowsBefore], ConvolutionGradients]
     write_first: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], None]
@@ -140,7 +126,7 @@ def _convolve_runs(x: Tensor, arrived: Tensor, convolution: Convolution, before:
 
 
 TORCH_CONVOLUTION = ConvolutionKernel(
-    "torch", lambda x, weight: "", _torch_forward, _torch_backward, _torch_write_first, _torch_arrived_gradients
+    "torch", _torch_forward, _torch_backward, _torch_write_first, _torch_arrived_gradients
 )
 
 _BLOCK = 256  # channels of a program
@@ -222,109 +208,9 @@ def _fla_backward(
     return dx.squeeze(0), dweight, dbias
 
 
-FLA_CONVOLUTION = ConvolutionKernel(
-    "fla",
-    lambda x, weight: fla_lack(x.dtype, x.device),
-    _fla_forward,
-    _fla_backward,
-    write_first,
-    arrived_gradients,
-)
+FLA_CONVOLUTION = ConvolutionKernel("fla", _fla_forward, _fla_backward, write_first, arrived_gradients)
 
 
-# What causal_conv1d needs: version, dtypes, widths of the convolution, and a number of channels that is a multiple.
-_NEEDED = (1, 6)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_WIDTHS = range(2, 5)
-_CHANNELS = 8
-
-
-def _conv1d_lack(x: Tensor, weight: Tensor) -> str:
-    """Return what causal_conv1d would need to be used here, for an error; "" if it can be used."""
-    channels, width = weight.shape
-    if x.dtype not in _DTYPES:
-        return f"bfloat16, float16 or float32, got {str(x.dtype).removeprefix('torch.')}"
-    if width not in _WIDTHS:
-        return f"a convolution of width {_WIDTHS.start} to {_WIDTHS.stop - 1}, got {width}"
-    if channels % _CHANNELS:
-        return f"channels in multiples of {_CHANNELS}, got {channels}"
-    return package_lack("causal-conv1d", _NEEDED, x.device)
-
-
-def _package_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: RowsBefore) -> Tensor:
-    """Convolve rows by causal_conv1d, without the rows of other members; several runs are laid out as one."""
-    rows, state = _rows_and_state(x, x[:0], runs, isolated)
-    weight, bias, silu = convolution
-    # None: seq_idx, and memory for a final state.
-    arguments = (_channels_last(rows), weight.contiguous(), bias, None, state, None)
-    y = _conv_package().causal_conv1d_fwd_function(*arguments, silu).squeeze(0).t()
-    return y if len(runs.lengths) == 1 else y.index_select(0, isolated.local)
-
-
-def _package_backward(
-    dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
-) -> ConvolutionGradients:
-    """Compute gradients of rows and parameters by causal_conv1d."""
-    rows, state = _rows_and_state(x, arrived, runs, before)
-    weight, bias, silu = convolution
-    is_single = len(runs.lengths) == 1
-    row_gradients = dout.contiguous() if is_single else torch.zeros_like(rows).index_copy_(0, before.local, dout)
-    arguments = (
-        _channels_last(rows),
-        weight.contiguous(),
-        bias,
-        _channels_last(row_gradients),
-        None,  # seq_idx
-        state,
-        None,  # the gradient of a final state
-        None,  # memory for the rows' gradients
-        False,  # whether the state gets a gradient
-    )
-    drows, dweight, dbias, _ = _conv_package().causal_conv1d_bwd_function(*arguments, silu)
-    drows = drows.squeeze(0).t()
-    return drows if is_single else drows.index_select(0, before.local), dweight, dbias
-
-
-def _rows_and_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: RowsBefore) -> tuple[Tensor, Tensor | None]:
-    """Return the rows to convolve and their initial state (1, C, width), if any: the arrived rows for a single run.
-
-    Several runs are laid out as one, each behind the rows before it, as causal_conv1d takes a state for one run only.
-    """
-    x = x if x.is_contiguous() else x.contiguous()
-    if len(runs.lengths) > 1:
-        return torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))]).index_select(0, before.source), None
-    if not len(arrived):
-        return x, None
-    state = x.new_zeros((before.width, x.shape[1]))
-    state[before.column - 1] = arrived  # columns count from 1
-    return x, state.t().unsqueeze(0)
-
-
-def _channels_last(rows: Tensor) -> Tensor:
-    """Change (L, C) to (1, C, L), channels next to each other."""
-    return rows.t().unsqueeze(0)
-
-
-def _conv_package() -> Any:
-    """Return causal_conv1d's functions; imported on use, for the package may not be installed."""
-    return import_module("causal_conv1d.cpp_functions")
-
-
-PACKAGE_CONVOLUTION = ConvolutionKernel(
-    "causal_conv1d", _conv1d_lack, _package_forward, _package_backward, write_first, arrived_gradients
-)
-
-
-def choose_convolution(x: Tensor, weight: Tensor, kernel_names: Sequence[str] = ()) -> ConvolutionKernel:
-    """Choose the kernel for rows x (T, C) and weight (C, W): flash-linear-attention's where it can, else torch's.
-
-    `kernel_names` are those of all kernels of a mixer, of which "torch" and "causal_conv1d" concern the convolution.
-    Raises LayoutError for an unknown name, or where causal_conv1d is named and cannot be used.
-    """
-    check_kernel_names(kernel_names)
-    if TORCH_ONLY in kernel_names:
-        return TORCH_CONVOLUTION
-    if PACKAGE_CONVOLUTION.name in kernel_names:
-        refuse_kernel(PACKAGE_CONVOLUTION.name, PACKAGE_CONVOLUTION.lacks(x, weight))
-        return PACKAGE_CONVOLUTION
-    return TORCH_CONVOLUTION if FLA_CONVOLUTION.lacks(x, weight) else FLA_CONVOLUTION
+def choose_convolution(x: Tensor) -> ConvolutionKernel:
+    """Choose the kernel for rows x (T, C): flash-linear-attention's where it can, else torch's."""
+    return TORCH_CONVOLUTION if fla_lack(x.dtype, x.device) else FLA_CONVOLUTION

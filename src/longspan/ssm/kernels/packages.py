@@ -1,12 +1,10 @@
-"""Packages whose kernels state-space layers can use: whether they are usable here, and calls of their functions.
+"""flash-linear-attention (extra `fla`), used where it can be: whether that is here, and calls of its functions.
 
-flash-linear-attention (extra `fla`) is used where it can be. Its kernels are called part by part, since states are
-exchanged between the parts. Source: github.com/fla-org/flash-linear-attention, `fla.ops` of fla-core 0.6; names moved
-between versions, so this one is required. mamba_ssm and causal_conv1d are used only if they are named.
+Its kernels are called part by part, since states are exchanged between the parts. Source: github.com/fla-org/
+flash-linear-attention, `fla.ops` of fla-core 0.6; names moved between versions, so this one is required.
 """
 
 import warnings
-from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.errors import LayoutError
 from longspan.ssm.kernels.call import Inputs
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 
@@ -98,47 +95,3 @@ def fla_function(module: str, name: str) -> Any:
 def version_numbers(text: str) -> tuple[int, ...]:
     """Return the first three numbers of a version, without a local part ("+cu126") and parts that are no numbers."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
-
-
-TORCH_ONLY = "torch"
-# Of scans without a delta term, and of convolutions: where each was tried.
-PACKAGES = {
-    "mamba_ssm": "tried on one H200",
-    "causal_conv1d": "its CUDA code untried",
-}
-
-
-def package_lack(name: str, needed: tuple[int, int], device: torch.device) -> str:
-    """Return what is missing for a package's kernels: CUDA, the package, or its needed version; "" for nothing."""
-    if device.type != "cuda":
-        return f"cuda tensors, got {device.type}"
-    return _version_lack(name, needed)
-
-
-@cache
-def _version_lack(name: str, needed: tuple[int, int]) -> str:
-    """Return the package and version that are missing, and how to install them; "" if they are installed."""
-    version_text = ".".join(map(str, needed))
-    try:
-        installed = version(name)
-    except PackageNotFoundError:
-        return f"{name} {version_text}, which is not installed: pip install '{name}=={version_text}.*'"
-    return "" if version_numbers(installed)[:2] == needed else f"{name} {version_text}, and {installed} is installed"
-
-
-def refuse_kernel(name: str, lacking: str) -> None:
-    """Raise LayoutError if a kernel that the configuration names lacks something; "" is nothing."""
-    if lacking:
-        raise LayoutError(f"the kernel {name} of state-space layers was asked for and needs {lacking}; leave it out")
-
-
-def check_kernel_names(kernel_names: Sequence[str]) -> None:
-    """Raise LayoutError for names that are no kernels, or that exclude each other."""
-    names = (TORCH_ONLY, *PACKAGES)
-    for name in kernel_names:
-        if name not in names:
-            raise LayoutError(f"{name!r} is no kernel of state-space layers; use {', '.join(names)}")
-    if TORCH_ONLY in kernel_names and len(set(kernel_names)) > 1:
-        raise LayoutError(
-            f"kernels of state-space layers are {', '.join(kernel_names)}; give torch alone, or without it"
-        )

@@ -25,27 +25,17 @@ CHUNK = 64  # rows of a chunk of the kernels of flash-linear-attention
 class LocalRuns:
     """Runs of rows, one after another: `lengths` (R,) of each; `shared` (R,), whether its document has further runs.
 
-    Each is cut into chunks of `chunk` rows, of which the last may be shorter; N chunks in all. Tensors are on `device`.
+    Each is cut into chunks of CHUNK rows, of which the last may be shorter; N chunks in all. Tensors are on `device`.
     """
 
-    def __init__(
-        self, lengths: Integers, device: torch.device, shared: Flags | None = None, *, chunk: int = CHUNK
-    ) -> None:
+    def __init__(self, lengths: Integers, device: torch.device, shared: Flags | None = None) -> None:
         """Take runs, of which none shares its document unless `shared` says so."""
         self.lengths: Integers = lengths
         self.device: torch.device = device
-        self.chunk: int = chunk
         self.shared: Flags = np.zeros(len(lengths), dtype=bool) if shared is None else shared
         self.pieces: dict[int, Any] = {}  # by the number of heads; `pieces.cut_into_pieces` fills it
-        self._runs_by_chunk: dict[int, LocalRuns] = {}
         self.rows: int = int(lengths.sum())
-        self._chunks = -(-lengths // chunk)
-
-    def cut_chunks(self, chunk: int) -> "LocalRuns":
-        """Return the same runs cut into chunks of `chunk` rows, worked out once."""
-        if chunk not in self._runs_by_chunk:
-            self._runs_by_chunk[chunk] = LocalRuns(self.lengths, self.device, self.shared, chunk=chunk)
-        return self._runs_by_chunk[chunk]
+        self._chunks = -(-lengths // CHUNK)
 
     @property
     def starts(self) -> Integers:
@@ -84,20 +74,14 @@ class LocalRuns:
 
     @cached_property
     def padded_rows(self) -> Tensor | None:
-        """Return the row at each place of chunks padded to full size: (N · chunk,) int64; None if all chunks are full.
+        """Return the row at each place of chunks padded to full size: (N · CHUNK,) int64; None if all chunks are full.
 
         A place without a row has the number of rows, at which callers append a row of zeros.
         """
-        if (self._sizes == self.chunk).all():
+        if (self._sizes == CHUNK).all():
             return None
-        rows = self._first_rows[:, None] + np.arange(self.chunk)
-        return self._to_device(np.where(np.arange(self.chunk) < self._sizes[:, None], rows, self.rows).reshape(-1))
-
-    @cached_property
-    def padded_places(self) -> Tensor:
-        """(T,) int64: the place of each row among `padded_rows`."""
-        chunk = np.repeat(np.arange(len(self._first_rows)), self._sizes)
-        return self._to_device(chunk * self.chunk + np.arange(self.rows) - self._first_rows[chunk])
+        rows = self._first_rows[:, None] + np.arange(CHUNK)
+        return self._to_device(np.where(np.arange(CHUNK) < self._sizes[:, None], rows, self.rows).reshape(-1))
 
     @property
     def chunks(self) -> int:
@@ -117,12 +101,12 @@ class LocalRuns:
     @cached_property
     def _first_rows(self) -> Integers:
         """The first row of each chunk: (N,)."""
-        return self.starts[self._run_of_chunk] + self._place_of_chunk * self.chunk
+        return self.starts[self._run_of_chunk] + self._place_of_chunk * CHUNK
 
     @cached_property
     def _sizes(self) -> Integers:
         """How many rows each chunk has: (N,)."""
-        return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * self.chunk, self.chunk)
+        return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * CHUNK, CHUNK)
 
     def _to_device(self, rows: Integers) -> Tensor:
         """Copy integers to the device."""
