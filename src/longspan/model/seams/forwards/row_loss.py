@@ -2,14 +2,10 @@
 
 `model(input_ids=, position_ids=, shard=, row_loss=fn)` returns `fn(hidden, head)` in place of logits: `hidden` (T, D)
 are the last hidden states, and `head`, an OutputHead, makes the logits (t, V) of any of their rows. The call still goes
-through the root module, so that FSDP2's hooks run and the head's parameters are gathered inside. What is made of the
-rows is in `train/loss.py`; how the vocabulary is split over tensor-parallel ranks is the head module's own.
-
-With `future_ids=` (depths, T) a model with depths of multi-token prediction runs them too, and `fn(hidden, head,
-*deeper)` gets the hidden states (T, D) of each.
+through the root module, so that FSDP2's hooks run and the head's parameters are gathered inside.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, wraps
 from inspect import signature
@@ -19,17 +15,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.errors import ModelError
+from longspan.errors import ModelError, plural
 from longspan.model.exactness.meta_pass import run_on_meta
-from longspan.model.layers import base_model
+from longspan.model.layers import architecture_name, base_model
 from longspan.model.mtp.depths import deeper_states, find_copied_layer, model_depths, refuse_bypass
 from longspan.model.mtp.layer_inputs import layer_inputs
 from longspan.model.seams.attention_calls import Probe
-from longspan.model.seams.forwards.after_base import Forward, ModelAfterBase, refuse_other_forward
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.refusals import doctor_hint
 
 RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
+Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
+ModelCall = tuple[Any, Sequence[Any], Mapping[str, Any]]  # a model, and what it was called with
+# What a forward may give its base model of its own accord: there is no cache, and attention is causal by itself.
+_HARMLESS = ("return_dict", "use_cache", "is_causal")
+_IMAGE_ARGUMENTS = "vision_"  # arguments that begin so are about reading images, and there are none here
+_MADE_AGAIN = ("position_ids",)  # what a base model may make itself, for the rows of one document the same
+_ROWS = 2  # of hidden states that show what a forward does
 
 
 class OutputHead:
@@ -57,7 +59,7 @@ class OutputHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         x = hidden.unsqueeze(0)
         rows = {"inputs_embeds": x} if self._takes_rows else {}
-        return self._forward(ModelAfterBase(self._model, x), use_cache=False, **rows).logits.squeeze(0)
+        return self._forward(_ModelAfterBase(self._model, x), use_cache=False, **rows).logits.squeeze(0)
 
 
 @cache
@@ -65,8 +67,15 @@ def _takes_embeddings(forward: Forward) -> bool:
     return "inputs_embeds" in signature(forward).parameters
 
 
+def _output_embedding(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings()
+
+
 def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool = True, tried: bool = False) -> bool:
     """Let the model's forward take `row_loss=`; a call without it runs as before.
+
+    With `future_ids=` (depths, T) a model with depths of multi-token prediction runs them too, and `fn(hidden, head,
+    *deeper)` gets the hidden states (T, D) of each.
 
     Raises ModelError if logits depend on more than the last hidden states and the output embedding, or the forward does
     more before its base model than hand on its arguments. `probe` tries that on the meta device, where a pass that
@@ -80,11 +89,6 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
     def forward_with_loss(
         *args: Any, row_loss: RowLoss | None = None, future_ids: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        """Run the model's forward; with a `row_loss`, stop at the last hidden states and return the loss that it makes
-        of them.
-
-        The first such call proves that the model's own forward would make its logits of nothing else.
-        """
         nonlocal untried
         if row_loss is None:
             return forward(model, *args, **kwargs)
@@ -92,7 +96,7 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
         with nullcontext() if future_ids is None else layer_inputs(model, find_copied_layer(model)) as inputs:
             hidden = base_model(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
         if untried:
-            refuse_other_forward(model, forward, hidden, args, kwargs)
+            _refuse_other_forward(model, forward, hidden, args, kwargs)
             untried = False
         deeper: tuple[Tensor, ...] = ()
         if future_ids is not None and inputs is not None:  # the second test is for the type checker
@@ -106,7 +110,6 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
 
 
 def _check_head(model: PreTrainedModel) -> None:
-    """Raise ModelError if a model has no head over a base model, or parameters beyond these two."""
     name, head = type(model).__name__, model.get_output_embeddings()
     if head is None or base_model(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
@@ -118,19 +121,12 @@ def _check_head(model: PreTrainedModel) -> None:
         )
 
 
-def _output_embedding(model: PreTrainedModel) -> Any:
-    return model.get_output_embeddings()
-
-
 def _try_row_loss(model: PreTrainedModel, *, required: bool) -> None:
-    """Try on the meta device that two rows come out as two rows of logits, which depend on the hidden states.
-
-    Raises ModelError if they do not, or if a depth of multi-token prediction does not call longspan's attention; a
-    forward pass that fails is an error only if it is `required`.
-    """
+    # Two rows must come out as two rows of logits, which depend on the hidden states; depths of multi-token prediction
+    # must call longspan's attention.
 
     def note_logits(hidden: Tensor, head: OutputHead, *deeper: Tensor) -> Tensor:
-        """Return the logits of the deepest states, cut off from the layers: a gradient can then come from them only."""
+        # The deepest states are cut off from the layers: a gradient can then come from them only.
         with torch.enable_grad():
             return head((deeper or (hidden,))[-1].detach().requires_grad_())
 
@@ -154,3 +150,151 @@ def _try_row_loss(model: PreTrainedModel, *, required: bool) -> None:
         raise ModelError(
             f"{type(model).__name__}: two rows of hidden states gave logits of shape {tuple(output.shape)}, not {shape}"
         )
+
+
+# ---- a causal model's own forward behind its base model
+
+
+class _ModelAfterBase:
+    """A model, or a model inside it, as a forward sees it, whose base model answers with given hidden states (1, t, D).
+
+    `calls` notes what the forward calls its base model with.
+    """
+
+    def __init__(self, model: PreTrainedModel, hidden: Tensor, calls: list[ModelCall] | None = None) -> None:
+        self._model, self._hidden, self._calls = model, hidden, calls if calls is not None else []
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore  # so that a forward may call its parent's: super()
+        return type(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name)
+        return _BaseStandIn(value, self._hidden, self._calls) if isinstance(value, PreTrainedModel) else value
+
+
+class _BaseStandIn(_ModelAfterBase):
+    """A base model, or one inside it that a forward calls, as OPT's its base model's decoder."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_BaseOutput":
+        self._calls.append((self._model, args, kwargs))
+        return _BaseOutput(self._hidden)
+
+
+class _BaseOutput:
+    """A base model's output with only its hidden states, by name or as item 0; any other attribute is None.
+
+    Special methods are missing, not None, for Python would call them.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+def _refuse_other_forward(
+    model: PreTrainedModel, forward: Forward, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise ModelError for a forward that does more than call its base model and apply the output embedding to rows.
+
+    A step leaves out what a forward does before its base model, and gradients of what it takes for its logits other
+    than the output embedding. `hidden` (1, T, D) is what the base model made of these arguments. The forward runs again
+    on some of these rows, with a stand-in that notes calls of the base model: there must be one, with its arguments.
+    """
+    calls, reads = list[ModelCall](), dict[str, str]()
+    inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)  # without `self`
+    inputs = {n: _Watched.of(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+    rows = hidden[:, :_ROWS].detach().requires_grad_()
+    try:
+        with torch.enable_grad():
+            logits = forward(_ModelAfterBase(model, rows, calls), **inputs).logits
+        failed, names = None, _other_parameters(model, logits, rows)
+    except Exception as error:  # what the forward does by itself is the clearer reason, if there is any
+        failed, names = error, list[str]()
+    reasons = [f"reads {n} itself ({by}), which it may only hand on to its base model" for n, by in reads.items()]
+    reasons += _call_reasons(calls, inputs)
+    if names:
+        reasons.append(f"makes its logits of {', '.join(names[:4])} too")
+    if failed is not None and not reasons:
+        reasons = [f"cannot be cut after its base model ({type(failed).__name__}: {failed})"]
+    if reasons:
+        name, base = architecture_name(model), architecture_name(base_model(model))
+        raise ModelError(
+            f"{name}: its forward {'; it '.join(reasons)}. A step runs its base model ({base}) and its "
+            f"output embedding by themselves and would leave that out; do it in the forward of a subclass of {base}, "
+            f"or in a hook on one of its modules{doctor_hint(model)}"
+        )
+
+
+def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
+    if len(calls) != 1:
+        yield f"calls its base model {plural(len(calls), 'time')}, not once"
+    for base, args, kwargs in calls[:1]:
+        defaults = {name: parameter.default for name, parameter in signature(base.forward).parameters.items()}
+        base_arguments = dict(zip(defaults, args, strict=False)) | dict(kwargs)
+        expected = {name: inputs.get(name, defaults.get(name)) for name in base_arguments}
+        if other := [name for name, value in base_arguments.items() if _differs_from_step(name, value, expected[name])]:
+            yield f"gives its base model {', '.join(other)} of its own making"
+        row_inputs = [name for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
+        if lost := [name for name in row_inputs if base_arguments.get(name) is None]:
+            yield f"keeps {', '.join(lost)} from its base model"
+
+
+def _differs_from_step(name: str, value: Any, expected: Any) -> bool:
+    # Tensors must be the same object. Positions that are left out are no difference, as the base model makes them;
+    # None, False and 0 count as equal.
+    if value is expected or name in _HARMLESS or name.startswith(_IMAGE_ARGUMENTS):
+        return False
+    if isinstance(value, Tensor) or isinstance(expected, Tensor):
+        return value is not None or name not in _MADE_AGAIN
+    return bool(value or expected) and bool(value != expected)
+
+
+def _other_parameters(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> list[str]:
+    """Name the parameters that logits are made of beside hidden states and the output embedding."""
+    leaves, nodes, seen = set[int](), [logits.grad_fn], set[Any]()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves |= {id(node.variable)} if hasattr(node, "variable") else set()
+        nodes += [below for below, _ in node.next_functions]
+    others = leaves - {id(rows), *map(id, _output_embedding(model).parameters())}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in others]
+
+
+class _Watched(Tensor):
+    """An input of a forward that notes by what function it is read; its shape, type and device are no values."""
+
+    _name: str
+    _reads: dict[str, str]
+
+    @classmethod
+    def of(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_Watched":
+        watched = value.detach().as_subclass(cls)
+        watched._name, watched._reads = name, reads
+        return watched
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # The result is not watched, as what is made of the values was noted with the first reading.
+        if func not in _WITHOUT_VALUES:
+            for value in (*args, *(kwargs or {}).values()):
+                if isinstance(value, _Watched):
+                    value._reads.setdefault(value._name, getattr(func, "__name__", str(func)))
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        return out.as_subclass(Tensor) if isinstance(out, _Watched) else out
+
+
+_OF_SHAPE: tuple[Any, ...] = (Tensor.shape, Tensor.device, Tensor.dtype, Tensor.ndim, Tensor.requires_grad)
+_WITHOUT_VALUES = {*(attribute.__get__ for attribute in _OF_SHAPE), Tensor.size, Tensor.dim, Tensor.numel}
