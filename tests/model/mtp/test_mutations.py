@@ -52,7 +52,7 @@ OF_TOKENS: dict[str, tuple[str, str, str]] = {
     "no gradient of the embedding": (INPUTS, "_Embedded(embedded)", "_Embedded(embedded.detach())"),
     "the inputs of another layer": (INPUTS, "layers[self._copied.index]", "layers[0]"),
     "a layer without keys of its own": (
-        "model.exactness.depth_layer",
+        "model.add_depths",
         "(index for index in range(last - 1",
         "(last for index in range(last - 1",
     ),

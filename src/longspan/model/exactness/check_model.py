@@ -64,7 +64,7 @@ def check_model(
        rows next to others, and compares (`row_trial.py`).
 
     Parts that only some models have are tried where they are made: the layer that depths of multi-token prediction copy
-    (`depth_layer.py`, on the meta device), images and videos (`image_trial.py`, a small copy whole and in parts), an
+    (`add_depths.py`, on the meta device), images and videos (`image_trial.py`, a small copy whole and in parts), an
     encoder under tensor parallelism (`tensor_parallel/split_trial.py`, its first call), pipeline stages and the loss by
     rows (on the meta device, in `pipeline/stages.py` and `seams/forwards/row_loss.py`).
     """

@@ -24,9 +24,17 @@ from transformers import (
 )
 
 from longspan.errors import ModelError, plural
-from longspan.model.exactness.small_image_values import least_layers, small_image_values
-from longspan.model.exactness.small_layers import choose_layers, small_periods
-from longspan.model.exactness.small_values import OVERRIDES, SCALED_FROM, Sizes, alternative_sizes, small_values
+from longspan.model.exactness.small_values import (
+    OVERRIDES,
+    SCALED_FROM,
+    Sizes,
+    alternative_sizes,
+    choose_layers,
+    least_layers,
+    small_image_values,
+    small_periods,
+    small_values,
+)
 from longspan.model.seams.mixers import use_torch_operations
 
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""Small values for the attributes of a configuration, by what the attributes are.
+"""Small values for the attributes of a configuration, by what the attributes are, and the layers that a copy has.
 
 Widths keep whole ratios to the hidden size, head counts keep their kind (as many keys as queries, groups, one),
 scalings of rotary positions keep their type. Attributes that no rule knows stay as they are.
@@ -6,7 +6,7 @@ scalings of rotary positions keep their type. Attributes that no rule knows stay
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -331,3 +331,225 @@ def _first_count(values: Mapping[str, Any], names: tuple[str, ...]) -> int | Non
     """Return the first of these attributes that is an integer other than 0; None without one."""
     present = (values[name] for name in names if name in values)
     return next((value for value in present if isinstance(value, int) and not isinstance(value, bool) and value), None)
+
+
+# ---- layers
+
+# Kinds of layers are told apart by lists with an entry for each layer (its attention, its mixture or dense network, its
+# rope), by lists of layer indices, by counts of first or last layers, and by periods. One layer of every kind is
+# chosen, in order.
+
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers")
+LAYER_COUNTS += ("encoder_layers", "num_decoder_layers", "num_encoder_layers", "num_layers_per_stack", "depth")
+_INDICES = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices")
+_INDICES += ("hybrid_layer_ids", "local_layer_ids", "ple_layer_ids")
+_FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
+_LAST = ("num_kv_shared_layers",)
+_PERIODS = {"decoder_sparse_step": None, "attn_layer_period": "attn_layer_offset"}
+_PERIODS |= {"expert_layer_period": "expert_layer_offset", "moe_layer_interval": None}
+_MOST = 6  # kinds of layers that each get a layer; of more kinds, layers that show each property
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The layers, of `count`, that a small copy has; `layer_value` gives the values of a configuration for them."""
+
+    count: int
+    layers: tuple[int, ...]
+
+    def layer_value(self, name: str, value: Any) -> Any:
+        """Return the value of one attribute for the chosen layers; values that do not depend on layers stay.
+
+        Layers 0, 3 and 7 of 8, say, become layers 0, 1 and 2: the count of layers becomes 3. A list of layer indices
+        becomes that of the new indices of the chosen layers in it. A number of first or last layers becomes how many of
+        these layers are chosen. The index at which experts end becomes the last index. A table by layer, or a list with
+        one entry for each layer, keeps the entries of the chosen layers.
+        """
+        if name in LAYER_COUNTS and value == self.count:
+            return len(self.layers)
+        if name in _INDICES and isinstance(value, list | tuple):
+            return [index for index, layer in enumerate(self.layers) if layer in value]
+        if name in _FIRST and isinstance(value, int):
+            return sum(layer < value for layer in self.layers)
+        if name in _LAST and isinstance(value, int):
+            return sum(layer >= self.count - value for layer in self.layers)
+        if name == "moe_layer_end_index" and isinstance(value, int):
+            return len(self.layers) - 1
+        if name == "per_layer_config" and isinstance(value, Mapping):
+            return {index: value[key] for index, layer in enumerate(self.layers) for key in value if int(key) == layer}
+        if isinstance(value, list | tuple) and len(value) == self.count and self.count > 1:
+            return [value[layer] for layer in self.layers]
+        return value
+
+
+def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
+    """Choose the first layer of every kind, and further ones up to `least`.
+
+    >>> choose_layers({"num_hidden_layers": 8, "layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 3})
+    LayerChoice(count=8, layers=(0, 5))
+
+    A kind is the list of what a configuration's values say of a layer. If there are more than six kinds, layers are
+    chosen that show each of these properties at least once.
+    """
+    count = next((values[name] for name in LAYER_COUNTS if isinstance(values.get(name), int)), 0)
+    kinds = [tuple(_layer_properties(values, layer, count)) for layer in range(count)]
+    layers = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
+    if len(layers) > _MOST:
+        layers = _covering_layers(kinds, layers)
+    further_layers = [layer for layer in range(count) if layer not in layers]
+    layers += further_layers[: max(0, least - len(layers))]
+    return LayerChoice(count, _cover_periods(values, tuple(sorted(layers)), count))
+
+
+def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
+    """Return what the values of a configuration say of one layer, as texts that can be compared.
+
+    Layers with equal texts are alike, so that a small model needs one of them. Values speak of layers as lists of
+    indices, as numbers of first or last layers, or with one entry for each layer.
+    """
+    properties = list[str]()
+    for name, value in sorted(values.items()):
+        if name in _INDICES and isinstance(value, list | tuple):
+            properties.append(f"{name}={layer in value}")
+        elif name in _FIRST and isinstance(value, int):
+            properties.append(f"{name}={layer < value}")
+        elif name in _LAST and isinstance(value, int):
+            properties.append(f"{name}={layer >= count - value}")
+        elif name == "per_layer_config" and isinstance(value, Mapping):
+            properties.append(str([entry for key, entry in value.items() if int(key) == layer]))
+        elif isinstance(value, list | tuple) and len(value) == count > 1:
+            properties.append(f"{name}={value[layer]}")
+    return properties
+
+
+def _covering_layers(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]) -> list[int]:
+    """Select the candidates, in order, that show a property which those before them do not."""
+    layers, properties = list[int](), set[str]()
+    for layer in candidates:
+        if not properties.issuperset(kinds[layer]):
+            layers.append(layer)
+            properties.update(kinds[layer])
+    return layers
+
+
+def _cover_periods(values: Mapping[str, Any], layers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return these layers, or the first four if there are fewer and the configuration has periods above one.
+
+    Periods become two in a small copy, so that four layers show each kind twice.
+    """
+    periods = [name for name in _PERIODS if isinstance(values.get(name), int) and values[name] > 1]
+    return tuple(range(min(4, count))) if periods and len(layers) < 4 else layers
+
+
+def small_periods(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return periods above one as periods of two, with offsets of 0 or 1."""
+    small: dict[str, int] = {}
+    for name, offset in _PERIODS.items():
+        if isinstance(values.get(name), int) and values[name] > 1:
+            small[name] = 2
+            if offset is not None:
+                small[offset] = min(1, values[offset])
+    return small
+
+
+# ---- images
+
+# Images are of 16 x 16 pixels or a few times that, patches of 4 x 4; ids of placeholders are in the small vocabulary
+# and differ from each other. Everything else of a tower is made small as above.
+
+PATCH, SIDE = 4, 16
+_TOKENS = ("_token_id", "_token_index", "_patch_id")
+_OF_TEXT = ("out_hidden_size", "text_hidden_size", "text_config_hidden_size")  # names of the text model's width
+_TOWER: Mapping[str, Any] = {
+    "num_position_embeddings": (SIDE // PATCH) ** 2, "num_patches": (SIDE // PATCH) ** 2,
+    "position_embedding_size": 32, "posemb_grid_size": 4, "pos_emb_height": 8, "pos_emb_width": 8,
+    "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "global_attn_indexes": [1],
+    "insert_layer_id": 0, "max_num_patches": 64, "num_image_tokens": 16, "max_image_size": 64, "min_image_size": 16,
+}  # fmt: skip
+_TOP: Mapping[str, Any] = {
+    "image_grid_pinpoints": [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]],
+    "mm_tokens_per_image": 4, "image_seq_length": 16, "num_query_tokens": 4, "insert_layer_id": 0,
+    "vision_soft_tokens_per_image": 4, "projector_hidden_size": 48,
+}  # fmt: skip
+_TEXTS = ("text_config", "language_config", "llm_config")
+_LAYERS = ("depth", "num_hidden_layers", "n_layers")
+
+
+def least_layers(config: Any) -> int:
+    """Return how many decoder layers the text model of a small copy needs: two, or four under DeepStack.
+
+    DeepStack adds rows of images after each of the first two layers, and a trial with two pipeline stages needs two
+    layers in each.
+    """
+    return 4 if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) else 2
+
+
+def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) -> dict[str, Any]:
+    """Make the small values of a model with images fit each other, as its parts were made small separately.
+
+    `base` is its class below the head; one with `get_rope_index` has positions in three parts (M-RoPE). Ids of
+    placeholders become the largest of the vocabulary. Values of a model without images are returned as they are.
+    """
+    vision, width = values.get("vision_config"), _text_width(values)
+    if not isinstance(vision, dict):
+        return values
+    result = {**values, **{name: value for name, value in _TOP.items() if values.get(name) is not None}}
+    result["vision_config"] = _small_tower(vision, width)
+    if isinstance(second_tower := values.get("high_res_vision_config"), dict):
+        result["high_res_vision_config"] = second_tower | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
+    if hasattr(base, "get_rope_index"):
+        result |= {name: _set_sections(result[name], sizes) for name in _TEXTS if isinstance(result.get(name), dict)}
+    if isinstance(layers := values.get("vision_feature_layer"), list | tuple):
+        result["vision_feature_layer"] = [-1, -2][: len(layers)]  # a small tower has them, counted from its end
+    return result | dict(zip(_placeholder_names(values), range(sizes.vocabulary - 1, 2, -1), strict=False))
+
+
+def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
+    """Return the small values of a tower, whose outputs have the `width` of the text model.
+
+    Sizes and patches that are lists have two sides. Towers whose layers are named by index (DeepStack, full attention)
+    have three layers, so that some are named and some are not. In Qwen2-VL `embed_dim` is the tower's width and
+    `hidden_size` that of its outputs. Windows are two merged patches wide.
+    """
+    result = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
+    result |= {name: width for name in _OF_TEXT if name in vision and width}
+    for name in ("image_size", "patch_size"):
+        if isinstance(vision.get(name), list | tuple):
+            result[name] = [SIDE if name == "image_size" else PATCH] * 2
+    if vision.get("deepstack_visual_indexes") is not None or vision.get("fullatt_block_indexes") is not None:
+        result |= {name: 3 for name in _LAYERS if name in vision}
+    if "embed_dim" in vision and isinstance(vision["embed_dim"], int) and "hidden_size" in vision:  # Qwen2-VL
+        result |= {"embed_dim": 64, "hidden_size": width}
+    if vision.get("window_size"):  # of pixels where patches are merged, else of patches
+        result["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2
+    return result
+
+
+def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """Set how many rotary pairs of the small head count frames, rows and columns, where the configuration does not.
+
+    The class's own default is for a large head. Rows and columns get a quarter of the pairs each, and frames what is
+    left. Configurations that set sections (`small_values` scales these) or have several kinds of rotary embeddings
+    stay.
+    """
+    rope = text.get("rope_parameters")
+    has_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
+    if not isinstance(rope, dict) or has_kinds or "mrope_section" in rope:
+        return text
+    rotated_share = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+    pairs = int((text.get("head_dim") or sizes.head_size) * rotated_share) // 2
+    return text | {"rope_parameters": rope | {"mrope_section": [pairs - pairs // 4 * 2, pairs // 4, pairs // 4]}}
+
+
+def _text_width(values: Mapping[str, Any]) -> int | None:
+    """Return the hidden size of the text model, whose configuration may be inside that of the whole model."""
+    text = next((values[name] for name in _TEXTS if values.get(name)), values)
+    return text.get("hidden_size") if isinstance(text, Mapping) else None
+
+
+def _placeholder_names(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of special tokens of images, videos and audio, not of text, the image's own first."""
+    names = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
+    text_prefixes = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
+    names = [name for name in names if not name.startswith(text_prefixes)]
+    return sorted(names, key=lambda name: (not name.startswith("image_token"), name))

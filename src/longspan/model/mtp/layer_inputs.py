@@ -3,8 +3,8 @@
 Some inputs may be made of the rows' own tokens. A depth's layer then gets them for the tokens that the depth reads: the
 model's own forward runs on these tokens with a stand-in for every layer, which notes the arguments of its call. So
 Zamba 2's layers get the embedding of the later tokens, and Gemma 4's their inputs for each layer. Not covered are
-tensors from earlier layers, such as keys and values that Gemma 4's last layers share. Which layer is copied is found in
-`exactness/depth_layer.py`.
+tensors from earlier layers, such as keys and values that Gemma 4's last layers share.
+Which layer is copied is found in `add_depths.py`.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -20,7 +20,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import Absent, architecture_name, final_norm, layer_list, shallow_module
+from longspan.model.layers import (
+    Absent,
+    architecture_name,
+    final_norm,
+    layer_list,
+    shallow_module,
+)
 
 LayerCall = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called with, without hidden states
 _NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no token: its routers are not counted
