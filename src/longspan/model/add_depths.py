@@ -72,7 +72,6 @@ class _DrawnWeights:
         return "the drawn depths"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield by name each parameter's drawn part, and buffers as the depths had them; a scalar has no block."""
         yield from ((name, buffer) for name, buffer in self._buffers.items() if name in parts)
         for path, depth in self._depths.items():
             drawn = draw_copy(path, depth, device, seed=self._seed, initialise=self._initialise)
@@ -89,7 +88,6 @@ class _JoinedWeights:
         return str(self._model)
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield the part of each of these parameters, by name."""
         yield from self._model.read(parts, device)
         yield from self._depths.read(parts, device)
 
@@ -201,7 +199,6 @@ def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth
 
 
 def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.Module:
-    """Find the last norm inside a layer that has `size` weights: one of whole rows, not of heads."""
     norms = [
         module
         for module in layer.modules()
@@ -286,7 +283,6 @@ def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
 
 
 def _meta_rows(model: PreTrainedModel) -> Tensor:
-    """Make two embedded rows (1, 2, D) on the meta device, which require a gradient."""
     weight = next(model.get_input_embeddings().parameters())
     return torch.zeros(1, 2, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True)
 
@@ -315,7 +311,6 @@ def _last_independent_layer(model: PreTrainedModel, last: int, outputs: int) -> 
 
 
 def _runs_on_meta(model: PreTrainedModel, outputs: int, layers: Container[int]) -> bool:
-    """Return whether the model runs on the meta device with stand-ins for all layers but these."""
     try:
         run_on_meta(copy_without_layers(model, _meta_rows(model), outputs, keep=layers)[0], None)
     except Exception:  # whatever a forward raises

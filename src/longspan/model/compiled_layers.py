@@ -120,7 +120,6 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def _all_layers(models: Iterable[PreTrainedModel]) -> Iterator[nn.Module]:
-    """Yield the decoder layers of these models, and those of their depths of multi-token prediction."""
     for model in models:
         yield from decoder_layers(model).values()
         for depth in model_depths(model):
@@ -128,7 +127,6 @@ def _all_layers(models: Iterable[PreTrainedModel]) -> Iterator[nn.Module]:
 
 
 def _refusal_of_layer(layer: nn.Module) -> str:
-    """Return why a layer is not compiled around attention; "" if it is."""
     if "forward" in vars(layer) or not inspect.isfunction(_own_forward(layer)):
         return f"the forward of {type(layer).__name__.removeprefix('FSDP')} was replaced"
     return ""
@@ -147,7 +145,6 @@ def _compile_modules(layer: nn.Module) -> None:
 
 
 def _compile_tiles(module: nn.Module) -> bool:
-    """Compile the forward of one tile if the module runs in tiles; returns whether it does."""
     forward = vars(module).get("forward")
     if not isinstance(forward, TiledForward):
         return False
@@ -156,7 +153,6 @@ def _compile_tiles(module: nn.Module) -> bool:
 
 
 def _compile_layer(layer: nn.Module) -> None:
-    """Compile the layer's own forward, except attention and whatever else runs outside of graphs."""
     _set_up_compiler()
     use_class_norms(_modules_in_graphs(layer))
     # Modules whose forward is an object run outside: a graph is tied to that object, so each layer would need its own.
@@ -207,7 +203,6 @@ def unfuse_norms_in_graphs(model: PreTrainedModel) -> None:
 
 
 def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
-    """List the modules of a layer outside its mixers."""
     outside = {inner for mixer in find_mixers(layer).values() for inner in mixer.modules()}
     return [module for module in layer.modules() if module not in outside]
 
@@ -276,7 +271,6 @@ class _Begun(torch.autograd.Function):
 
 
 def _new_leaf(like: Tensor) -> Tensor:
-    """Make a scalar that requires a gradient, so that what a function returns for it does too."""
     return like.new_empty(()).requires_grad_()
 
 

@@ -94,27 +94,22 @@ _Ranks = dict[tuple[str, ...], list[int]]
 
 
 def _join_ranks(ours: _Ranks, theirs: _Ranks) -> _Ranks:
-    """Join two tables of ranks by the kernels that they compute with."""
     return {kernels: ours.get(kernels, []) + theirs.get(kernels, []) for kernels in {**ours, **theirs}}
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """Return the first ranks by number, and how many others there are."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _layers_text(calls: Sequence[AttendCall]) -> str:
-    """Describe the layers that make these calls by how far their rows see: "layers with full attention"."""
     return "layers with " + " and ".join(dict.fromkeys(_limits_text(call) for call in calls))
 
 
 def _limits_text(call: AttendCall) -> str:
-    """Describe how far rows see in a call: its window and its chunks, in rows."""
     limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
     return ", ".join(limits) or "full attention"
 
 
 def _features_text(call: AttendCall) -> str:
-    """List the features of a call, each after a comma, to follow its type and heads."""
     return "".join(f", {feature}" for feature in sorted(call.features))

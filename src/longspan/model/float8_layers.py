@@ -126,13 +126,11 @@ def dtype_lack(dtype: torch.dtype) -> str:
 
 
 def _linear_styles(model: PreTrainedModel, linears: Iterable[str], tp: int) -> dict[str, str]:
-    """Return each linear's tensor-parallel style by its name; "" if it stays whole, or is cut as part of a mixer."""
     style_of = {entry.name: entry.style for entry in list_styles(model)} if tp > 1 else {}
     return {name: style_of.get(name.removesuffix(".base_layer"), "") for name in linears}
 
 
 def _local_widths(linear: nn.Linear, style: str, tp: int) -> tuple[int, int]:
-    """Return how many outputs and inputs of a linear a rank has; its style splits one of the two over tp, or none."""
     out, into = linear.out_features, linear.in_features
     return out // tp if style in _OUT_SPLIT else out, into // tp if style in _IN_SPLIT else into
 
@@ -199,7 +197,6 @@ def trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("longspan::float8_linear", mutates_args=())
 def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply rows x (S, K), which are `values` times `scales` in float8, with a weight (N, K), and add a bias."""
     return multiply(Scaled(values, scales), find_kept_weight(weight).rows(weight), x.dtype, bias)
 
 

@@ -41,7 +41,6 @@ class Absent(nn.Module):
     """
 
     def __init__(self, module: nn.Module | None = None, outputs: int = 0) -> None:
-        """Take the plain attributes of the module that it stands for, but not torch's own."""
         super().__init__()
         for name, value in ({} if module is None else vars(module)).items():
             if isinstance(value, str | int) and name != "training" and not name.startswith("_"):

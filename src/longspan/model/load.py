@@ -143,7 +143,6 @@ def _prepare_to_read(folder: Path, config: PreTrainedConfig, dtype: torch.dtype,
 
 @contextmanager
 def _as_model_error(sentence: str) -> Iterator[None]:
-    """Turn what json, safetensors, torch, transformers and a model's class raise inside into a ModelError."""
     try:
         yield
     except ModelError:

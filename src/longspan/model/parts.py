@@ -168,7 +168,6 @@ def _find_first_states(args: Sequence[Any], kwargs: Mapping[str, Any], returned:
 
 
 def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
-    """Return whether any tensor among values, however deep in tuples, lists and dictionaries, was made from these."""
     sums = [leaf.sum() for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not sums or not tensors:
         return False
@@ -186,15 +185,12 @@ class _Entry(Absent):
     rows: Tensor | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states that the base model was called with; without any, the module's first input."""
         return super().forward(x if self.rows is None else self.rows)
 
     def take_rows(self, base: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take the hidden states that the base model is called with: a forward pre-hook of it."""
         self.rows = kwargs.get("inputs_embeds")
 
     def forget_rows(self, base: nn.Module, args: object, out: object) -> None:
-        """Forget the hidden states of this call: a forward hook of the base model."""
         self.rows = None
 
 

@@ -108,10 +108,6 @@ class PrepareOptions:
         return replace(self._read_measures(), segment_layers=self.segment_layers)
 
     def _read_measures(self) -> Recomputation:
-        """Return what each layer keeps, by `measures` or else by the three options for all layers.
-
-        Raises ModelError where both are given.
-        """
         if self.measures is None:
             return Recomputation.from_options(
                 self.activation_checkpointing,
@@ -315,7 +311,6 @@ def _look_for_no_padding(*_: Any) -> None:
 
 
 def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device) -> None:
-    """Have RMS norms run as one kernel if `fused_norms` says so; on GPUs, split inputs too long for torch's norms."""
     if fused_norms == "on" or (fused_norms == "auto" and device.type == "cuda"):
         fuse_norms(model, required=fused_norms == "on")
     if device.type == "cuda":
@@ -344,14 +339,12 @@ def _connect_operations(model: PreTrainedModel) -> None:
 def _make_execution(
     model: PreTrainedModel, placement: Placement, calls: tuple[AttendCall, ...], options: PrepareOptions
 ) -> Execution:
-    """Make the record of the types and kernels that the model computes with; `calls` are its attention calls."""
     dtype, reduce_dtype = placement.dtype_of(model), placement.reduce_dtype_of(model)
     mixers = len(find_mixers(model))
     return Execution(model.dtype, dtype, reduce_dtype, calls, options.attention_kernel, mixers)
 
 
 def _make_call_rules(model: PreTrainedModel, placement: Placement, kernel: str | None, evidence: Evidence) -> CallRules:
-    """Make the rules that every call of the model is checked against."""
     return CallRules(
         type(model).__name__,
         kernel,
@@ -398,7 +391,6 @@ def _place_stages(
 
 
 def _install_call_checks(prepared: PreTrainedModel | PipelineModel, rules: CallRules, execution: Execution) -> None:
-    """Have every call of a prepared model checked, and its class's methods refused that would misread its weights."""
     values: Any = prepared
     values.call_rules, values.execution = rules, execution
     guard_model(prepared, rules.architecture)

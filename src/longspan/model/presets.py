@@ -55,7 +55,6 @@ class Preset:
 def _qwen3_values(
     hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
 ) -> dict[str, Any]:
-    """Return the values of a Qwen3 configuration as published at https://huggingface.co/Qwen."""
     return {
         "vocab_size": 151936,
         "hidden_size": hidden,
@@ -139,7 +138,6 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
 
 
 def _check_vocab_size(name: str, vocab_size: int | None) -> int:
-    """Return the size as an int. Raises ModelError where it is missing or no positive integer."""
     if vocab_size is None:
         raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")
     if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:
@@ -148,6 +146,5 @@ def _check_vocab_size(name: str, vocab_size: int | None) -> int:
 
 
 def _nearest_preset(name: str) -> str:
-    """Return the question of a message whether the preset with the most similar name was meant; "" without one."""
     matches = get_close_matches(name, PRESETS, n=1, cutoff=0.4)
     return f", did you mean {matches[0]!r}?" if matches else ""

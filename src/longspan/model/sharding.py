@@ -209,7 +209,6 @@ def drop_unsummed_gradients(model: nn.Module) -> None:
 
 
 def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
-    """Have a module keep parameters and gradients whole and unsummed after backward (`keep`), or free and sum them."""
     module.set_requires_gradient_sync(not keep, recurse=False)
     module.set_reshard_after_backward(not keep, recurse=False)
     module.set_reshard_after_forward(reshard_after_forward, recurse=False)
@@ -316,7 +315,6 @@ def _add_absent_gradients(parameters: Sequence[nn.Parameter], world: World) -> N
 
 
 def _gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield gradients in buckets of one dtype and a bounded number of elements."""
     bucket: list[Tensor] = []
     for gradient in gradients:
         full = sum(g.numel() for g in bucket) + gradient.numel() > _BUCKET_ELEMENTS

@@ -48,7 +48,6 @@ def check_vision(model: nn.Module) -> None:
 
 
 def _check_placeholder_id(model: PreTrainedModel) -> None:
-    """Raise ModelError if the id of placeholders is beyond the rows of the embedding."""
     embedding: Any = model.get_input_embeddings()
     placeholder, rows = image_tokens(model.config).placeholder, embedding.weight.shape[0]
     if placeholder >= rows:

@@ -44,7 +44,6 @@ class Chains:
     """The chains of one group, and which of their runs this member holds. Made once per shard, for all layers."""
 
     def __init__(self, part: ShardPart, device: torch.device) -> None:
-        """Take a part of a shard; chains are worked out when they are first asked for."""
         self.part: ShardPart = part
         self.device: torch.device = device
         self.member: int = part.member
@@ -183,7 +182,6 @@ class Passing:
     def _find_first_rows(
         self, state_rows: int, transition_rows: int, starts: tuple[int, ...]
     ) -> tuple[Integers, Integers]:
-        """Compute what `first_rows` returns: in each member's rows its states come first, then its transitions."""
         runs = self.chains.runs
         states, transitions = np.full(len(runs.member), -1), np.full(len(runs.member), -1)
         for member, start in enumerate(starts):

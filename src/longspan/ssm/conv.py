@@ -106,7 +106,6 @@ class Halo:
         return RowsBefore(self._width, *(to_device(x, self._device) for x in indices))
 
     def _index_first_rows(self, lengths: Integers, arrived: Integers) -> FirstRows:
-        """Index the first rows, `width` at most, of the runs that rows arrive for: only these read arrived rows."""
         readers = np.flatnonzero((arrived >= 0).any(1))
         start, count = (np.cumsum(lengths) - lengths)[readers], np.minimum(lengths[readers], self._width)
         arrived = np.ascontiguousarray(arrived[readers])
@@ -245,17 +244,14 @@ class _Part(NamedTuple):
 
     @property
     def halo(self) -> Halo:
-        """The halo of the forward pass."""
         return find_halo(self.chains, self.convolution.weight.shape[1] - 1)
 
     def arrived_gradients(self, kernel: ConvolutionKernel) -> Tensor:
-        """Return the gradients of the rows that arrived, which go back to their members."""
         if not len(self.arrived):
             return self.arrived
         return kernel.arrived_gradients(self.dout, self.x, self.arrived, self.convolution, self.halo.first)
 
     def gradients(self, kernel: ConvolutionKernel) -> ConvolutionGradients:
-        """Return the gradients of this member's own rows and of the parameters."""
         if not len(self.x):
             return self.x, None, None  # no rows, and kernels take at least one; exchanges are entered all the same
         return kernel.backward(
@@ -264,13 +260,11 @@ class _Part(NamedTuple):
 
 
 def _sum_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Sum a parameter's gradients over parts; None if no part has one."""
     present = [x for x in gradients if x is not None]
     return sum(present[1:], start=present[0]) if present else None
 
 
 def _send_halo(x: Tensor, chains: Chains, width: int) -> Handle | None:
-    """Start sending the rows that other members' runs need before them; None if nothing travels."""
     halo = find_halo(chains, width)
     if not halo.travels:
         return None
@@ -280,7 +274,6 @@ def _send_halo(x: Tensor, chains: Chains, width: int) -> Handle | None:
 
 
 def _send_halo_gradients(gradient: Tensor, chains: Chains, width: int) -> Handle | None:
-    """Start sending gradients of arrived rows back to the members that have the rows; None if nothing travels."""
     halo = find_halo(chains, width)
     if not halo.travels:
         return None

@@ -121,16 +121,13 @@ class _GatheredSummaries:
         self._rows, self._handle = rows, channel.all_gather_rows(rows, counts, label)
 
     def wait(self) -> "_GatheredSummaries":
-        """Wait until states and transitions may be read; return this object."""
         self._rows = self._handle.wait()
         return self
 
     def states(self, runs: Integers) -> Tensor:
-        """Return the states of these runs: (n, H, K, V)."""
         return self._select_runs(runs, 0)
 
     def transitions(self, runs: Integers) -> Tensor:
-        """Return the transitions of these runs: (n, H, K, K), or (n, H, 1, 1)."""
         return self._select_runs(runs, 1)
 
     def _select_runs(self, runs: Integers, which: int) -> Tensor:

@@ -48,7 +48,6 @@ class HostArena:
     """
 
     def __init__(self, device: torch.device, bytes: int = 0) -> None:
-        """Take `bytes` of the host's memory now; 0: none before the first range is taken."""
         self.device = device
         self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.RLock()  # backward passes run in threads of their own
@@ -105,14 +104,12 @@ class HostArena:
         close = weakref.WeakMethod(self.close)
 
         def close_arena() -> None:
-            """Close the arena if it still exists."""
             if (method := close()) is not None:
                 method()
 
         world.on_leaving(close_arena)
 
     def _add_part(self, bytes: int) -> "_Part":
-        """Add a piece of memory of so many bytes to the arena. Raises ModelError where the host has less free."""
         free = free_host_bytes()
         if free is not None and bytes > free:
             raise ModelError(
@@ -124,7 +121,7 @@ class HostArena:
         return piece
 
     def _take_back_ranges(self) -> None:
-        """Return to their pieces the ranges that nothing holds any more; the lock must be held."""
+        """The lock must be held."""
         while self._freed:
             part, start, size = self._freed.popleft()
             part.give_back_bytes(start, size)
@@ -139,15 +136,11 @@ class HostRange:
     def __init__(
         self, freed: "deque[tuple[_Part, int, int]]", part: "_Part", start: int, size: int, bytes: int
     ) -> None:
-        """Take `size` bytes of a part from `start` on, of which `memory` is the first `bytes`: sizes are rounded up.
-
-        `freed` is the arena's queue of ranges that nobody uses any more.
-        """
+        """Take `size` bytes of a part, of which `memory` is the first `bytes`: sizes are rounded up."""
         self._freed, self._part, self._start, self._size = freed, part, start, size
         self.memory: Tensor = part.memory[start : start + bytes]  # (bytes,) of uint8
 
     def __del__(self) -> None:
-        """Hand the range to the arena's queue, from which the next `take` frees it."""
         self._freed.append((self._part, self._start, self._size))  # without the lock, which this thread may hold
 
     def view_like(self, x: Tensor) -> Tensor:
@@ -174,7 +167,6 @@ class _Part:
         self._free = [(0, size)]  # start and end
 
     def take_bytes(self, size: int) -> int | None:
-        """Take `size` bytes from the first free range that has them; returns their start, or None without one."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
@@ -182,7 +174,6 @@ class _Part:
         return None
 
     def give_back_bytes(self, start: int, size: int) -> None:
-        """Free a range; free ranges that touch become one."""
         insort(self._free, (start, start + size))
         merged: list[tuple[int, int]] = []
         for start_of_range, end in self._free:
@@ -194,12 +185,10 @@ class _Part:
 
 
 def _round_to_multiple(bytes: int, multiple: int) -> int:
-    """Round up to a multiple."""
     return -(-bytes // multiple) * multiple
 
 
 def _pin_memory(memory: Tensor) -> None:
-    """Pin memory for CUDA. Raises ModelError with CUDA's number of the error."""
     cudart: Any = torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)):
         raise ModelError(

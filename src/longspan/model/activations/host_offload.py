@@ -73,7 +73,6 @@ class ParkedLayer:
     """
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
-        """Begin with no tensors; `before` is the layer before in the pass, None for the first."""
         self._offload, self._layer_before = offload, before
         self._on_host: list[tuple[HostRange, Tensor]] = []  # memory of the arena, and the parked tensor in it
         self._on_device: dict[int, Tensor] = {}  # by index; from the allocator of the stream that computes
@@ -136,7 +135,6 @@ class ParkedLayer:
             self._note_copies(copies)
 
     def _note_copies(self, copies: torch.cuda.Stream) -> None:
-        """Record an event behind the copies that are under way, for other streams to wait for."""
         self._copied = torch.cuda.Event()
         self._copied.record(copies)
 

@@ -122,7 +122,6 @@ class Recomputation:
                 )
 
     def _check_segments(self) -> None:
-        """Raise ModelError for a negative number of layers in a segment, or for segments where no layer recomputes."""
         size = self.segment_layers
         if size < 0:
             raise ModelError(f"segment_layers is {size}; use 0 (no segments), or the layers of a segment, such as 4")
@@ -165,10 +164,7 @@ class Recomputation:
                 module.register_forward_pre_hook(partial(_count_empty_layer, offload))
 
     def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
-        """Return (name, layer, measure) of the layers that are here; layers of multi-token prediction come last.
-
-        All layers of one depth of multi-token prediction share the measure of that depth.
-        """
+        """All layers of one depth of multi-token prediction share the measure of that depth; they come last."""
         name, layers = layer_list(model)
         local_layers = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
         for number, depth in enumerate(model_depths(model)):
@@ -185,12 +181,10 @@ class Recomputation:
 
 
 def _count_empty_layer(offload: HostOffload, *_: Any) -> None:
-    """Tell the offload that a layer runs which parks nothing: a forward pre-hook."""
     offload.count_empty_layer()
 
 
 def _run_in_segment(segments: Segments, layer: nn.Module, run: Callable[..., Any], *args: Any, **how: Any) -> Any:
-    """Run a layer as a part of a segment, in place of transformers' checkpointing function (`how`: see `run_layer`)."""
     return segments.run_layer(layer, run, args, **how)
 
 

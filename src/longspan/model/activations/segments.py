@@ -71,7 +71,6 @@ class Segments:
 
 
 def _keep_in_place(x: Tensor) -> Callable[[], Tensor]:
-    """Keep a tensor where it is; returns the function that fetches it."""
     return x.detach
 
 
@@ -110,11 +109,9 @@ class _Link:
         return same_place and out.dtype == x.dtype
 
     def note_output(self, out: Tensor) -> None:
-        """Note what this call returned, by which the next call of the segment is recognised."""
         self._output, self._version = weakref.ref(out), out._version
 
     def forget_input(self, x: Tensor) -> Callable[[], Tensor]:
-        """Keep nothing of the input; to fetch it, the layers before run again."""
         return self.fetch_input
 
     def make_input_hook(self, keep: Callable[[Tensor], Callable[[], Tensor]], x: Tensor) -> Callable[[Tensor], Any]:
@@ -128,7 +125,6 @@ class _Link:
         identity = x.data_ptr(), x.shape, x.dtype
 
         def pack(saved: Tensor) -> Callable[[], Tensor]:
-            """Keep the layer's input by `keep`, and other saved tensors as they are."""
             if (saved.data_ptr(), saved.shape, saved.dtype) != identity:
                 return _keep_in_place(saved)
             fetch = keep(saved)
@@ -169,7 +165,6 @@ class _Link:
         return (out[0] if isinstance(out, tuple) else out).detach()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of torch's checkpoint: of the forward pass, and of the layer's recomputation."""
         return self._forget_attention(), _RecomputeContext(self)
 
     @contextmanager
@@ -190,10 +185,7 @@ class _Link:
 
 
 class _EmptyRecording(Recording):
-    """A recording that keeps nothing."""
-
     def output(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
-        """Return the result of a call of attention, and keep nothing."""
         return compute()
 
 
@@ -234,6 +226,5 @@ def _gather_parameters(layer: nn.Module) -> Iterator[None]:
 
 
 def _is_sharded(state: Any) -> bool:
-    """Return whether parameters of an FSDP2 module are sharded now; torch's versions name their groups differently."""
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return any(group is not None and group.is_sharded for group in groups)

@@ -88,7 +88,6 @@ def _run_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -
 
 
 def _split_rows(tensors: Sequence[Any], count: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the tiles of several tensors of rows together; None stays None."""
     return zip(*([None] * count if x is None else x.tensor_split(count, ROWS) for x in tensors), strict=True)
 
 
@@ -110,7 +109,6 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Pass the gradients of the rows on; the other three arguments of `forward` have none."""
         return None, None, None, *gradients
 
 
@@ -127,11 +125,7 @@ class _Tiles(torch.autograd.Function):
         contexts: tuple[Around, Around],
         *tensors: Tensor,
     ) -> Tensor:
-        """Run the tiles without a graph; `tensors` are `row_tensors` tensors of rows, then the parameters.
-
-        `run` and `around` are those of `run_in_tiles`. `nodes` holds one object, the context of `_Keep`, which has the
-        rows. `contexts` are the autocast of now, which backward enters again, and `around`.
-        """
+        """Of `tensors` the first `row_tensors` are rows, the others parameters; `nodes` holds `_Keep`'s context."""
         ctx.run, ctx.node, ctx.count = run, nodes[0], count
         ctx.autocast, ctx.around = contexts
         ctx.parameters = tensors[row_tensors:]
@@ -141,7 +135,6 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run each tile once more with a graph; returns the gradients of the rows and of the trained parameters."""
         rows = ctx.node.saved_tensors
         needs = ctx.node.needs_input_grad[3:]  # of the rows, behind three other arguments of `_Keep`
         trained = [p for p in ctx.parameters if p.requires_grad]
@@ -167,10 +160,7 @@ def _add_tile_gradients(
     into: Sequence[Tensor | None],
     sums: list[Tensor | None],
 ) -> None:
-    """Run a tile once more; write its rows' gradients to `into`, and add the parameters' gradients to `sums`.
-
-    `into` has None for rows that need no gradient.
-    """
+    """Run a tile again; its rows' gradients go `into` (None: not needed), the parameters' are added to `sums`."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_(part is not None) for x, part in zip(tile, into, strict=True)]
         inputs = [*(x for x in leaves if x.requires_grad), *trained]
@@ -185,7 +175,6 @@ def _add_tile_gradients(
 
 
 def _add_gradient(total: Tensor | None, gradient: Tensor) -> Tensor:
-    """Add a gradient to a sum in float32 or wider; None begins one."""
     if total is None:  # a copy: it may share memory with the gradient of the output
         return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
     return total.add_(gradient)
@@ -248,7 +237,6 @@ class TiledForward:
         self._module = module
 
     def __call__(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Compute the module's output of rows (…, R, D); the other arguments, which have no rows, go to every tile."""
         count = count_tiles(x.shape[ROWS], self.tile_rows)
         if count == 1:
             return self.run(x, *others, **named)

@@ -56,7 +56,6 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
 
 
 def _refuse_adapted_embedding(model: PreTrainedModel, world: World) -> None:
-    """Raise ModelError for depths of multi-token prediction over stages, if the adapter changes the embedding."""
     if world.home.pp > 1 and model_depths(model) and is_adapted(model.get_input_embeddings()):
         raise ModelError(
             f"{type(model).__name__} has multi-token prediction, for which the last pipeline stage has a copy of the "
@@ -84,12 +83,10 @@ def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
 
 
 def _parameter_bytes(x: Tensor) -> Any:
-    """Return a tensor's bytes on the host; as bytes, since numpy has no bfloat16."""
     return x.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
 def _configuration_reasons(adapter: Adapter) -> Iterator[str]:
-    """Yield why an adapter of this configuration cannot be trained, whatever layers it is in."""
     config = adapter.config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
@@ -106,7 +103,6 @@ def _configuration_reasons(adapter: Adapter) -> Iterator[str]:
 
 
 def _layer_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield the first reason why one of the layers that peft has put into a module cannot be trained."""
     for name, module in peft_modules(model).items():
         layer: Any = module
         if is_adapted(module):
@@ -128,7 +124,6 @@ def _layer_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _value_reasons(model: nn.Module) -> Iterator[str]:
-    """Yield the reason why parameters of an adapter have no values, unless `prepare` itself will draw them."""
     if is_drawn_when_prepared(model):
         return
     if "weights_to_come" in vars(model):
@@ -188,7 +183,6 @@ def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None
 
 
 def _encoder_reasons(encoder: nn.Module, adapter: Adapter, tp: int) -> Iterator[str]:
-    """Yield why an adapter in an encoder cannot be trained or saved, or would not be exact under this tp."""
     modules = peft_modules(encoder)
     if copied := [name for name, module in modules.items() if is_copied(module)]:
         yield (

@@ -115,10 +115,7 @@ class _Pass(NamedTuple):
 
 
 def _run_rows(model: PreTrainedModel, order: Tensor) -> _Pass:
-    """Run rows forward and back in one pass; `order` (R,) has their numbers, in the order in which they run.
-
-    A row's number is its token id, and decides the random gradient of its output. All rows have the same position.
-    """
+    """Run rows forward and back in one pass; a row's number in `order` is its token id, and seeds its gradient."""
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
     upstream = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)

@@ -56,11 +56,7 @@ def refuse_quantized(model: nn.Module) -> None:
 
 
 def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why a model of this architecture is no causal language model.
-
-    The class's name tells its head; wrappers of several modalities are called ForConditionalGeneration. The text model
-    of a wrapper must be a module inside its base model.
-    """
+    """A class's name tells its head; wrappers of several modalities are called ForConditionalGeneration."""
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, only decoder-only language models are supported"
@@ -76,20 +72,17 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _text_class_name(model: PreTrainedModel) -> str:
-    """Return the class name of the text model with its head, from transformers' list; words for it if it has none."""
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     config = type(model.config.get_text_config())
     return classes[config].__name__ if config in classes else "the causal language model"
 
 
 def _output_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield why the form of a model's outputs is refused: hidden states are read by name."""
     if model.config.return_dict is False:
         yield "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
 
 
 def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which modules have a forward other than their class's, where longspan replaces it."""
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers}
     # Rotary modules whose frequencies depend on a document's length:
@@ -113,7 +106,7 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _temperature_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which layers scale queries by a row's number; only Llama 4's formula is computed by positions."""
+    """Only Llama 4's formula is computed by positions."""
     modules = model.named_modules()
     if names := [name for name, module in modules if has_temperature(module) and not is_llama4_temperature(module)]:
         yield (
@@ -123,10 +116,7 @@ def _temperature_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _rope_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which rope types choose frequencies by the longest position of a call, and cannot do so by document.
-
-    Modules that name their type in `rope_type` can: `rope_by_length.py` runs them.
-    """
+    """Modules that name their type in `rope_type` can choose frequencies by document: `rope_by_length.py` runs them."""
     if any(hasattr(module, "rope_type") for module in model.modules()):
         return
     config = model.config
@@ -139,7 +129,6 @@ def _rope_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which layers are of a type that is neither supported nor shown to be a mixer."""
     types = getattr(model.config, "layer_types", None) or []
     mixing = {i for i, layer in enumerate(decoder_layers(model).values()) if any(map(is_mixer, layer.modules()))}
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
@@ -151,7 +140,6 @@ def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _convolution_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield which convolutions outside mixers mix neighbouring rows."""
     mixers = tuple(f"{name}." for name in find_mixers(model))
     convolutions = (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d))
     if names := [name for name in convolutions if not name.startswith(mixers)]:

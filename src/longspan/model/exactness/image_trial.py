@@ -45,8 +45,6 @@ _MakeDocuments = Callable[[PreTrainedModel], list[TrialDocument]]
 
 
 class _Pass(NamedTuple):
-    """Logits by document, and every gradient, of one way to run the small model."""
-
     logits: list[Tensor]
     gradients: dict[str, Tensor | None]
 
@@ -68,16 +66,11 @@ def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def _try_images_once(config: PreTrainedConfig, modality: str, make_documents: _MakeDocuments) -> tuple[str, ...]:
-    """Return how a small model of this configuration differs from its two parts on the documents that are made for it.
-
-    The answer is kept: a configuration is tried once for each `modality` ("images", "videos") in a process.
-    """
     key = modality, type(config), config.to_json_string()
     return try_once(key, lambda: tuple(_image_differences(config, make_documents)))
 
 
 def _image_differences(config: PreTrainedConfig, make_documents: _MakeDocuments) -> Iterator[str]:
-    """Yield how a small model with images differs from its two parts, or why it cannot be run."""
     try:
         model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = make_documents(model)
@@ -93,21 +86,18 @@ def _image_differences(config: PreTrainedConfig, make_documents: _MakeDocuments)
 
 
 def _split_model(model: PreTrainedModel) -> VisionParts:
-    """Split a model with images into encoder and text model, as `prepare` does."""
     parts = split_model(model)
     pack_attention(parts.encoder)
     return parts
 
 
 def _run_whole(model: PreTrainedModel, documents: list[TrialDocument]) -> _Pass:
-    """Run documents through the unchanged model, which gets ids and pixels."""
     return _make_pass(
         dict(model.named_parameters()), documents, lambda d: model(**make_stock_arguments(model, d)).logits[0]
     )
 
 
 def _run_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
-    """Run documents through the text model, which gets rows from the encoder."""
     named = dict(parts.language_model.named_parameters()) | dict(parts.encoder.named_parameters())
     return _make_pass(named, documents, partial(_part_logits, parts))
 
@@ -115,7 +105,6 @@ def _run_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
 def _make_pass(
     parameters: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]
 ) -> _Pass:
-    """Run documents; return logits, and gradients of the sum of all logits, each times a random weight, by name."""
     logits = [run(document) for document in documents]
     draw = torch.Generator().manual_seed(0)
     weighed = [(x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in logits]
@@ -123,10 +112,7 @@ def _make_pass(
 
 
 def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
-    """Compute logits (T, V) of the text model from ids, positions and the rows of each image, encoded one at a time.
-
-    Encoded rows are as wide as the embedding, or, for DeepStack, several times: the further parts go to layers.
-    """
+    """Logits (T, V) of the text model from ids, positions and the rows of each image, encoded one at a time."""
     model, ids = parts.language_model, torch.from_numpy(document.ids)[None]
     placeholders = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [parts.encoder([image]) for image in document.images]
@@ -147,10 +133,7 @@ def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
 
 
 def _hook_image_rows(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
-    """Put the images' rows in place of the embedding's, and have the first layers add the further parts (DeepStack).
-
-    `rows` are the parts, (R, D) each; `places` (R,) are the positions of the placeholders; `hooks` removes the hooks.
-    """
+    """`rows[0]` (R, D) take the place of the embedding's; the first layers add the further ones (DeepStack)."""
     embedding_rows, *rows_of_layers = rows
     embedding = model.get_input_embeddings()
     hooks.callback(
@@ -161,14 +144,12 @@ def _hook_image_rows(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor,
 
 
 def _add_part(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:
-    """Add rows (R, D) to a layer's output at these places: a forward hook. A tuple begins with the hidden states."""
     if isinstance(out, tuple):
         return (out[0].index_add(1, places, part[None]), *out[1:])
     return out.index_add(1, places, part[None])
 
 
 def _difference_reasons(whole: _Pass, parts: _Pass) -> Iterator[str]:
-    """Yield how logits, or the first gradient, of the model in parts differ from those of the whole model."""
     evidence = "(found with a small model of its class, whole and in parts)"
     errors = [relative_error(a, b) for a, b in zip(parts.logits, whole.logits, strict=True)]
     if max(errors) > _TOLERANCE:

@@ -217,10 +217,7 @@ def _cause_text(error: Exception) -> str:
 
 
 def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
-    """Return the rates by which layers are left out at random in training, by the keys of a configuration.
-
-    Ranks that leave out different layers would wait for each other for ever.
-    """
+    """By the keys of a configuration. Ranks that leave out different layers would wait for each other for ever."""
     keys = model.config.get_text_config().to_dict()
     return {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
 

@@ -204,23 +204,18 @@ class ObservedPass:
         return dict(zip(self.errors, torch.stack(list(self.errors.values())).tolist(), strict=True))
 
     def _note_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Count the call of a module, and note its inputs: a forward pre-hook."""
         call = self._calls[name] = self._calls.get(name, -1) + 1
         for leaf, x in enumerate(_row_tensors(self.rows, (args, kwargs))):
             self._compare_tensor(Key(name, call, out=False, leaf=leaf), x, None)
 
     def _note_outputs(self, name: str, is_layer: bool, module: nn.Module, args: Any, out: Any) -> Any:
-        """Note the outputs of a module's call, and give a layer's callers the rows of the pass before in their place.
-
-        So an error counts in the layer that makes it, and not in those after it.
-        """
+        """A layer's callers get the rows of the pass before, so that an error counts in the layer that makes it."""
         call = self._calls[name]
         layer_input = self.tensors.get(Key(name, call, out=False, leaf=0)) if is_layer else None
         self._note_tensors(name, call, out, layer_input)
         return self._replace_rows(name, call, out) if is_layer and self.before is not None else None
 
     def _note_tensors(self, name: str, call: int, out: Any, layer_input: Tensor | None) -> None:
-        """Note the tensors of rows of an output; those of a layer that have its input's shape were added to it."""
         for leaf, x in enumerate(_row_tensors(self.rows, out)):
             added_to = layer_input if layer_input is not None and layer_input.shape == x.shape else None
             self._compare_tensor(Key(name, call, out=True, leaf=leaf), x, added_to)
@@ -240,10 +235,7 @@ class ObservedPass:
             self.errors[key] = self._relative_error(x[places], earlier[earlier_places], input_rows)
 
     def _rows_to_compare(self, x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the indices of compared rows in a tensor, and in that of the pass before.
-
-        None if there are no such rows, or if the tensors differ in their other dims.
-        """
+        """Indices of compared rows in a tensor, and in that of the pass before; None if there are none."""
         sizes = len(x), len(earlier)
         if sizes not in self._places:
             assert self.before is not None
@@ -273,7 +265,6 @@ class ObservedPass:
         return self.precision.combine_errors(errors, same_shapes=same_shapes).double()
 
     def _replace_rows(self, name: str, call: int, out: Any) -> Any:
-        """Return a layer's output with the compared rows of its tensors replaced by those of the pass before."""
         assert self.before is not None
         leaves, structure = tree_flatten(out)
         changed, leaf = list[Any](), 0
@@ -286,7 +277,6 @@ class ObservedPass:
         return tree_unflatten(changed, structure)
 
     def _replace_tensor_rows(self, value: Tensor, key: Key) -> Tensor:
-        """Return a tensor, its compared rows replaced by those of the pass before where both passes have them."""
         assert self.before is not None
         x, earlier = _as_row_tensor(self.rows, value), self.before.tensors.get(key)
         if x is None or earlier is None or (pairs := self._rows_to_compare(x, earlier)) is None:
@@ -296,14 +286,13 @@ class ObservedPass:
 
 
 def _row_tensors(rows: TrialRows, values: Any) -> Iterator[Tensor]:
-    """Yield the tensors of rows (R, …) among some values."""
     for leaf in tree_leaves(values):
         if (x := _as_row_tensor(rows, leaf)) is not None:
             yield x
 
 
 def _as_row_tensor(rows: TrialRows, value: Any) -> Tensor | None:
-    """Return a value as a tensor of rows (R, …) if it is one of the pass: floating, (R, …) or (1, R, …); else None."""
+    """A value as a tensor of rows (R, …) if it is one of the pass: floating, (R, …) or (1, R, …)."""
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1):
         return None
     if rows.row_numbers(value.shape[0]) is not None:
@@ -313,6 +302,5 @@ def _as_row_tensor(rows: TrialRows, value: Any) -> Tensor | None:
 
 
 def _find_places(numbers: Integers, chosen: Integers) -> Integers:
-    """Return the indices of the chosen numbers among `numbers`, which are in any order."""
     order = np.argsort(numbers)
     return order[np.searchsorted(numbers, chosen, sorter=order)]

@@ -61,11 +61,7 @@ def try_rows_at_first_call(model: nn.Module) -> None:
 
 
 def _try_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Try the rows before a call: a forward pre-hook.
-
-    Ranks that make the call together find the same, so that they need not agree on it as in `try_rows`. A call of the
-    trial itself, by its shard of separate rows, is not tried, nor one without a shard, which is refused later.
-    """
+    """Ranks that make the call together find the same, so that they need not agree on it as in `try_rows`."""
     shard = kwargs.get("shard")
     if model.training in _trial_modes(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
         return
@@ -77,13 +73,11 @@ def _try_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _trial_modes(model: nn.Module) -> set[bool]:
-    """Return the modes, training or not, in which a prepared model has passed the trial."""
     return vars(model).setdefault("modes_of_row_trial", set[bool]())
 
 
 @contextmanager
 def _clean_up_after_trial(model: nn.Module) -> Iterator[None]:
-    """After the passes inside, restore modes of modules and free what FSDP2 gathered; nothing is compiled inside."""
     with preserve_modes(model), torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
         try:
             yield
@@ -127,7 +121,6 @@ class _Trial:
         self.values = _Values(model, world, self.first.parts)
 
     def find_differences(self, *, every_module: bool) -> list[_Difference]:
-        """Find what differs between passes, with the culprit first: layers alone are compared, or `every_module`."""
         return [
             difference
             for stage in self.stages
@@ -135,7 +128,6 @@ class _Trial:
         ]
 
     def refusal_error(self, differences: Sequence[_Difference]) -> ModelError:
-        """Make the error by which this rank's part of the model is refused, from the first difference."""
         name, error, tolerance, comparison = differences[0]
         mode = "training" if self.model.training else "evaluation"
         architecture = call_rules(self.model).architecture
@@ -148,10 +140,7 @@ class _Trial:
         )
 
     def _yield_differences(self, stage: nn.Module, *, every_module: bool) -> Iterator[_Difference]:
-        """Yield one difference, that of the first culprit, for each later pass of a stage in which rows have changed.
-
-        Each pass has the rows of the first one next to others, or some of them in another order.
-        """
+        """One difference, of the first culprit, for each later pass of a stage in which rows have changed."""
         model = stage.model if isinstance(stage, Stage) else stage
         first_pass = self._run_stage(stage, self.first, None, every_module=every_module)
         for rows in self.others:
@@ -167,7 +156,6 @@ class _Trial:
     def _run_stage(
         self, stage: nn.Module, rows: TrialRows, before: ObservedPass | None, *, every_module: bool
     ) -> ObservedPass:
-        """Run a stage over rows without dropout, and observe its modules, or only its layers."""
         model: Any = stage.model if isinstance(stage, Stage) else stage
         observed = ObservedPass(rows, self.precision, before)
         devices = [self.world.device] if self.world.device.type == "cuda" else []
@@ -189,10 +177,6 @@ class _Values:
     """
 
     def __init__(self, model: Any, world: World, parts: int) -> None:
-        """Draw the ids, the same on every rank, for all rows' numbers: COUNT in each of `parts`.
-
-        `parts` is the number of tensor-parallel ranks among which sequence parallelism splits rows, or 1.
-        """
         self.device, self.dtype, self.shape = world.device, model.dtype, (2, COUNT * parts)
         self.width, vocabulary = (getattr(model.config.get_text_config(), n) for n in ("hidden_size", "vocab_size"))
         depths = model.depths if isinstance(model, PipelineModel) else len(model_depths(model))
@@ -201,13 +185,11 @@ class _Values:
         self.later = torch.randint(vocabulary, (*self.shape, depths), generator=draw).to(world.device)
 
     def run_pass(self, stage: nn.Module, observed: ObservedPass) -> None:
-        """Run the rows of a pass through a model, or a stage of one, and note the last hidden states and logits."""
         rows = observed.rows
         ids, positions = rows.choose_values(self.ids)[None], rows.shard.position_ids[None]
         later = {"future_ids": rows.choose_values(self.later).t().contiguous()} if self.later.shape[2] else {}
 
         def note_hidden(hidden: Tensor, head: Callable[[Tensor], Tensor], *deeper: Tensor) -> Tensor:
-            """Note hidden states and logits as outputs of the pass, in place of a loss, which is zero."""
             for name, x in (("the last hidden states", hidden), ("the logits", head(hidden))):
                 observed.note_value(name, x)
             for depth, x in enumerate(deeper):
@@ -219,7 +201,6 @@ class _Values:
             return
 
         def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
-            """Run the model of the last stage, which is given the note in place of a loss."""
             return part(**arguments, row_loss=note_hidden, **later)
 
         x = ids if stage.first else self._make_hidden_states(stage, rows)
@@ -228,10 +209,7 @@ class _Values:
             observed.note_value("the hidden states after its last layer", out.squeeze(0))
 
     def _make_hidden_states(self, stage: Stage, rows: TrialRows) -> Tensor:
-        """Draw hidden states for this rank's rows (1, T, D), the same for a row's number in every pass.
-
-        If stages also hand on the embedded rows, which depths of multi-token prediction read, these follow: (1, 2T, D).
-        """
+        """The same (1, T, D) for a row's number in every pass; behind them embedded rows, if stages hand these on."""
         draw, inputs = torch.Generator().manual_seed(4), list[Tensor]()
         for _ in range(1 + stage.with_embedding):
             values = torch.randn(*self.shape, self.width, generator=draw).to(self.device, self.dtype)
@@ -252,7 +230,6 @@ def _first_culprit(shares: Mapping[Key, float]) -> Key | None:
 
 
 def _module_words(model: nn.Module, name: str) -> str:
-    """Return a module's name and class; the model itself has only a class, and a noted value only a name."""
     modules = dict(model.named_modules())
     kind = type(modules[name]).__name__.removeprefix("FSDP") if name in modules else ""
     return f"{name} ({kind})" if name and kind else name or kind
@@ -260,7 +237,6 @@ def _module_words(model: nn.Module, name: str) -> str:
 
 @contextmanager
 def _preserve_state(model: nn.Module) -> Iterator[None]:
-    """Restore attributes of modules after a pass, and the values of buffers that it wrote to."""
     values = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
         with preserve_attributes(model):

@@ -100,7 +100,6 @@ def make_tiny_model(
 
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
-    """Make a model with this attention of transformers, or with "eager" if its class does not support it."""
     settings: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}
     automatic: Any = AutoModelForImageTextToText if images or reads_images_alone(config) else AutoModelForCausalLM
     if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -122,17 +121,13 @@ def reads_images_alone(config: PreTrainedConfig) -> bool:
 
 
 def _small_configuration(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
-    """Make a configuration of the same class with small values, and enough layers to show every kind."""
     base: Any = MODEL_MAPPING.get(type(config), None)  # pyright: ignore[reportArgumentType]
     values = _small_attributes(config, sizes, least_layers(config))
     return type(config).from_dict(small_image_values(values, sizes, base))
 
 
 def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str, Any]:
-    """Return the small values of a configuration, and of the configurations inside it, each for `least` layers or more.
-
-    Values in OVERRIDES, which may be functions of the others, come last.
-    """
+    """With the configurations inside; values in OVERRIDES may be functions of the others."""
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)
@@ -144,7 +139,6 @@ def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) ->
 
 
 def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
-    """Raise ModelError if a size stayed large, and the class's own error if it cannot be made or run on a document."""
     with torch.device("meta"), _silence_warnings():
         model = _make_model(config, "sdpa", images=images)
     count = sum(p.numel() for p in model.parameters())
@@ -161,7 +155,6 @@ def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) 
 
 @contextmanager
 def _silence_warnings() -> Iterator[None]:
-    """Silence the warnings of transformers about unusual values."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -16,12 +16,10 @@ _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
 def _rope_by_kind(small: Mapping[str, Any]) -> Any:
-    """Return the rotary parameters, or default ones for each type of layer if there are none."""
     return small["rope_parameters"] or dict.fromkeys(("full_attention", "sliding_attention"), _DEFAULT_ROPE)
 
 
 def _replace_value(name: str, value: Any) -> Any:
-    """Make a function of the small values that returns the attribute `name`, or `value` if it is None or missing."""
     return lambda small: value if small.get(name) is None else small[name]
 
 
@@ -128,8 +126,6 @@ class Sizes:
 
 
 class _Rules:
-    """The rules for one configuration, by its hidden size, heads and experts and their small sizes."""
-
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
         """Read the sizes that others follow from: hidden size, heads, head size and experts.
 
@@ -176,17 +172,12 @@ class _Rules:
         return self._small_integer(name, value)
 
     def _fill_missing(self, name: str) -> int | None:
-        """Return a value in place of None, which a class would compute from others that no longer fit."""
         if name in _HEAD_SIZES and self.hidden and self.heads:
             return self.sizes.head_size
         return self.sizes.heads if name in _KV_HEADS else None
 
     def _small_integer(self, name: str, value: int) -> int:
-        """Return the small value of an integer: by its name if that is known, otherwise by its ratio to widths.
-
-        Of several head sizes, the one that equals the rotary part of latent attention follows that; the others keep
-        their multiple of the first. With `sizes.true_heads` the head sizes of latent attention stay.
-        """
+        """By its name if that is known, otherwise by its ratio to widths."""
         simple = {
             **dict.fromkeys(_HEADS, self.sizes.heads),
             **dict.fromkeys(_EXPERTS, min(value, self.sizes.experts)),
@@ -245,10 +236,7 @@ class _Rules:
         return value
 
     def _scale_width(self, value: int) -> int:
-        """Scale a width by its ratio to the hidden size if one divides the other, else to three quarters of that size.
-
-        A part of the hidden size is at least 8.
-        """
+        """By its ratio to the hidden size if one divides the other (at least 8), else three quarters of that size."""
         assert self.hidden
         if value % self.hidden == 0:
             return self.small_hidden * (value // self.hidden)
@@ -257,10 +245,7 @@ class _Rules:
         return self.small_hidden * 3 // 4
 
     def _small_kv_heads(self, name: str, value: int) -> int:
-        """Return the small number of key/value heads: one, or as many as query heads, where the configuration says so.
-
-        Any other number becomes half the query heads, or all of them without `sizes.grouped`.
-        """
+        """One, or as many as query heads, where the configuration says so; else half of these if `grouped`."""
         # layers with a sliding window may have their own number of query heads
         queries = self.values.get("swa_num_attention_heads") if name.startswith("swa") else self.heads
         if value == 1:
@@ -268,7 +253,7 @@ class _Rules:
         return self.sizes.heads if value == queries or not self.sizes.grouped else self.sizes.heads // 2
 
     def _position_limit(self) -> int:
-        """Return the small number of positions: few if rope scales beyond it (`dynamic`), else enough for every row."""
+        """Few if rope scales beyond it (`dynamic`), else enough for every row."""
         return SCALED_FROM if "dynamic" in rope_types(self.values.get("rope_parameters")) else POSITIONS
 
 
@@ -328,7 +313,6 @@ def alternative_sizes(sizes: Sizes) -> list[Sizes]:
 
 
 def _first_count(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    """Return the first of these attributes that is an integer other than 0; None without one."""
     present = (values[name] for name in names if name in values)
     return next((value for value in present if isinstance(value, int) and not isinstance(value, bool) and value), None)
 
@@ -402,11 +386,7 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
 
 
 def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
-    """Return what the values of a configuration say of one layer, as texts that can be compared.
-
-    Layers with equal texts are alike, so that a small model needs one of them. Values speak of layers as lists of
-    indices, as numbers of first or last layers, or with one entry for each layer.
-    """
+    """As texts: layers with equal texts are alike, so that a small model needs one of them."""
     properties = list[str]()
     for name, value in sorted(values.items()):
         if name in _INDICES and isinstance(value, list | tuple):
@@ -423,7 +403,6 @@ def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list
 
 
 def _covering_layers(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]) -> list[int]:
-    """Select the candidates, in order, that show a property which those before them do not."""
     layers, properties = list[int](), set[str]()
     for layer in candidates:
         if not properties.issuperset(kinds[layer]):
@@ -433,10 +412,7 @@ def _covering_layers(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]
 
 
 def _cover_periods(values: Mapping[str, Any], layers: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return these layers, or the first four if there are fewer and the configuration has periods above one.
-
-    Periods become two in a small copy, so that four layers show each kind twice.
-    """
+    """Periods become two in a small copy, so that four layers show each kind twice."""
     periods = [name for name in _PERIODS if isinstance(values.get(name), int) and values[name] > 1]
     return tuple(range(min(4, count))) if periods and len(layers) < 4 else layers
 
@@ -542,13 +518,11 @@ def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _text_width(values: Mapping[str, Any]) -> int | None:
-    """Return the hidden size of the text model, whose configuration may be inside that of the whole model."""
     text = next((values[name] for name in _TEXTS if values.get(name)), values)
     return text.get("hidden_size") if isinstance(text, Mapping) else None
 
 
 def _placeholder_names(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of special tokens of images, videos and audio, not of text, the image's own first."""
     names = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
     text_prefixes = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
     names = [name for name in names if not name.startswith(text_prefixes)]

@@ -51,7 +51,6 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
 
 
 def _merges_without_grid(base: Any) -> bool:
-    """Return whether images of any size have rows of merged patches, without a grid (Mistral 3)."""
     return SIZES in image_signature(base) and bool(getattr(base.config, "spatial_merge_size", None))
 
 
@@ -126,12 +125,10 @@ def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rand
 
 
 def _first_side(value: Any) -> int:
-    """Return a side that a configuration gives once, or for height and width; 0 for None."""
     return int(value[0] if isinstance(value, list | tuple) else value or 0)
 
 
 def _draw_pixels(shape: tuple[int, ...], draw: np.random.Generator) -> Tensor:
-    """Draw pixels of this shape from a normal distribution, in float64."""
     return torch.from_numpy(draw.normal(size=shape))
 
 
@@ -285,7 +282,6 @@ def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) ->
 
 
 def _make_images(base: Any, tokens: ImageTokens, count: int, draw: np.random.Generator) -> list[tuple[ImageInput, int]]:
-    """Make images of the sizes of `_SIDES` in turn, each with how many rows the model's own code makes of it."""
     images = [sample_image(base, tokens.merge, side, draw) for side in (_SIDES * count)[:count]]
     with torch.no_grad():
         return [(image, len(encode_images(base, [image])[0])) for image in images]

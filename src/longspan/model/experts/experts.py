@@ -38,7 +38,6 @@ def gate_in_one_pass(x: Tensor) -> Tensor:
 
 
 def _has_default_gate(experts: Any) -> bool:
-    """Return whether the gate is transformers' default, SiLU(first half) · second half, which the kernel computes."""
     by_default = getattr(moe, "_default_apply_gate", None)
     gate = getattr(type(experts), "_apply_gate", None)
     return gate is not None and gate is by_default and _is_silu(experts.act_fn)
@@ -59,7 +58,6 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Compute silu(gate) · up of rows (S, 2 I), one kernel for both: (S, I)."""
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), x.shape[1] // 2)
         _launch_kernel("gated_kernel", x, out)
@@ -68,7 +66,6 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Compute the gradient (S, 2 I) of gate and up by one kernel."""
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         _launch_kernel("gated_backward_kernel", x, gradients[0].contiguous(), dx)
@@ -76,7 +73,6 @@ class _Gated(torch.autograd.Function):
 
 
 def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
-    """Launch a kernel of the gate on x (S, 2 I), one program for each row and block of columns; none if x is empty."""
     rows, width = len(x), x.shape[1] // 2
     if rows and width:
         blocks = rows, -(-width // _COLUMNS)
@@ -131,7 +127,6 @@ class _NoRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        """Return no rows (0, D), in the dtype of products; of the weights only shapes and dtypes are kept."""
         ctx.weights = [(weight.shape, weight.dtype) for weight in weights]
         ctx.dtype, kind = x.dtype, x.device.type
         is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # as products with rows are
@@ -140,7 +135,6 @@ class _NoRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return no rows, and zeros for each weight that takes a gradient."""
         needed = zip(ctx.weights, ctx.needs_input_grad[1:], strict=True)
         zeros = (
             gradients[0].new_zeros(shape, dtype=dtype) if is_needed else None for (shape, dtype), is_needed in needed
@@ -184,13 +178,11 @@ def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal[
 
 
 def _layer_weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
-    """Return the weight of one layer of the local experts, and its bias, if there is one."""
     bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
     return local_tensor(getattr(module, name)), bias
 
 
 def _multiply_one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
-    """Multiply rows by the matrices of their experts, one product for each expert."""
     biases = [None] * weight.shape[0] if bias is None else bias.unbind()
     pieces: list[Tensor] = []
     for rows, matrix, offset in zip(x.split(list(loads.host_counts())), weight.unbind(), biases, strict=True):
@@ -200,7 +192,6 @@ def _multiply_one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, loads: 
 
 
 def _multiply_grouped_rows(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
-    """Multiply rows by the matrices of their experts in one grouped product."""
     assert _grouped_mm is not None
     ends = loads.device.cumsum(0).to(torch.int32)
     y = _grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
@@ -210,5 +201,4 @@ def _multiply_grouped_rows(x: Tensor, weight: Tensor, bias: Tensor | None, loads
 
 
 def _row_experts(ends: Tensor, rows: int) -> Tensor:
-    """Return the local expert of each of `rows` sorted rows, from where each expert's rows end (e,)."""
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=torch.int32), right=True)

@@ -69,7 +69,6 @@ def router_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (qualified name, router) of the modules beside experts that choose `top_k` of `num_experts`."""
     for name in expert_modules(model):
         block = name.rpartition(".")[0]
         for child, module in model.get_submodule(block).named_children():
@@ -115,10 +114,7 @@ def remove_argument_hooks(layer: nn.Module) -> None:
 def _turn_off_router_losses(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Switch transformers' own loss of routers off, which would count only local rows, padding included: a pre-hook.
-
-    Raises ModelError if the caller asks for it.
-    """
+    """transformers' own loss would count only local rows, padding included."""
     if kwargs.get("output_router_logits"):
         raise ModelError(
             f"{type(model).__name__} got output_router_logits=: a loss of the local rows would depend on the plan; "
@@ -153,7 +149,6 @@ def router_statistics(
 
 
 def _note_before_experts(attention: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Note the arguments of a layer: a forward pre-hook of the attention or mixer before experts."""
     note_layer_arguments(kwargs)
 
 
@@ -217,14 +212,12 @@ class _PlaceRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, count: int) -> Tensor:
-        """Put the rows at their indices; these are kept as an attribute, not by save_for_backward."""
         ctx.rows = rows
         return x.new_zeros((count, *x.shape[1:])).index_copy_(0, rows, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Pick the gradients of the rows (R, D); the gradient of padding is dropped."""
         return gradients[0].index_select(0, ctx.rows), None, None
 
 
@@ -242,7 +235,6 @@ def _mix_tiles(
         return _mix_experts(experts, x, chosen, weights, channel)
 
     def mix_tile(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Mix the experts of one tile's rows."""
         return _mix_experts(experts, x, chosen, weights, channel)
 
     around = partial(quantise_once, experts)  # weights in float8 are made once for all tiles
@@ -294,7 +286,7 @@ def _mix_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor,
 
 
 def _run_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
-    """Send rows (S, D), sorted by expert, to the members with their experts; returns the outputs in the same order."""
+    """Rows (S, D) are sorted by expert; outputs come back in the same order."""
     counts = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
     sends = counts[channel.index].sum(1).tolist()  # of counts (sender, receiver, receiver's experts)
     counts_here = counts[:, channel.index]  # (sender, local experts)

@@ -87,7 +87,6 @@ class RouterStatistics:
     def __init__(
         self, coefficients: RouterCoefficients, world: World, *, tokens: int, layers: int, experts: int
     ) -> None:
-        """Begin a step without micro-batches; `layers` are those with experts, over all pipeline stages."""
         self.coefficients: RouterCoefficients = coefficients
         self.world: World = world
         self.experts: int = experts
@@ -144,7 +143,6 @@ def _routing_sums(logits: Tensor, top_k: int) -> Tensor:
 
 
 def _widen_logits(logits: Tensor) -> Tensor:
-    """Return logits in float32, or float64 if they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -153,14 +151,12 @@ class _WithRouterLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, logits: Tensor, rows: Tensor, statistics: RouterStatistics) -> Tensor:
-        """Return the weights (T, k), and keep the logits (T, E) and the indices (R,) of real rows for backward."""
         ctx.save_for_backward(logits, rows)
         ctx.statistics = statistics
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Return the gradient of the weights as it came, and that of the losses at the logits: zeros for padding."""
         logits, rows = ctx.saved_tensors
         row_gradients = _logit_gradient(_widen_logits(logits[rows]), ctx.statistics).to(logits.dtype)
         return gradients[0], torch.zeros_like(logits).index_copy(0, rows, row_gradients), None, None

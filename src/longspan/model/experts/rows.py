@@ -80,14 +80,12 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
-        """Copy rows (R, D) to (R · top_k, D); the last three arguments are the fields of `Visits`."""
         visits = ctx.visits = Visits(order, place, top_k)
         return x.index_select(0, visits.rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Sum the gradients (R · top_k, D) of each row's visits, without weights."""
         return _add_visits(gradients[0], None, ctx.visits), None, None, None
 
 
@@ -96,7 +94,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
-        """Sum the outputs of each row's visits; the last three arguments are the fields of `Visits`."""
         ctx.visits = Visits(order, place, top_k)
         ctx.save_for_backward(outputs, weights)
         return _add_visits(outputs, weights, ctx.visits)
@@ -104,7 +101,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of the outputs and of the weights; the fields of `Visits` have none."""
         outputs, weights = ctx.saved_tensors
         return *_visit_gradients(gradients[0], outputs, weights, ctx.visits), None, None, None
 
@@ -144,5 +140,4 @@ def _visit_gradients(dout: Tensor, outputs: Tensor, weights: Tensor, visits: Vis
 
 
 def _program_columns(width: int) -> int:
-    """Return how many columns of a row a program holds at once: the next power of two, within bounds."""
     return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))

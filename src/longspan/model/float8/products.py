@@ -98,7 +98,6 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of weight and bias from dy (S, N), which the product passed on; None for the rest."""
         (x,) = ctx.saved_tensors
         of_weight = _weight_gradient(x, dy, ctx.experts).to(ctx.dtype) if ctx.needs_input_grad[1] else None
         return None, of_weight, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
@@ -117,7 +116,6 @@ class _Product(torch.autograd.Function):
         experts: ExpertRows | None,
         float8_weight: Float8Weight,
     ) -> Tensor:
-        """Multiply rows in float8 by a weight in float8; nothing of the rows is saved here."""
         # Not by save_for_backward: a recomputed layer would have to run this product too, to save the weight again.
         ctx.weight, ctx.version, ctx.float8_weight, ctx.experts = weight, weight._version, float8_weight, experts
         # A transposed matrix has in its columns what another one has in its rows.
@@ -126,7 +124,6 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradient of rows, by a product in float8, and dy for `_Gradients`, which computes the weight's."""
         of_rows, experts = None, ctx.experts
         if ctx.needs_input_grad[0]:
             weight, float8_weight = _read_weight(ctx), ctx.float8_weight
@@ -137,7 +134,6 @@ class _Product(torch.autograd.Function):
 
 
 def _read_weight(ctx: Any) -> Tensor:
-    """Return the weight of the forward pass. Raises RuntimeError, as torch does, if it was changed in place since."""
     weight, version = ctx.weight, ctx.weight._version
     if version != ctx.version:
         raise RuntimeError(

@@ -97,7 +97,6 @@ def quantise_columns(x: Tensor) -> Scaled:
 
 
 def _scales(most: Tensor) -> Tensor:
-    """Return the scales of rows with these largest absolute values."""
     return most * (1 / 448.0)
 
 
@@ -110,7 +109,6 @@ def _factors(most: Tensor) -> Tensor:
 
 
 def _find_kernels(x: Tensor) -> Any:
-    """Find the module of the kernels if they can take this tensor (on a GPU, contiguous in the last dim); else None."""
     if not x.is_cuda or x.stride(-1) != 1:
         return None
     return kernel_module()

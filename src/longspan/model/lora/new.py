@@ -116,7 +116,6 @@ def is_drawn_when_prepared(model: nn.Module) -> bool:
 
 
 def _defer_drawing(model: nn.Module, seed: int) -> None:
-    """Have `prepare` draw a new adapter, before it fills the base model."""
     if (weights := vars(model).get("weights_to_come")) is not None:
         shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
         weights.source = AdapterOver(weights.source, shapes, seed)

@@ -41,7 +41,6 @@ def choose_targets(model: PreTrainedModel, requested: Sequence[str], parts: Sequ
 
 
 def _part_by_module(model: PreTrainedModel) -> dict[str, str]:
-    """Return the part of every module, by qualified name; what is in no tower or projector is the language model's."""
     towers = tuple(f"{tower}." for tower in _tower_names(model))
     part_of = dict[str, str]()
     for name, _ in model.named_modules():
@@ -131,7 +130,6 @@ def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Seque
 
 
 def _name_ending(name: str) -> str:
-    """Return the last word of a module's name; the whole name for an entry of a list, whose number is not unique."""
     last = name.rpartition(".")[2]
     return name if last.isdigit() else last
 
@@ -157,7 +155,6 @@ def _exclusion_pattern(
 
 
 def _matching_names(target: str, linears: Sequence[str]) -> list[str]:
-    """Return the names that peft matches with a target: the target itself, and names that end in it after a dot."""
     return [name for name in linears if name == target or name.endswith(f".{target}")]
 
 

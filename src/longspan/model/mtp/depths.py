@@ -51,7 +51,6 @@ class MtpDepth(nn.Module):
     """
 
     def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
-        """Take the parts under transformers' names; `norms` are enorm, hnorm and post_norm."""
         super().__init__()
         self.enorm: nn.Module
         self.hnorm: nn.Module

@@ -82,7 +82,6 @@ class _Embedded(nn.Module):
         self.rows = rows
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Return the rows."""
         return self.rows
 
 
@@ -174,7 +173,6 @@ def depends_on_parameters(call: LayerCall) -> bool:
 
 
 def _depth_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layer's keyword arguments that a depth's layer gets too: all but `_NOT_FOR_DEPTHS`."""
     return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
 
 

@@ -122,22 +122,18 @@ class _HalvesExchanged:
         self._tensor = tensor
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the tensor has in the file: its shape and its type."""
         return getattr(self._tensor, name)
 
     def __getitem__(self, block: Any) -> Tensor:
-        """Read a block; the whole matrix is read for it."""
         whole: Tensor = self._tensor[...]
         return torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)[block]
 
 
 def _depth_name(depth: int, inside: str) -> str:
-    """Return our name of a weight of a depth; a weight that is not one of `_OURS` belongs to the depth's block."""
     return f"{PREFIX}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
 
 
 def _block_name(depth: int, block: int, inside: str) -> str:
-    """Return our name of a weight of one of several blocks of a depth; Nemotron-H's last block has the final norm."""
     ours = _replace_prefix(inside, {"final_layernorm.": "post_norm."})
     return f"{PREFIX}.layers.{depth}.{ours if ours != inside else f'mtp_block.{block}.{inside}'}"
 
@@ -166,10 +162,7 @@ def _qwen_name(name: str) -> str:
 
 
 def _nemotron_name(name: str, blocks: int) -> str:
-    """Translate our name of a depth's weight to the one in Nemotron-H's files, which number blocks as if depths.
-
-    Its first block has the norms and the projection before it, its last the norm behind it.
-    """
+    """The first block has the norms and the projection before it, the last the norm behind it."""
     if match := re.fullmatch(rf"{PREFIX}\.layers\.0\.mtp_block\.(\d+)\.(.*)", name):
         return f"{PREFIX}.layers.{match[1]}.{match[2]}"
     return name.replace(f"{PREFIX}.layers.0.post_norm.", f"{PREFIX}.layers.{blocks - 1}.final_layernorm.")

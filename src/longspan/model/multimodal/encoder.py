@@ -84,13 +84,11 @@ def _embedding_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[n
 
 
 def _hook_layers(model: PreTrainedModel, count: int) -> None:
-    """Have the first `count` layers add the rows that the shard holds for them to the hidden states they return."""
     for index, layer in enumerate([*decoder_layers(model).values()][:count]):
         layer.register_forward_hook(partial(_add_rows, index), with_kwargs=True)
 
 
 def _add_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
-    """Add the rows that items have for layer `index` to its hidden states: a forward hook."""
     shard = kwargs.get("shard") or find_layer_shard()  # some models call layers without the keyword
     if not isinstance(shard, SequenceShard):
         return out
@@ -103,7 +101,6 @@ class _SpliceHook:
     """Splices rows of items into an embedding's output while `root`, its model, runs with a shard."""
 
     def __init__(self, root: nn.Module, embedding: nn.Module, encoders: Sequence[Encoder]) -> None:
-        """Hook `root`, to know the shard of its call, and the embedding inside it."""
         self._encoders = encoders
         self._shard: SequenceShard | None = None
         root.register_forward_pre_hook(self._note_shard, with_kwargs=True)
@@ -113,12 +110,10 @@ class _SpliceHook:
         embedding.register_forward_hook(self._splice_rows)
 
     def _note_shard(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Note the shard of a call; a pipeline stage has it in its `stage_input`."""
         shard = kwargs["stage_input"].shard if "stage_input" in kwargs else kwargs.get("shard")
         self._shard = shard if isinstance(shard, SequenceShard) else None
 
     def _forget_shard(self, *_: Any) -> None:
-        """Forget the shard after the call, also after an error."""
         self._shard = None
 
     def _take_ahead(self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -127,7 +122,6 @@ class _SpliceHook:
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 
     def _splice_rows(self, embedding: nn.Module, args: Any, embeddings: Tensor) -> Tensor:
-        """Replace the embeddings of placeholders by the rows of items: a forward hook of the embedding."""
         if self._shard is None:
             return embeddings
         if torch.is_grad_enabled() and not embeddings.requires_grad and not all(x.frozen for x in self._encoders):

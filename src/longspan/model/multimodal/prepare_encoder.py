@@ -58,7 +58,6 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
 
 
 def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (qualified name, list) of lists of modules that lie in no other list."""
     for name, child in module.named_children():
         qualified = f"{path}.{name}".lstrip(".")
         if isinstance(child, nn.ModuleList) or _is_list_of_blocks(child):
@@ -151,7 +150,6 @@ def check_encoder_prepared(module: nn.Module, world: World) -> None:
 
 
 def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> None:
-    """Raise ModelError for an encoder that cannot be prepared: prepared before, under pp or ep, or without values."""
     world.check_open()
     name, home = type(module).__name__, world.home
     if module in _PREPARED:
@@ -218,7 +216,6 @@ def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
 
 
 def _sample_digest(parameter: Tensor) -> str:
-    """Return the shape of a parameter and a hash of about 64 of its numbers, evenly spread."""
     numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
     return f"{tuple(parameter.shape)} {sha256(repr(numbers).encode()).hexdigest()[:12]}"
 
@@ -231,7 +228,6 @@ def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        """Run the block's forward so that backward runs it again in place of keeping its activations."""
         run = partial(inner, **kwargs)
         if not torch.is_grad_enabled():
             return run(*args)
@@ -248,7 +244,6 @@ def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> N
     called, encoder = set[str](), type(module).__name__
 
     def note_call(name: str, *_: Any) -> None:
-        """Note a call of a block in this forward pass. Raises ModelError for a second one."""
         if name in called:
             raise ModelError(
                 f"{name} was called twice in one forward pass of {encoder}, for each item by itself, it seems: its "
@@ -271,7 +266,6 @@ def _cast_first_tensor(blocks: Any, dtype: torch.dtype | None) -> None:
     def cast_input(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cast the first tensor among the arguments of a call to the encoder's dtype."""
         for index, value in enumerate(args):
             if isinstance(value, Tensor):
                 return (*args[:index], value.to(dtype), *args[index + 1 :]), kwargs

@@ -81,7 +81,6 @@ def _sum_other_gradients(module: nn.Module, split_module_ids: set[int], world_ke
 
 
 def _local_counts(part: SplitModule, tp: int) -> dict[str, Any]:
-    """Return views by which a module's forward sees the heads and widths of one rank in place of all."""
     return dict.fromkeys(part.local_attributes, lambda count: count // tp)
 
 
@@ -103,7 +102,6 @@ class _DropoutRefusal:
     """A hook that refuses training which draws at random: the ranks of a slot would go on with different rows."""
 
     def __init__(self, module: nn.Module) -> None:
-        """List the rates above 0 of dropout: attributes with "drop" in their names, and `p` of torch's own."""
         self._rates = [
             f"{name} ({type(child).__name__}, {attribute} {rate:g})"
             for name, child in module.named_modules()
@@ -114,7 +112,6 @@ class _DropoutRefusal:
         ]
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Raise ModelError if the module is called in training and would draw random numbers."""
         if module.training and self._rates:
             raise ModelError(
                 f"{', '.join(self._rates[:4])} draw at random in training, and the tensor-parallel ranks of a slot "

@@ -102,7 +102,6 @@ class SplitModule:
         return max(outputs, default=0), min(outputs, default=0), min(outputs, default=0)
 
     def _read_count(self, names: tuple[str, ...]) -> int:
-        """Return the first integer attribute of the module with one of these names; 0 without one."""
         values = vars(self.module)
         return next((values[name] for name in names if type(values.get(name)) is int), 0)
 
@@ -155,12 +154,10 @@ def _find_styles(module: nn.Module) -> dict[str, str]:
 
 
 def _own_linears(owner: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linears among a module's children by name, of adapted ones the base linear; no subclasses."""
     return {name: linear for name, child in owner.named_children() if type(linear := base_module(child)) is nn.Linear}
 
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linears inside a module by name; of an adapted one the base linear, and not the adapter's two."""
     adapted = tuple(f"{name}." for name in peft_modules(module))
     modules = {n: base_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
@@ -190,7 +187,6 @@ def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
 
 
 def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the caller's styles by qualified name. Raises ModelError for unknown styles and patterns of no linear."""
     styles = dict[str, str]()
     linears = [*_find_linears(module)]
     for pattern, style in plan.items():
@@ -207,7 +203,6 @@ def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str,
 
 
 def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: Mapping[str, str]) -> None:
-    """Raise ModelError for linears in blocks that have no style, and for an encoder without any style."""
     unknown = [
         f"{path}.{name} ({child.in_features} to {child.out_features})"
         for path, block in blocks.items()
@@ -228,7 +223,6 @@ def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: 
 
 
 def _check_tp_divides(module: nn.Module, parts: list[SplitModule], tp: int) -> None:
-    """Raise ModelError, with the sizes that would fit, where tp does not divide heads or widths."""
     sizes = dict[str, int]()
     for part in parts:
         sizes.update({f"{count} of {part.name}": size for count, size in _tp_sizes(part)})

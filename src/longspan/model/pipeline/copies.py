@@ -110,7 +110,6 @@ class _Place(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The module's parameter of that name now."""
         return getattr(self.module, self.name)
 
 
@@ -204,7 +203,6 @@ class StageCopies:
 
 
 def _find_place(model: nn.Module, name: str) -> _Place:
-    """Find the module inside `model` that owns the parameter of this qualified name."""
     path, _, attribute = name.rpartition(".")
     return _Place(model.get_submodule(path), attribute)
 

@@ -58,7 +58,6 @@ def modules_only_in_stage(stage: Stage, copies: StageCopies) -> list[tuple[str, 
 
 
 def _holds_copies(module: nn.Module, copies: StageCopies) -> bool:
-    """Return whether modules inside this one own untrained copies of parameters, and it owns none itself."""
     return module not in copies.trained and any(inside in copies.trained for inside in module.modules())
 
 
@@ -76,22 +75,18 @@ def _add_children(into: nn.Module, source: nn.Module, around: set[nn.Module], co
 
 
 def _child_module(node: nn.Module, name: str) -> nn.Module:
-    """Return the child of this name, which is made, empty, if it is not there."""
     if name not in node._modules:
         node.add_module(name, nn.Module())
     return node.get_submodule(name)
 
 
 def _outer_modules(model: PreTrainedModel) -> set[nn.Module]:
-    """Return the modules that each stage has a copy of: from the text model outwards, and the list of layers."""
     path = text_name(model).split(".")
     outer = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
     return {*outer, getattr(decoder_model(model), find_parts(model).layers)}
 
 
 class _Schedule(NamedTuple):
-    """A schedule of torch's, `step`, and its own stages, which are given the inputs of each step."""
-
     step: Callable[[], None]
     stages: list[ScheduledStage]
 
@@ -303,7 +298,6 @@ def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
 
 
 def _original_error(error: BaseException) -> BaseException | None:
-    """Return the error that torch has wrapped in others, which name its stage; None if `error` wraps nothing."""
     origin = error.__cause__
     while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
         origin = origin.__cause__

@@ -68,11 +68,9 @@ class ScheduledStage(PipelineStage):
         self._forward_states = vars(self)[name]  # what a forward pass leaves for its backward pass
 
     def _count_rows(self, stage_input: StageInput) -> int:
-        """Count the rows of a micro-batch that this rank receives or sends, with the embedding's behind them."""
         return stage_input.shard.local_rows // self._row_parts * (1 + self._stage.with_embedding)
 
     def _size_buffers(self, receives: list[Any], infos: Sequence[Any], micro_batch: int) -> list[Any]:
-        """Let torch's receives, none on a first or last stage, have buffers (1, rows, D) of one micro-batch."""
         for receive, info in zip(receives, infos, strict=False):
             rows = self._count_rows(self.inputs[micro_batch])
             receive.tensor = info.buffer = receive.tensor.new_empty(1, rows, self._row.shape[2])
@@ -116,7 +114,6 @@ class ScheduledStage(PipelineStage):
         return self.submod(*args, stage_input=self._input)
 
     def _check_output(self, out: Tensor, stage_input: StageInput) -> None:
-        """Raise ModelError for hidden states of another shape or dtype than the next stage awaits."""
         shape = (1, self._count_rows(stage_input), self._row.shape[2])
         if tuple(out.shape) != shape or out.dtype != self._row.dtype:
             raise ModelError(
@@ -189,17 +186,12 @@ class ScheduledStage(PipelineStage):
         self.inputs, self._input, self._leaves = (), None, ()
 
     def _free_received(self, micro_batch: int) -> None:
-        """Free the buffers that hidden states and gradients of a micro-batch were received into."""
         for info in (*self.args_recv_info.get(micro_batch, ()), *self.grad_recv_info.get(micro_batch, ())):
             if getattr(info, "buffer", None) is not None:  # torch 2.15 makes buffers, and drops them, itself
                 info.buffer = None if hasattr(info, "take_buffer") else self._freed
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Do nothing: torch 2.13 would drop all gradients of FSDP2's parameters when a schedule first runs.
-
-        It clears what a pass to infer shapes left behind. Our templates need no such pass, and gradients of earlier
-        steps would be lost.
-        """
+        """torch 2.13 would drop all gradients of FSDP2's parameters when a schedule first runs."""
 
     def _validate_fwd_input(self, *_: Any) -> None:
         """Check nothing: torch 2.11 compares with the first micro-batch."""
@@ -249,5 +241,4 @@ def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, 
 
 
 def _return_loss(output: Tensor, _: Tensor) -> Tensor:
-    """Return the loss as it is, since the last stage makes it itself."""
     return output

@@ -24,7 +24,6 @@ class PipelineSettings:
     virtual_stages: int = 1
 
     def __post_init__(self) -> None:
-        """Raise PlanError for a schedule that is unknown, or a number of virtual stages that it cannot have."""
         count = self.virtual_stages
         if self.schedule not in SCHEDULES:
             raise PlanError(f"pipeline_schedule is {self.schedule!r}; use {', '.join(SCHEDULES)}")

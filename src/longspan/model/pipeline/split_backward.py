@@ -125,7 +125,6 @@ def _find_users(output: Node) -> dict[Node, list[Node]]:
 
 
 def _dependent_nodes(start: Node, users: dict[Node, list[Node]], last_nodes: Set[Node] = frozenset()) -> set[Node]:
-    """Return the nodes that depend on `start`, `start` included; the search ends at `last_nodes`."""
     dependents, to_visit = {start}, [start]
     while to_visit:
         node = to_visit.pop()

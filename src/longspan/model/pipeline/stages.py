@@ -216,7 +216,6 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
 
 
 def _order_parts(model: PreTrainedModel, parts: ModelParts) -> list[str]:
-    """List the parts that hidden states go through, in order; the embedding is left out, as token ids go through it."""
     base = decoder_model(model)
     parts_before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
     layers = [f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))]

@@ -101,7 +101,6 @@ def _save_weights(
         )
 
     def finish_files() -> None:
-        """Finish on the rank that writes: index, configuration, tokenizer, and then move the files to the target."""
         if writer is not None and folder_and_model is not None:
             writer.finish()
             partial, empty = folder_and_model
@@ -166,7 +165,6 @@ def _save_adapter(
     tensors = {name: x for unit in units for name, x in unit.items()}
 
     def write_files() -> None:
-        """Write the adapter's files beside the target, and move them there."""
         partial = make_partial_folder(target)
         write_adapter(partial, adapter, tensors, tokenizer, modules)
         replace_files(partial, target, OF_ADAPTER)
@@ -207,7 +205,6 @@ def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[
 def _make_folder_and_empty_model(
     model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None
 ) -> tuple[Path, PreTrainedModel]:
-    """Make (the folder to write files in before they move to `target`, the stock model without memory)."""
     partial = make_partial_folder(target)
     empty = empty_stock_model(model, dtype)
     empty.generation_config = model.generation_config

@@ -115,7 +115,6 @@ class WholeWeights:
         self.names = [*self._entries]
 
     def _collect_entries(self, entries: list[_Entry]) -> list[_Entry]:
-        """Collect the entries of all pipeline positions on every rank, in order; one rank of each position reports."""
         if self._world.home.pp == 1:
             return entries
         is_reporter = (self._world.slot, self._world.coordinates.tp) == (0, 0)

@@ -192,7 +192,6 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Raise ModelError for a stock argument that means nothing over a sharded sequence, or without `position_ids`."""
     architecture = architecture_name(model)
     reasons = {
         "labels": "labels would be shifted across rows that are not neighbours; use longspan.run_step",
@@ -216,10 +215,7 @@ def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Refuse inputs other than text through a wrapper of several modalities, whose text model sees only text.
-
-    Values such as flags carry no input. `future_ids` are tokens for depths of multi-token prediction.
-    """
+    """Values such as flags carry no input. `future_ids` are tokens for depths of multi-token prediction."""
     text_inputs = {"input_ids", "inputs_embeds", "position_ids", "shard", "future_ids"}
     others = [k for k, value in inputs.items() if k not in text_inputs and isinstance(value, Tensor | list | dict)]
     if others:
@@ -252,5 +248,4 @@ def layer_index(module: nn.Module) -> int | None:
 
 
 def _call_text(model: nn.Module) -> str:
-    """Return the call that error messages recommend."""
     return f"{architecture_name(model)}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"

@@ -207,10 +207,8 @@ def refuse_two_pass_dropout(model: nn.Module, losses: str) -> None:
 
 
 def _is_dropout_key(key: str) -> bool:
-    """Return whether a key sets dropout of attention weights, or of an adapter's inputs."""
     return key == "lora_dropout" or ("att" in key and "drop" in key)
 
 
 def _is_positive(value: Any) -> bool:
-    """Return whether a configuration's value is a rate above 0; True, an int in Python, is a switch and no rate."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -131,7 +131,6 @@ def _note_in_recomputation(module: nn.Module, _: Any) -> None:
 
 
 def _checkpoint_with_note(function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a checkpointing function with a forward that notes its layer's arguments at every call."""
     return function(run_within_layer(run), *args, **options)
 
 
@@ -148,8 +147,6 @@ def run_within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_with_note(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
-    """Wrap a function so that these keyword arguments of its layer are noted while it runs."""
-
     def run_and_note(*args: Any) -> Any:
         with _note_keywords(keywords):
             return run(*args)
@@ -159,7 +156,6 @@ def _wrap_with_note(run: Callable[..., Any], keywords: Mapping[str, Any]) -> Cal
 
 @contextmanager
 def _note_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
-    """Note keyword arguments of a layer inside the `with` block."""
     kernel, router = keywords.get("attention_kernel"), keywords.get("router")
     token = _running.set(_Running(None, keywords["shard"], kernel, router, None))
     try:
@@ -169,7 +165,6 @@ def _note_keywords(keywords: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Note a layer's shard, kernel and router, or those of the model around it: a forward pre-hook."""
     outer = _running.get()
     shard, kernel, router = (kwargs.get(name) for name in ("shard", "attention_kernel", "router"))
     if shard is None and outer is not None:  # the model does not hand keyword arguments on to its layers

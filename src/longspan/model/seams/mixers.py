@@ -85,7 +85,6 @@ def class_forward(module: nn.Module) -> FunctionType:
 
 
 def _called_functions(forward: Any) -> set[str]:
-    """Return names of module-level functions that a forward uses, without classes; none if it is not plain Python."""
     if not isinstance(forward, FunctionType):
         return set()
     globals_by_name = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}

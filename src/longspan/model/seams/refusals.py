@@ -133,7 +133,6 @@ def guard_model(prepared: nn.Module, name: str, saves: str = SAVES) -> None:
 
 
 def _refuse_saving(name: str, method: str, saves: str, *args: object, **kwargs: object) -> NoReturn:
-    """Refuse a method of a prepared model that would write only this rank's part of it."""
     raise ModelError(
         f"{name}.{method} would write what this rank holds of a prepared model; call {saves} on all ranks, which "
         "writes a folder that transformers loads"
@@ -141,7 +140,6 @@ def _refuse_saving(name: str, method: str, saves: str, *args: object, **kwargs: 
 
 
 def _refuse_generating(name: str, saves: str, *args: object, **kwargs: object) -> NoReturn:
-    """Refuse `generate` of a prepared model, which has no caches."""
     raise ModelError(
         f"{name}.generate would need caches, which a prepared model has none of; {saves} on all ranks writes a folder "
         "that transformers loads and generates from"
@@ -155,7 +153,6 @@ class _RefusesDDP:
         self._name = name
 
     def __iter__(self) -> Iterator[str]:
-        """Raise ModelError: DistributedDataParallel reads this list, and would sum gradients again."""
         raise ModelError(
             f"{self._name} was prepared: its gradients are summed over the slots by run_step; do not wrap it in "
             "DistributedDataParallel, nor give it to accelerator.prepare or a Trainer, which do that; "

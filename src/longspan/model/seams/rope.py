@@ -109,7 +109,6 @@ def rope_types(rope: Any) -> set[str]:
 
 
 def _flat_parameters(config: PreTrainedConfig) -> Mapping[str, Any] | None:
-    """Return the rotary parameters that all layers share, None if there are none or each type of layer has its own."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
         return None

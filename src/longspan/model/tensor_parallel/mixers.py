@@ -80,7 +80,6 @@ def split_norm(norm: Any, world: World) -> None:
 
 
 def _apply_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
-    """Norm x (…, features) by `means`, and multiply by SiLU of the gate, before or after as the norm's forward does."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     y, gates = x.to(wide_dtype), None if gate is None else F.silu(gate.to(wide_dtype))
     gate_first = not getattr(norm, "norm_before_gate", False)
@@ -147,7 +146,6 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
 
 
 def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
-    """Find the mixer's norm over features of several heads; None without one, or with a norm of single heads."""
     norm: Any = getattr(mixer, "norm", None)
     return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
 
@@ -171,7 +169,6 @@ def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> 
 
 
 def _return_constant(value: int, _: object) -> Any:
-    """Be the view of a number: whatever the attribute is, the forward sees `value`."""
     return value
 
 
@@ -184,7 +181,6 @@ def _apply_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, with local values in place of the attributes that it reads."""
         with ExitStack() as stack:
             # a view may name an attribute that only some mixers of a kind have
             for owner, attributes in views.items():

@@ -76,7 +76,6 @@ def split_block_names(styled_modules: Sequence[StyledModule]) -> set[str]:
 
 
 def _enclosing_names(name: str) -> Iterator[str]:
-    """Yield the names of the modules around one of this name, the outermost first."""
     return (name[: dot.start()] for dot in re.finditer(r"\.", name))
 
 
@@ -86,7 +85,6 @@ def layer_experts(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], str]) -> Iterator[StyledModule]:
-    """Yield modules and parameters to which the plan gives a style, and mixers; nothing inside experts or mixers."""
     mixers = find_mixers(model)
     mixer_prefixes = tuple(f"{name}." for name in mixers)
     for name, module in model.named_modules():
@@ -188,7 +186,6 @@ def list_partial_gradients(model: nn.Module, styled_modules: Sequence[StyledModu
 
 
 def _entry_parameters(entry: StyledModule) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a styled module: the one that has the style, or all."""
     if entry.parameter is None:
         yield from entry.module.parameters()
     else:
@@ -233,7 +230,6 @@ def _feature_parameters(block: nn.Module, names: Collection[str], styles: Mappin
     inputs: list[Tensor] = []
 
     def cut_output(linear: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        """Note the input of a row-wise linear, and cut its output from the graph: a forward hook."""
         inputs.append(args[0])
         return out.detach()
 
@@ -260,7 +256,6 @@ def _feature_parameters(block: nn.Module, names: Collection[str], styles: Mappin
 
 
 def _depend_on_parameters(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bool]:
-    """Return for each parameter whether any of the outputs depends on it."""
     outputs = [x for x in outputs if x.requires_grad]
     if not outputs:
         return [False for _ in parameters]

@@ -96,7 +96,6 @@ class SplitTrial:
             raise self._split_error(", ".join(wrong[:4]) or "it differs on another tensor-parallel rank")
 
     def _split_error(self, reason: str) -> ModelError:
-        """Return the error of a block that computes something else once it is split."""
         tp = world_of(self._key).home.tp
         return ModelError(
             f"{self._name} split over tp {tp} is not the unsplit block: {reason}. Where its "
@@ -106,7 +105,6 @@ class SplitTrial:
 
 
 def _copy_without_values(unit: nn.Module) -> nn.Module:
-    """Copy a module with its parameters on the meta device; buffers and configurations are shared with the module."""
     memo: dict[int, Any] = {}
     for parameter in unit.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -117,7 +115,6 @@ def _copy_without_values(unit: nn.Module) -> nn.Module:
 
 
 def _gather_parameter(parameter: Tensor) -> Tensor:
-    """Return the whole of a parameter, detached: gathered if it is sharded, otherwise copied."""
     parameter = parameter.detach()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.clone()
 
@@ -151,7 +148,6 @@ def _output_gradient(x: Tensor) -> Tensor:
 
 
 def _matching_part(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
-    """Return this rank's slice of the whole gradient `true`, as `result` is sharded; all of it if it is not."""
     if true is None or not isinstance(result, DTensor):
         return true
     (placement,) = result.placements
@@ -235,8 +231,6 @@ def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], row_l
 
 
 class _Reached(Exception):  # noqa: N818 (it ends a trial)
-    """Raised by a row-wise linear with its input, so that nothing after it runs."""
-
     def __init__(self, value: Tensor) -> None:
         super().__init__()
         self.input = value
@@ -244,10 +238,7 @@ class _Reached(Exception):  # noqa: N818 (it ends a trial)
 
 @contextmanager
 def _replace_outputs(outputs: Mapping[nn.Module, Tensor], row_linears: Sequence[nn.Module]) -> Iterator[None]:
-    """Let column-wise linears return these outputs, and the row-wise linear that is called first end the trial."""
-
     def end_trial(value: Tensor, *_: Any) -> NoReturn:
-        """Be the forward of a row-wise linear: raise its input."""
         raise _Reached(value)
 
     forwards: dict[nn.Module, Any] = {module: (lambda *_, out=out: out) for module, out in outputs.items()}

@@ -123,7 +123,6 @@ def _call_with_views(
 def _apply_to_input(
     enter: Transform, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply a function to the first argument of a call, or to `hidden_states`."""
     if args:
         return (enter(args[0]), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": enter(kwargs["hidden_states"])}
@@ -149,7 +148,6 @@ def split_three_columns(linear: nn.Linear, world: World, widths: Sequence[int] =
 
 
 def _three_part_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
-    """Return this rank's rows of each of three parts of a parameter (sum of widths, …), one after another."""
     index, degree = tp_place(key)
     return torch.cat([part.chunk(degree)[index] for part in tp_copy_parameter(x, key).split(widths)])
 

@@ -150,7 +150,6 @@ _SPLITS = {
 
 
 def _split_linear(linear: nn.Linear, style: str, world: World, *, sequence_parallel: bool) -> None:
-    """Split a linear by its style; with a style for other modules, such as an embedding's, it stays as it is."""
     if style == tp_style.ROWWISE:
         split_rows(linear, world, sequence_parallel=sequence_parallel)
     elif style in _SPLITS:
@@ -158,7 +157,6 @@ def _split_linear(linear: nn.Linear, style: str, world: World, *, sequence_paral
 
 
 def _mixture_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the prefixes of modules inside blocks of experts, which get all rows also under sequence parallelism."""
     layers = layers_and_depths(model).items()
     return tuple(
         f"{n}.{child}." for n, layer in layers for child, module in layer.named_children() if layer_experts(module)
@@ -210,7 +208,6 @@ def _split_head_and_embedding(
 
 
 def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Linear | None, nn.Embedding | None]:
-    """Return (head, input embedding), each None if it is not on this pipeline stage or is another kind of module."""
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
     return (head if isinstance(head, nn.Linear) else None, embedding if isinstance(embedding, nn.Embedding) else None)

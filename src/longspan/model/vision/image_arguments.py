@@ -99,12 +99,10 @@ def _is_only_image(image: ImageInput) -> bool:
 
 
 def _field_names(inputs: Sequence[ImageInput]) -> list[str]:
-    """Return the names of further arguments that any image has, each once, in order."""
     return list(dict.fromkeys(name for image in inputs for name in image.fields))
 
 
 def _cast_inputs(part: Tensor, like: Tensor) -> Tensor:
-    """Cast pixels and other real numbers to the type of the model; masks and integers stay."""
     return part.to(like.device, like.dtype if part.is_floating_point() else part.dtype, non_blocking=True)
 
 
@@ -150,6 +148,5 @@ def _pad_to_largest(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _pad_to_shape(x: Tensor, sides: Sequence[int]) -> Tensor:
-    """Pad a tensor (n, …) with zeros behind to these sides after the first dim."""
     missing = [to - side for side, to in zip(x.shape[1:], sides, strict=True)]
     return F.pad(x, [n for count in missing[::-1] for n in (0, count)])

@@ -57,6 +57,5 @@ def _parameter_cost(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
 
 
 def _first_value(config: Any, names: tuple[str, ...]) -> int:
-    """Return the first integer that a configuration has under one of these names; 0 without one."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)

@@ -157,7 +157,6 @@ def pack_attention(encoder: nn.Module) -> None:
 
 
 def _packing_modules(encoder: nn.Module) -> Iterator[Any]:
-    """Yield the modules that take cu_seqlens, with transformers' default attention function in their configuration."""
     for module in encoder.modules():
         config = getattr(module, "config", None)
         is_default = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)

@@ -172,14 +172,12 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
 
 
 def _takes_argument(config: PreTrainedConfig, name: str, *, required: bool = False) -> bool:
-    """Return whether the model's get_image_features has an argument of this name; `required`: without a default."""
     features = getattr(model_class(config), "get_image_features", None)
     parameter = None if features is None else signature(features).parameters.get(name)
     return parameter is not None and not (required and parameter.default is not Parameter.empty)
 
 
 def _merge_size(config: PreTrainedConfig, vision: PreTrainedConfig) -> int | None:
-    """Return how many patches a side make one row, under any of its names; None if the configuration has none."""
     values = [getattr(some_config, name, None) for some_config in (vision, config) for name in _MERGES]
     merge = next((value for value in values if value is not None), None)
     return merge[0] if isinstance(merge, list | tuple) else merge

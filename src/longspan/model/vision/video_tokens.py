@@ -125,7 +125,6 @@ class VideoTokens:
 
 @cache
 def _argument_names(model: Any, method: str) -> frozenset[str]:
-    """Return the names of a method's parameters; none if the class lacks the method."""
     function = getattr(model, method, None)
     return frozenset() if function is None else frozenset(signature(function).parameters)
 

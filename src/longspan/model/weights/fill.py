@@ -79,7 +79,6 @@ def find_images_class(config: PreTrainedConfig) -> Any:
 
 
 def _exception_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of parameters that an architecture keeps in another than `dtype`, such as norms, by name."""
     if not (plan := model._get_dtype_plan(dtype)):
         return {}
     pattern, globs, _ = build_glob_alternation(list(plan))
@@ -105,7 +104,6 @@ def _register_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter of the same shape on the meta device; one that is there stays, so that ties stay."""
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
@@ -138,7 +136,6 @@ def allocate_model(model: nn.Module, device: torch.device) -> None:
 
 
 def _copy_attributes(new: Any, old: Any) -> None:
-    """Copy the attributes that others, FSDP2 for one, have set on a parameter."""
     for name, value in vars(old).items():
         setattr(new, name, value)
 
@@ -163,7 +160,6 @@ class _LeftToCheckpoint:
     """A source of NaN for weights that a checkpoint overwrites: one that it misses does not pass for a weight."""
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield one number for each parameter, which fills all of it: NaN, or 0 for integers."""
         for name, part in parts.items():
             value = math.nan if part.dtype.is_floating_point else 0
             yield name, torch.full((), value, dtype=part.dtype, device=device)

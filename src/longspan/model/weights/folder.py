@@ -47,7 +47,6 @@ class _Recipe:
     """
 
     def __init__(self) -> None:
-        """Begin without tensors; `sources` maps a pattern to the names of its file tensors."""
         self.converter: Any = None
         self.sources: dict[str, list[str]] = defaultdict(list)
 
@@ -268,7 +267,6 @@ def open_tensors(files: Sequence[Path], stack: ExitStack) -> dict[str, Any]:
 
 
 def _open_file(file: Path, stack: ExitStack) -> dict[str, Any]:
-    """Open a file of safetensors or of torch.save; the latter is mapped into memory unless it is from before 2020."""
     if file.suffix == ".safetensors":
         opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
         return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118

@@ -50,7 +50,6 @@ def local_block(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def _chunk_slice(part: slice, count: int, index: int) -> slice:
-    """Return piece `index` of the `count` that `torch.chunk` makes of a slice; empty if it makes fewer."""
     size = part.stop - part.start
     step = -(-size // count)
     start = min(size, index * step)

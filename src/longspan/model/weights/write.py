@@ -163,7 +163,6 @@ class WeightWriter:
         self._file = {}
 
     def _partial_path(self, file: int) -> Path:
-        """Return the name of a file, by its number, until the number of files is known."""
         return self._folder / f"part-{file:05}.safetensors"
 
 

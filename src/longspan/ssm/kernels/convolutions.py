@@ -75,7 +75,6 @@ class ConvolutionKernel:
 
 
 def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: RowsBefore) -> Tensor:
-    """Convolve the local rows with zeros before every run."""
     return _convolve_runs(x, x[:0], convolution, isolated)
 
 
@@ -99,14 +98,12 @@ def _torch_backward(
 
 
 def _torch_write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
-    """Convolve the first rows of runs again, behind the rows that arrived, and write them into y."""
     y.index_copy_(0, first.rows, _convolve_runs(x.index_select(0, first.rows), arrived, convolution, first.before))
 
 
 def _torch_arrived_gradients(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> Tensor:
-    """Compute gradients of the rows that arrived by running the first rows of each run again."""
     rows, arrived = x.index_select(0, first.rows), arrived.detach().requires_grad_()
     with torch.enable_grad():
         out = _convolve_runs(rows, arrived, convolution, first.before)
@@ -161,7 +158,6 @@ def _launch_arguments(
 
 @cache
 def _first_rows_kernel(name: str) -> Any:
-    """Return the Triton kernel of this name; imported on first use, for Triton may not be installed."""
     from longspan.ssm.kernels import convolution_kernels
 
     return getattr(convolution_kernels, name)
@@ -180,7 +176,6 @@ def _initial_state(x: Tensor, arrived: Tensor, runs: LocalRuns, before: RowsBefo
 
 
 def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | None) -> dict[str, object]:
-    """Return the arguments of fla's kernels for a convolution, forward or backward."""
     return {
         "weight": convolution.weight.contiguous(),
         "bias": convolution.bias,
@@ -193,7 +188,6 @@ def _fla_arguments(convolution: Convolution, runs: LocalRuns, state: Tensor | No
 
 
 def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated: RowsBefore) -> Tensor:
-    """Convolve the local rows by fla's kernel; without an initial state each run begins with zeros."""
     arguments = _fla_arguments(convolution, runs, None)
     return fla_function(_FLA_MODULE, "causal_conv1d_fwd")(x=x.unsqueeze(0), **arguments)[0].squeeze(0)
 
@@ -201,7 +195,6 @@ def _fla_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolated:
 def _fla_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
 ) -> ConvolutionGradients:
-    """Compute the gradients of rows and parameters by fla's kernel."""
     arguments = _fla_arguments(convolution, runs, _initial_state(x, arrived, runs, before))
     backward = fla_function(_FLA_MODULE, "causal_conv1d_bwd")
     dx, dweight, dbias, *_ = backward(x=x.unsqueeze(0), dy=dout.unsqueeze(0), dht=None, **arguments)

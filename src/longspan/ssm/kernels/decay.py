@@ -57,7 +57,6 @@ def scan_chunks(
 
 @cache
 def _chunks_kernel() -> Any:
-    """Return the Triton kernel; imported on first use, for Triton may not be installed."""
     from longspan.ssm.kernels.state_kernels import scan_chunks_kernel
 
     return scan_chunks_kernel

@@ -71,7 +71,6 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, formula: NormFormula) -> Tensor:
-        """Compute the norm of all rows by one kernel, which also stores 1 / root of each row and group for backward."""
         rows, gates = _flatten_rows(x), None if gate is None else _flatten_rows(gate)
         out = rows.new_empty(rows.shape)
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
@@ -85,7 +84,6 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Compute the gradients of x, weight and gate by one kernel; the weight's is summed over programs here."""
         (x, weight, gate, inverse), formula = ctx.saved_tensors, ctx.formula
         rows, gates, dout = _flatten_rows(x), None if gate is None else _flatten_rows(gate), _flatten_rows(gradients[0])
         dx, dgate = rows.new_empty(rows.shape), None if gates is None else gates.new_empty(gates.shape)
@@ -115,14 +113,12 @@ class _Block:
 
     @classmethod
     def of(cls, rows: int, width: int) -> "_Block":
-        """Choose the block for all `rows`: one wide row, or as many narrow ones as fill half a tile."""
         columns = max(16, 1 << (width - 1).bit_length())
         at_once = max(1, _TILE // 2 // columns)
         return cls(at_once, width, columns, -(-rows // at_once))
 
 
 def _kernel_constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
-    """Return the kernel's compile-time constants for these sizes and this formula, with four to sixteen warps."""
     sizes = {"ROWS": block.rows, "COLUMNS": block.columns, "GROUPS": formula.groups, "OFFSET": formula.offset}
     kinds = {"GATE_FIRST": formula.gate == "first", "GATE_LAST": formula.gate == "last"}
     # four warps for every _TILE features
@@ -146,5 +142,4 @@ def _row_stride(rows: Tensor | None) -> int:
 
 @cache
 def _norm_kernels() -> Any:
-    """Return the module of the Triton kernels; None without triton."""
     return None if find_spec("triton") is None else import_module("longspan.model.seams.forwards.norm_kernels")

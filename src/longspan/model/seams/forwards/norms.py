@@ -49,7 +49,6 @@ def split_long_norms(model: nn.Module) -> None:
 
 
 def _norm_forward(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
-    """Run a norm's forward on some rows at a time; a call with more arguments than rows is handed on as it is."""
     if others or named:
         return norm(x, *others, **named)
     return run_in_pieces(norm, x)
@@ -127,7 +126,6 @@ def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tens
 
 
 def _find_eps(norm: nn.Module) -> float | None:
-    """Return a norm's eps, under whichever of its usual names; None without a number."""
     for name in _EPS:
         if isinstance(eps := getattr(norm, name, None), float):
             return eps
@@ -135,7 +133,6 @@ def _find_eps(norm: nn.Module) -> float | None:
 
 
 def _has_weight_and_eps(norm: nn.Module) -> bool:
-    """Return whether a norm has a weight (n,) and an eps, as every formula here needs."""
     weight = getattr(norm, "weight", None)
     return isinstance(weight, Tensor) and weight.ndim == 1 and _find_eps(norm) is not None
 
@@ -152,7 +149,6 @@ def _norm_kind(norm: nn.Module) -> Hashable:
 
 
 def _find_formula(norm: nn.Module) -> NormFormula | None:
-    """Return the formula that a norm computes, among those that the kernels compute; None if it is another."""
     if not type(norm).__name__.endswith("Gated"):
         return next(
             (f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)),

@@ -58,14 +58,12 @@ def depends_on_length(kind: str) -> bool:
 
 
 def _note_shard(parent: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Note the shard that a module is called with on the rotary modules directly inside it: a forward pre-hook."""
     for child in parent.children():
         if types_by_length(child):
             child.__dict__[_CALL] = kwargs.get("shard")
 
 
 def _forget_shard(parent: nn.Module, args: object, out: object) -> None:
-    """Forget the shard of the call that ends: a forward hook."""
     for child in parent.children():
         child.__dict__.pop(_CALL, None)
 
