@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
-from longspan.model.tensor_parallel.family_plans import COLWISE, PACKED
-from longspan.model.tensor_parallel.plan import PARTIAL_GRADIENT, list_partial_gradients, list_styles
+from longspan.model.tensor_parallel.plan import COLWISE, PACKED, PARTIAL_GRADIENT, list_partial_gradients, list_styles
 from tests.model.stock import tiny
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.ssm.kernels import delta_states as maps
+from longspan.ssm.kernels import delta as maps
 from longspan.ssm.kernels.pieces import Pieces, cut_into_pieces
 from longspan.ssm.kernels.runs import CHUNK, LocalRuns
 from tests.mutation import mutated

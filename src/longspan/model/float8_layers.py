@@ -18,15 +18,14 @@ from longspan.errors import ModelError
 from longspan.model.adapters import belongs_to_adapter
 from longspan.model.experts.moe import router_modules
 from longspan.model.float8.products import linear_in_float8
-from longspan.model.float8.quantise import Scaled, quantise_by_torch
-from longspan.model.float8.scaled_products import multiply
+from longspan.model.float8.quantise import Scaled, multiply, quantise_by_torch
 from longspan.model.float8.weights import add_float8_weights, find_float8_weight, find_kept_weight
 from longspan.model.layers import decoder_layers, expert_modules
 from longspan.model.mtp.depths import model_depths
 from longspan.model.mtp.names import PREFIX
 from longspan.model.seams.refusals import has_instance_forward
 from longspan.model.sharding import Placement
-from longspan.model.tensor_parallel import family_plans as styles
+from longspan.model.tensor_parallel import plan as styles
 from longspan.model.tensor_parallel.plan import list_styles
 
 MULTIPLE = 16  # of numbers: what products in float8 need of both widths of a matrix

@@ -35,8 +35,7 @@ from longspan.model.experts.moe import use_experts
 from longspan.model.float8_layers import float8_error, use_float8
 from longspan.model.layers import expert_modules
 from longspan.model.lora.without_adapter import redirect_peft_model
-from longspan.model.multimodal.checks import check_encoder_home
-from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.multimodal.multimodal_model import MultimodalModel, check_encoder_home
 from longspan.model.parts import is_tied
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.settings import PipelineSettings

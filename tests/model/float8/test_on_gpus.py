@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
-from longspan.model.float8 import scaled_products
+from longspan.model.float8 import quantise
 from longspan.model.float8.products import experts_in_float8, linear_in_float8
 from longspan.model.float8.quantise import Scaled, quantise_columns, quantise_rows
 from longspan.model.float8.weights import Float8Weight
@@ -47,8 +47,8 @@ def test_kernels_make_the_bits_of_torch_on_a_cpu(shape: tuple[int, ...], dtype: 
     x[..., 0, :] = 0
     inner = numbers(*shape[:-1], shape[-1] + 8, dtype=dtype)[..., 4:-4]
     for given in (x, inner):
-        for quantise in (quantise_rows, quantise_columns):
-            here, there = quantise(given), quantise(given.cpu())
+        for convert in (quantise_rows, quantise_columns):
+            here, there = convert(given), convert(given.cpu())
             assert torch.equal(here.scales.cpu(), there.scales)
             assert torch.equal(here.values.cpu().view(torch.uint8), there.values.view(torch.uint8))
 
@@ -58,7 +58,7 @@ def test_kernels_make_the_bits_of_torch_on_a_cpu(shape: tuple[int, ...], dtype: 
 def test_every_row_is_near_the_exact_product(
     widths: tuple[int, int], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scaled_products, "FAST_SUMS", fast)
+    monkeypatch.setattr(quantise, "FAST_SUMS", fast)
     torch.manual_seed(0)
     x, dy = numbers(ROWS, widths[0]).requires_grad_(), numbers(ROWS, widths[1])
     linear = nn.Linear(*widths, device="cuda", dtype=torch.bfloat16)
@@ -159,4 +159,4 @@ def test_a_step_of_every_kind_of_layer_is_near_bfloat16(preset: str, compiled: s
 
 def test_scaled_rows_of_nothing() -> None:
     empty = Scaled(torch.empty(0, 64, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(0, device="cuda"))
-    assert scaled_products.multiply(empty, quantise_rows(numbers(32, 64)), torch.bfloat16).shape == (0, 32)
+    assert quantise.multiply(empty, quantise_rows(numbers(32, 64)), torch.bfloat16).shape == (0, 32)

@@ -14,7 +14,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
-from longspan.model.multimodal.tp_plan import find_split_parts
+from longspan.model.multimodal.split_encoder import find_split_parts
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend, run_ranks
 from tests.model.multimodal.encoders import HEADS, HIDDEN, WIDTH, Attention, OwnViT, Renamed, encoder, items_of

@@ -3,7 +3,7 @@
 Over a sharded sequence a rank has some of the rows, in an order of its own. The rest of a model is then exact if a
 row's output, and its contribution to gradients, do not depend on other rows. They do with experts of a limited
 capacity, experts that choose rows, sums over a batch, or numbers drawn at random. Attention and the scans of mixers are
-replaced by a function of each row by itself (`seams/separate_rows.py`). Experts that `use_experts` replaces are
+replaced by a function of each row by itself (`SeparateRows`). Experts that `use_experts` replaces are
 compared with their class's own forward.
 
 Tried are classes with experts, and those that are not transformers' own. Every model of any class is tried once more,
@@ -30,10 +30,9 @@ from longspan.model.exactness.small_copies import (
 )
 from longspan.model.experts.moe import mix_all_rows
 from longspan.model.layers import expert_modules, has_experts, innermost_decoder
-from longspan.model.seams.attention_calls import defer_temperature
+from longspan.model.seams.attention_calls import attend_separately, defer_temperature
 from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
 from longspan.model.seams.mixers import find_mixers
-from longspan.model.seams.separate_rows import attend_separately
 
 _STAND_IN = "longspan_separate_rows"
 _ROWS, _EXPERTS = 48, 8

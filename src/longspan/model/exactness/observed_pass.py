@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from longspan.comm import World, bind, to_device
 from longspan.layout.segments import Integers
+from longspan.model.seams.attention_calls import SeparateRows
 from longspan.model.seams.call_rules import PositionTable
-from longspan.model.seams.separate_rows import SeparateRows
 from longspan.plan import Group, MicroBatch
 
 _LENGTHS = (19, 1, 9, 3, 13, 5, 11, 2, 8)  # 71 rows, and 29 of the documents `_FEWER`: no width of a model is so many

@@ -3,7 +3,7 @@
 Over a sharded sequence a rank has some of the rows, in an order of its own, and packed documents stand next to each
 other. So the result of a row must not depend on others, except through attention and mixers, which know the shard. The
 model itself, with its patches, hooks, weights, type and home, runs a few rows, then the same rows next to others, then
-some of them in another order, without gradients and without attention (`seams/separate_rows.py`). What each layer does
+some of them in another order, without gradients and without attention (`SeparateRows`). What each layer does
 to them is compared (`observed_pass.py`). All ranks do so together, as parameters and experts may be spread over them;
 stages of a pipeline do so by themselves, from random hidden states. It happens once in training mode and once in
 evaluation mode, before the first step that runs so, and leaves nothing behind.
@@ -30,9 +30,9 @@ from longspan.model.mtp.depths import model_depths
 from longspan.model.parts import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import Stage, StageInput
+from longspan.model.seams.attention_calls import SeparateRows
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.model.seams.refusals import doctor_hint
-from longspan.model.seams.separate_rows import SeparateRows
 from longspan.model.sharding import reshard
 
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.model.float8 import scaled_products
-from longspan.model.float8.quantise import Scaled, quantise_rows
-from longspan.model.float8.scaled_products import multiply
+from longspan.model.float8 import quantise
+from longspan.model.float8.quantise import Scaled, multiply, quantise_rows
 from longspan.model.float8.weights import Float8Weight
 
 
@@ -182,7 +181,7 @@ def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] |
             ]
         )
     values = w.values.transpose(-2, -1)
-    sums = {"out_dtype": torch.bfloat16, "use_fast_accum": scaled_products.FAST_SUMS}
+    sums = {"out_dtype": torch.bfloat16, "use_fast_accum": quantise.FAST_SUMS}
     return torch._scaled_grouped_mm(x.values, values, x.scales, w.scales, offs=ends, **sums).to(dtype)
 
 

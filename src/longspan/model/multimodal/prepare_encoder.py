@@ -18,8 +18,7 @@ from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError
 from longspan.layout.layout import excerpt
 from longspan.model.activations.recompute import Recomputation, run_checkpointed
-from longspan.model.multimodal.split_encoder import split_encoder
-from longspan.model.multimodal.tp_plan import find_split_parts
+from longspan.model.multimodal.split_encoder import find_split_parts, split_encoder
 from longspan.model.seams.forwards.norms import split_long_norms
 from longspan.model.sharding import Sharding, shard_over_slots
 
@@ -104,7 +103,7 @@ def prepare_encoder(
     stay so: freeze them before.
 
     Where `world.home.tp` is above 1, attention and MLPs are split over the tensor-parallel ranks of a slot, which are
-    given the same items. Their linears are recognised by name in the usual ways of writing a ViT (`tp_plan.py`);
+    given the same items. Their linears are recognised by name in the usual ways of writing a ViT (`split_encoder.py`);
     `tp_plan` has the styles of others: patterns of qualified names to "colwise", "rowwise", "qkv" (one linear of
     queries, keys and values) or "replicated". The first call compares each kind of block, its output and every
     gradient, with the unsplit one, and raises ModelError where they differ.

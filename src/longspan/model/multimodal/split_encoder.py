@@ -3,18 +3,24 @@
 All ranks of a slot encode the same items and hold the same rows. Each attends with its own heads: column-wise and
 row-wise linears are sharded as DTensors, and a fused linear of queries, keys and values stays whole on every rank.
 Parameters that are whole on each rank (norms, embeddings, a projector) get the same gradient on each.
+
+transformers has no tensor-parallel plans for vision towers. Attention and MLPs are recognised by the names of their
+linears, or by the caller's plan; every linear inside a block must be one or the other, and linears outside blocks stay
+whole unless recognised. Names do not prove a split right: `split_trial.py` compares it with the unsplit module.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.adapters import is_adapted
-from longspan.model.multimodal.tp_plan import SplitModule
-from longspan.model.tensor_parallel.family_plans import QKV, ROWWISE
+from longspan.model.adapters import base_module, is_adapted, peft_modules
+from longspan.model.tensor_parallel.plan import COLWISE, QKV, ROWWISE
 from longspan.model.tensor_parallel.split_adapters import split_adapted_linear
 from longspan.model.tensor_parallel.split_trial import SplitTrial
 from longspan.model.tensor_parallel.styles import (
@@ -25,6 +31,265 @@ from longspan.model.tensor_parallel.styles import (
     sum_partial_gradients,
     wrap_forward,
 )
+
+REPLICATED = "replicated"
+STYLES = (COLWISE, ROWWISE, QKV, REPLICATED)
+
+_ATTENTION = (("q_proj", "k_proj", "v_proj"), ("to_q", "to_k", "to_v"), ("wq", "wk", "wv"), ("query", "key", "value"))
+_FUSED = (("qkv",), ("qkv_proj",), ("wqkv",), ("Wqkv",))
+_AFTER_ATTENTION = ("out_proj", "o_proj", "proj", "to_out", "wo", "out", "dense", "projection_layer")
+_MLP = {
+    ("gate_proj", "up_proj"): "down_proj",
+    ("up_proj",): "down_proj",
+    ("linear_fc1",): "linear_fc2",
+    ("fc1",): "fc2",
+    ("fc0",): "fc1",
+    ("w1", "w3"): "w2",
+    ("w1",): "w2",
+    ("linear1",): "linear2",
+    ("lin1",): "lin2",
+    ("dense_h_to_4h",): "dense_4h_to_h",
+    ("c_fc",): "c_proj",
+}
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nheads", "heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
+HEAD_SIZE = ("head_dim", "attention_head_size", "hidden_size_per_attention_head", "dim_head", "head_size")
+WIDTHS = (
+    "q_dim",
+    "kv_dim",
+    "embed_dim",
+    "all_head_size",
+    "attn_dim",
+    "inner_dim",
+    "dim",
+    "hidden_size",
+    "hidden_dim",
+    "d_model",
+)
+
+
+@dataclass(frozen=True)
+class SplitModule:
+    """A module whose own linears are split: attention, an MLP, or several of them in one module.
+
+    `styles` are those of its linears, by their names in the module. `several`: it holds several attentions or MLPs, so
+    that each linear sums the gradient of its own input, instead of the module that of its one input.
+    """
+
+    name: str
+    module: nn.Module
+    styles: Mapping[str, str]
+    several: bool
+
+    @property
+    def local_attributes(self) -> dict[str, int]:
+        """Return the numbers of heads, and widths of all heads, that the module holds as attributes, by name.
+
+        A rank has 1 / tp of each. An attribute is a width if it has a width's name, and the value that all queries or
+        all keys have. A module without numbers of heads is no attention, and one that holds several has no one width.
+        """
+        attributes = {n: value for n, value in vars(self.module).items() if type(value) is int}
+        counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
+        if not counts or self.several:
+            return counts
+        widths = (self.widths[0], self.widths[1])
+        return counts | {n: value for n, value in attributes.items() if n in WIDTHS and value in widths}
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Return the features of all queries, of all keys and of all values.
+
+        The outputs of a fused linear are heads + 2 · key heads of one size, if the module counts both and this fits,
+        and otherwise three equal parts. Of separate column-wise linears the widest has the queries, and the narrowest
+        the keys and values. All are 0 without any.
+        """
+        outputs = list[int]()
+        for name, style in self.styles.items():
+            linear = base_module(self.module.get_submodule(name))
+            if style == QKV and isinstance(linear, nn.Linear):
+                heads, key_heads = self._read_count(HEADS), self._read_count(KEY_HEADS)
+                head_size = linear.out_features // (heads + 2 * key_heads) if heads and key_heads else 0
+                if head_size * (heads + 2 * key_heads) == linear.out_features:
+                    return heads * head_size, key_heads * head_size, key_heads * head_size
+                third = linear.out_features // 3
+                return third, third, third
+            if style != ROWWISE and isinstance(linear, nn.Linear):
+                outputs.append(linear.out_features)
+        return max(outputs, default=0), min(outputs, default=0), min(outputs, default=0)
+
+    def _read_count(self, names: tuple[str, ...]) -> int:
+        values = vars(self.module)
+        return next((values[name] for name in names if type(values.get(name)) is int), 0)
+
+
+def find_split_parts(
+    module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str] | None = None
+) -> list[SplitModule]:
+    """Find the parts of an encoder that are split over tp ranks, in its order.
+
+    There are none at tp 1, where a plan is still checked. Raises ModelError for linears in blocks that are neither
+    recognised nor in the plan, and where tp does not divide heads or widths.
+    """
+    callers_styles = _read_caller_styles(module, plan or {})
+    if tp == 1:
+        return []
+    styles = _find_styles(module) | callers_styles
+    _refuse_unknown(module, blocks, styles)
+    parts = dict[str, dict[str, str]]()
+    for name, style in styles.items():
+        if style != REPLICATED:
+            owner, _, child = name.rpartition(".")
+            parts.setdefault(owner, {})[child] = style
+    split_parts = [_make_part(name, module.get_submodule(name), linears, blocks) for name, linears in parts.items()]
+    _check_tp_divides(module, split_parts, tp)
+    return split_parts
+
+
+def _make_part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> SplitModule:
+    """Make the record of one module that is split, with the styles of its linears.
+
+    It holds `several` attentions or MLPs if it has several row-wise linears. It is treated so too if it is a block or a
+    list itself: a block's input also goes around its linears (the residual), where its gradient is already whole, and a
+    list is not called.
+    """
+    outputs = sum(style == ROWWISE for style in styles.values())
+    is_list = isinstance(module, nn.ModuleDict | nn.ModuleList)
+    return SplitModule(name, module, styles, several=outputs > 1 or name in blocks or is_list)
+
+
+# ---- linears and their styles
+
+
+def _find_styles(module: nn.Module) -> dict[str, str]:
+    """Return the style of every linear that is recognised by its name and its neighbours', by qualified name."""
+    return {
+        f"{name}.{child}".lstrip("."): style
+        for name, owner in module.named_modules()
+        for child, style in (_convolution_linears(owner) or _module_styles(_own_linears(owner))).items()
+    }
+
+
+def _own_linears(owner: nn.Module) -> dict[str, nn.Linear]:
+    return {name: linear for name, child in owner.named_children() if type(linear := base_module(child)) is nn.Linear}
+
+
+def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
+    adapted = tuple(f"{name}." for name in peft_modules(module))
+    modules = {n: base_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
+    return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
+
+
+def _convolution_linears(owner: nn.Module) -> dict[str, str]:
+    """Give a module's linears the style REPLICATED if it convolves between them (LFM3-VL); empty for other modules."""
+    convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in owner.children())
+    return dict.fromkeys(_own_linears(owner), REPLICATED) if convolves else {}
+
+
+def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+    """Return the styles of one module's linears, by name: linears of one attention, and of one MLP.
+
+    Linears before attention, or before an activation, are split by columns, and the linear behind it by rows.
+    """
+    styles = dict[str, str]()
+    output = next((name for name in _AFTER_ATTENTION if name in linears), None)
+    columns = next((names for names in (*_ATTENTION, *_FUSED) if linears.keys() >= {*names}), None)
+    if output is not None and columns is not None:
+        styles = dict.fromkeys(columns, QKV if columns in _FUSED else COLWISE) | {output: ROWWISE}
+    for names, last in _MLP.items():
+        belongs_to_attention = bool(styles.keys() & {*names, last})
+        if linears.keys() >= {*names, last} and not belongs_to_attention:
+            return styles | dict.fromkeys(names, COLWISE) | {last: ROWWISE}
+    return styles
+
+
+def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    styles = dict[str, str]()
+    linears = [*_find_linears(module)]
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise ModelError(f"tp_plan gives {pattern!r} the style {style!r}; use one of {', '.join(STYLES)}")
+        names = [name for name in linears if fnmatchcase(name, pattern)]
+        if not names:
+            raise ModelError(
+                f"tp_plan names {pattern!r}, which is no nn.Linear of {type(module).__name__}; it has "
+                f"{', '.join(linears[:6])}{', …' if len(linears) > 6 else ''} (* stands for any characters)"
+            )
+        styles |= dict.fromkeys(names, style)
+    return styles
+
+
+def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: Mapping[str, str]) -> None:
+    unknown = [
+        f"{path}.{name} ({child.in_features} to {child.out_features})"
+        for path, block in blocks.items()
+        for name, child in _find_linears(block).items()
+        if f"{path}.{name}" not in styles
+    ]
+    if unknown or not styles:
+        reason = (
+            f"linears that are not known by name: {', '.join(unknown[:4])}" if unknown else "no linear that is known"
+        )
+        raise ModelError(
+            f"{type(module).__name__} cannot be split over tp: its blocks have {reason}. Say in tp_plan what they are, "
+            '{"blocks.*.mlp.w12": "colwise"} say ("colwise", "rowwise", "qkv" or "replicated"), or use tp 1'
+        )
+
+
+# ---- sizes
+
+
+def _check_tp_divides(module: nn.Module, parts: list[SplitModule], tp: int) -> None:
+    sizes = dict[str, int]()
+    for part in parts:
+        sizes.update({f"{count} of {part.name}": size for count, size in _tp_sizes(part)})
+    wrong = [f"{size} ({count})" for count, size in sizes.items() if size % tp]
+    if wrong:
+        common = math.gcd(*sizes.values())
+        fitting = [str(d) for d in range(1, common + 1) if common % d == 0]
+        raise ModelError(
+            f"tp {tp} does not divide {', '.join(wrong[:3])} in {type(module).__name__}; use tp {' or '.join(fitting)}"
+        )
+
+
+def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
+    """Yield the numbers of heads and features that tp must divide, after their names for messages.
+
+    If attention holds no number of heads, heads are counted by the size of one. A row-wise linear has its inputs split,
+    any other its outputs; of a fused one tp must divide the keys, the narrowest of queries, keys and values. Raises
+    ModelError for a fused linear with other outputs, and for attention that does not tell its heads.
+    """
+    counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
+    yield from counts
+    is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
+    if is_attention and not counts:
+        yield "heads", _count_heads(part)
+    for name, style in part.styles.items():
+        linear = base_module(part.module.get_submodule(name))
+        assert isinstance(linear, nn.Linear)
+        queries, keys, values = part.widths
+        if style == QKV and queries + keys + values != linear.out_features:
+            raise ModelError(
+                f"{part.name}.{name} has {linear.out_features} outputs, which are not queries, keys and values of one "
+                "size or of the heads that it counts; use tp 1, or separate linears for them"
+            )
+        if style == QKV:
+            yield name, keys
+        else:
+            yield name, linear.in_features if style == ROWWISE else linear.out_features
+
+
+def _count_heads(part: SplitModule) -> int:
+    """Count the query heads of a module that holds only the size of one. Raises ModelError if it holds no size."""
+    size = next((v for n, v in vars(part.module).items() if n in HEAD_SIZE and type(v) is int and v > 0), 0)
+    if not size:
+        raise ModelError(
+            f"{part.name} ({type(part.module).__name__}) holds no number of heads under one of the names "
+            f"{', '.join(HEADS)}, so they cannot be split over tp; keep it in self.num_heads and use that in forward"
+        )
+    return part.widths[0] // size
+
+
+# ---- splitting
 
 
 def split_encoder(

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attention import attend
@@ -25,7 +26,6 @@ from longspan.errors import ModelError
 from longspan.model.layers import architecture_name, reads_other_modalities
 from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
 from longspan.model.seams.layer_arguments import check_shard, find_layer_kernel, find_layer_shard, find_shard
-from longspan.model.seams.separate_rows import SeparateRows, attend_separately
 
 _BY_POSITION = "scales_queries_by_position"
 
@@ -249,3 +249,51 @@ def layer_index(module: nn.Module) -> int | None:
 
 def _call_text(model: nn.Module) -> str:
     return f"{architecture_name(model)}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"
+
+
+# ---- rows that see only themselves
+
+
+class SeparateRows(SequenceShard):
+    """A shard whose rows do not meet, neither in attention nor in mixers."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, shard: SequenceShard) -> "SeparateRows":
+        """Make a shard with the rows, positions and documents of another, whose rows do not meet: it has its fields."""
+        rows = object.__new__(cls)
+        rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__})
+        return rows
+
+
+def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Attend each row to itself only: query (1, N, T, H), key, value (1, K, T, H) -> (1, T, N, H).
+
+    A row's value gets a weight that depends on its query and key, on their directions and their lengths. Weights are
+    0.5 to 2.5 whatever queries and keys are, so that rounding is not made larger.
+    """
+    groups, wide_dtype = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    q, k = query.to(wide_dtype), key.to(wide_dtype)
+    lengths = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1, keepdim=True)  # (1, N, T, 1)
+    cosine = (q * k).sum(-1, keepdim=True) / lengths.clamp(min=1e-30)
+    size = lengths * (scaling or 1.0)
+    weights = 1.5 + 0.5 * cosine * (1 + size / (1 + size))
+    return (weights * value).to(value.dtype).transpose(1, 2).contiguous()
+
+
+def scan_separately(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
+    """Let each row read only itself in place of a scan: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) -> (T, H, V).
+
+    The formula is no model's: it only has to depend on every input.
+    """
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    out = scale * (q * k).sum(-1, keepdim=True) * v * (1 + g.exp().mean(-1, keepdim=True))
+    return out if beta is None else out * beta.unsqueeze(-1)
+
+
+def convolve_separately(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """Weight each channel of a row by itself in place of a mixer's convolution: (T, C) to (T, C)."""
+    y = x * weight[:, -1] + (0 if bias is None else bias)
+    return F.silu(y) if silu else y

@@ -21,10 +21,9 @@ from transformers.activations import ACT2FN
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.seams.attention_calls import Probe
+from longspan.model.seams.attention_calls import Probe, SeparateRows, convolve_separately, scan_separately
 from longspan.model.seams.layer_arguments import check_shard, find_layer_shard
 from longspan.model.seams.mixers import find_mixers, replace_functions
-from longspan.model.seams.separate_rows import SeparateRows, convolve_separately, scan_separately
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
 from longspan.ssm.kernels.call import state_dtype
 

@@ -22,8 +22,8 @@ from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_copy, tp_copy_parameter, tp_place, tp_sum
 from longspan.errors import ModelError, plural
 from longspan.model.adapters import is_adapted
-from longspan.model.tensor_parallel.family_plans import ROWWISE
 from longspan.model.tensor_parallel.mixer_parts import MixerParts, find_tensors, is_first_adapter_matrix, mixer_parts
+from longspan.model.tensor_parallel.plan import ROWWISE
 from longspan.model.tensor_parallel.split_adapters import split_adapted_linear
 from longspan.model.tensor_parallel.styles import ReplacedAttributes, View, shard_and_view_rows, split_rows
 

@@ -18,7 +18,7 @@ from longspan.comm import World
 from longspan.comm.moves.tp_collectives import tp_split
 from longspan.errors import ModelError
 from longspan.model.adapters import find_adapter, is_adapted, is_copied, peft_modules
-from longspan.model.tensor_parallel.family_plans import (
+from longspan.model.tensor_parallel.plan import (
     COLWISE,
     GATHERED,
     MIXER,
@@ -27,8 +27,9 @@ from longspan.model.tensor_parallel.family_plans import (
     QKV,
     ROWWISE,
     SPLIT_INPUT,
+    StyledModule,
+    split_block_names,
 )
-from longspan.model.tensor_parallel.plan import StyledModule, split_block_names
 from longspan.model.tensor_parallel.styles import (
     gather_outputs,
     make_output_sum,

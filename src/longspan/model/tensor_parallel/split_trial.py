@@ -24,8 +24,7 @@ from longspan.comm import World, world_of
 from longspan.comm.moves.tp_collectives import tp_sum
 from longspan.errors import LongspanError, ModelError
 from longspan.model.parts import preserve_modes
-from longspan.model.tensor_parallel.family_plans import COLWISE, ROWWISE
-from longspan.model.tensor_parallel.plan import StyledModule, split_block_names
+from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, StyledModule, split_block_names
 from longspan.model.weights.local_tensors import local_tensor
 
 # How far a right split may be from the unsplit block, relative to the norm of what is compared: rounding, with room.

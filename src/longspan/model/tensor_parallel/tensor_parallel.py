@@ -22,7 +22,7 @@ from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, expert_modules
-from longspan.model.tensor_parallel import family_plans as tp_style
+from longspan.model.tensor_parallel import plan as tp_style
 from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
     StyledModule,

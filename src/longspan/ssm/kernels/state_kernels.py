@@ -1,4 +1,4 @@
-"""Triton kernels of states: decayed sums over chunks (`decay.py`) and maps of runs of delta rules (`delta_states.py`).
+"""Triton kernels of states: decayed sums over chunks (`decay.py`) and maps of runs of delta rules (`delta.py`).
 
 Imported only where Triton is installed.
 
