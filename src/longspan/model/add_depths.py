@@ -16,12 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import find_adapter
-from longspan.model.exactness.meta_pass import run_on_meta
 from longspan.model.layers import base_model, decoder_layers, final_norm
 from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths, model_depths, mtp_blocks
 from longspan.model.mtp.layer_inputs import CopiedLayer, NotedLayer, copy_without_layers, depends_on_parameters
 from longspan.model.mtp.names import PREFIX, order_columns, translate_name
 from longspan.model.seams.call_rules import is_prepared
+from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.refusals import find_set_forwards
 from longspan.model.weights.fill import WeightSource, empty_model, is_empty, persistent_buffers
 from longspan.model.weights.folder import FolderWeights

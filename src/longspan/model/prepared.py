@@ -28,7 +28,6 @@ from longspan.model.compiled_layers import (
 )
 from longspan.model.exactness.adapter_rules import check_encoder_adapter
 from longspan.model.exactness.check_model import Evidence, check_model
-from longspan.model.exactness.meta_pass import FirstPass
 from longspan.model.exactness.row_trial import try_rows_at_first_call
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import use_experts
@@ -51,6 +50,7 @@ from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
 from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_document
 from longspan.model.seams.forwards.row_loss import add_row_loss
 from longspan.model.seams.layer_arguments import keep_layer_arguments, number_layers
+from longspan.model.seams.meta_pass import FirstPass
 from longspan.model.seams.mixer_calls import shard_mixers
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.refusals import guard_model

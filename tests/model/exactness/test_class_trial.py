@@ -229,7 +229,7 @@ def test_phimoe_is_evaluated_and_its_training_refused() -> None:
 def test_noise_that_the_probe_does_not_see_is_still_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a forward pass does not run on the meta device."""
     monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", _with_noise)
-    monkeypatch.setattr("longspan.model.exactness.meta_pass._training_draws", lambda *_: Counter())
+    monkeypatch.setattr("longspan.model.seams.meta_pass._training_draws", lambda *_: Counter())
     with pytest.raises(ModelError, match="draws at random outside attention in training: numbers by which a small"):
         _trains(family_model("qwen3_moe"))
 

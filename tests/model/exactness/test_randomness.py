@@ -14,7 +14,7 @@ from longspan.comm import World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness.meta_pass import record_model
+from longspan.model.seams.meta_pass import record_model
 from longspan.plan import plan_fixed
 from longspan.testing import backend
 from longspan.train import run_step

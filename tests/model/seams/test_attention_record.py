@@ -13,7 +13,7 @@ from longspan.comm import World
 from longspan.errors import LongspanError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness.meta_pass import FirstPass
+from longspan.model.seams.meta_pass import FirstPass
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step

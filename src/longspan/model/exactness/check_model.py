@@ -16,10 +16,10 @@ from longspan.model.adapters import Adapter, find_adapter
 from longspan.model.exactness.adapter_rules import check_adapter, check_equal_adapters
 from longspan.model.exactness.class_trial import refuse_class
 from longspan.model.exactness.declared_rules import refuse_unsupported
-from longspan.model.exactness.meta_pass import check_kernel, record_model
 from longspan.model.layers import has_experts, innermost_decoder
 from longspan.model.mtp.depths import replace_copied_depths
 from longspan.model.seams.call_rules import is_prepared
+from longspan.model.seams.meta_pass import check_kernel, record_model
 from longspan.model.sharding import Placement
 
 
@@ -56,10 +56,10 @@ def check_model(
        the host show whether rows influence each other outside attention.
     3. Its adapter, and its placement under the home (`adapter_rules.py`, `placement`). That includes shared layers, and
        blocks whose features would be split (`tensor_parallel/split_trial.py`); ranks compare their adapters.
-    4. Two passes of the connected model on the meta device (`meta_pass.py`), in evaluation and in training: every
+    4. Two passes of the connected model on the meta device (`seams/meta_pass.py`), in evaluation and in training: every
        layer reaches attention, for calls that the kernel can do. They also record random draws outside attention, for
        which training is refused when it is tried (`seams/call_rules.py`). Without `probe` the first pass over a shard
-       shows the layers that do not reach attention (`meta_pass.py`).
+       shows the layers that do not reach attention (`seams/meta_pass.py`).
     5. The model itself, placed, before its first step or call in training and in evaluation mode: `try_rows` runs a few
        rows next to others, and compares (`row_trial.py`).
 

@@ -1,7 +1,7 @@
 """What a model declares, in its configuration and modules, and what of it cannot run exactly over a sharded sequence.
 
 Each rule is one function from a model to the reasons why it cannot. Rules of adapters are in `adapter_rules.py`; what
-only a forward pass shows in `meta_pass.py`; what only numbers show in the trials.
+only a forward pass shows in `seams/meta_pass.py`; what only numbers show in the trials.
 """
 
 import re

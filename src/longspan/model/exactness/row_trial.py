@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from longspan.comm import SequenceShard, World, raise_first_error, world_of
 from longspan.errors import ModelError
 from longspan.model.compiled_layers import is_compiled
-from longspan.model.exactness.meta_pass import preserve_attributes
 from longspan.model.exactness.observed_pass import COUNT, Key, ObservedPass, Precision, TrialRows, make_trial_rows
 from longspan.model.execution import model_execution
 from longspan.model.layers import decoder_layers, has_experts
@@ -32,6 +31,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.seams.attention_calls import SeparateRows
 from longspan.model.seams.call_rules import call_rules, is_prepared
+from longspan.model.seams.meta_pass import preserve_attributes
 from longspan.model.seams.refusals import doctor_hint
 from longspan.model.sharding import reshard
 

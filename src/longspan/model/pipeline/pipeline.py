@@ -18,7 +18,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
-from longspan.model.exactness.meta_pass import check_recorded_calls
 from longspan.model.experts.moe import router_sizes
 from longspan.model.layers import Absent, decoder_model, stage_layers, text_name
 from longspan.model.mtp.depths import model_depths
@@ -29,6 +28,7 @@ from longspan.model.pipeline.settings import PipelineSettings
 from longspan.model.pipeline.stages import Stage, StageInput, cut_model, refuse_dependent_layers, refuse_inexact
 from longspan.model.seams.attention_calls import recorded_calls
 from longspan.model.seams.call_rules import call_rules
+from longspan.model.seams.meta_pass import check_recorded_calls
 from longspan.model.sharding import reshard
 
 

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.exactness.meta_pass import run_on_meta
 from longspan.model.layers import decoder_model, text_name
 from longspan.model.parts import ModelParts, PartCall, copy_for_stage, trace_parts
 from longspan.model.pipeline.copies import (
@@ -30,6 +29,7 @@ from longspan.model.pipeline.copies import (
     shared_parameters,
 )
 from longspan.model.seams.attention_calls import Probe
+from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.refusals import find_set_forwards
 
 KEYWORD = "longspan_embedding"  # layers' keyword argument: rows of the embedding, or a TakenEmbedding to fill

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
-from longspan.model.exactness.meta_pass import run_on_meta
 from longspan.model.layers import architecture_name, base_model
 from longspan.model.mtp.depths import deeper_states, find_copied_layer, model_depths, refuse_bypass
 from longspan.model.mtp.layer_inputs import layer_inputs
 from longspan.model.seams.attention_calls import Probe
+from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.refusals import doctor_hint
 
