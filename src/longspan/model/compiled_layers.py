@@ -238,7 +238,10 @@ class _LayerRun:
             return _own_forward(self.layer)(self.layer, *args, **kwargs)
         # Graphs differ for views and other tensors. Rows from FSDP2 are views, those that transformers 5.17 recomputes
         # from are not; made views here, all run the same graphs.
-        hidden = hidden.view_as(hidden) if self._fits_graphs(hidden) else _Begun.apply(hidden, _new_leaf(hidden))
+        if self._fits_graphs(hidden):
+            hidden = hidden.view_as(hidden)
+        else:
+            hidden = _Begun.apply(hidden, hidden.new_empty(()).requires_grad_())
         if args:
             return self.run(self.layer, hidden, *args[1:], **kwargs)
         return self.run(self.layer, **kwargs | {"hidden_states": hidden})
@@ -268,10 +271,6 @@ class _Begun(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, None
-
-
-def _new_leaf(like: Tensor) -> Tensor:
-    return like.new_empty(()).requires_grad_()
 
 
 def _run_within_checkpoint(layer_run: _LayerRun, *args: Any, **kwargs: Any) -> Any:

@@ -44,14 +44,17 @@ class Execution:
             by_words.setdefault(self._kernel_words(call), []).append(call)
         if len(by_words) < 2:
             return tuple(by_words)
-        return tuple(f"{words} ({_layers_text(calls)})" for words, calls in by_words.items())
+        return tuple(
+            f"{words} (layers with {' and '.join(dict.fromkeys(map(_limits_text, calls)))})"
+            for words, calls in by_words.items()
+        )
 
     def slow_reason(self) -> str:
         """Return why no faster kernel than `reference` runs on a GPU; "" if a faster one runs, and on a CPU."""
         for call in self.calls:
             if call.device.type == "cuda" and choose_kernel(call, self.kernel).name == "reference":
-                kind = f"{str(call.dtype).removeprefix('torch.')}, heads of {call.head_size}"
-                return f"the slow reference kernel is all that can do {kind}{_features_text(call)} here"
+                kind = [str(call.dtype).removeprefix("torch."), f"heads of {call.head_size}", *sorted(call.features)]
+                return f"the slow reference kernel is all that can do {', '.join(kind)} here"
         return ""
 
     def _kernel_words(self, call: AttendCall) -> str:
@@ -102,14 +105,6 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def _layers_text(calls: Sequence[AttendCall]) -> str:
-    return "layers with " + " and ".join(dict.fromkeys(_limits_text(call) for call in calls))
-
-
 def _limits_text(call: AttendCall) -> str:
     limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
     return ", ".join(limits) or "full attention"
-
-
-def _features_text(call: AttendCall) -> str:
-    return "".join(f", {feature}" for feature in sorted(call.features))

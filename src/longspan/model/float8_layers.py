@@ -5,7 +5,7 @@ Head, embedding, norms, routers, adapters, encoders, the gates and decays of hea
 64 numbers stay as they are. Names, weights and checkpoints stay too: a linear's `forward` is set, nothing else.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -104,7 +104,8 @@ def _refusal_reasons(model: PreTrainedModel, device: torch.device, dtype: torch.
     linears, experts = float8_linears(model), expert_modules(model)
     if not linears and not experts:
         yield f"no linear of its decoder layers has {_LEAST_WIDTH} inputs and outputs or more"
-    style_of = _linear_styles(model, linears, tp)
+    styles_by_name = {entry.name: entry.style for entry in list_styles(model)} if tp > 1 else {}
+    style_of = {name: styles_by_name.get(name.removesuffix(".base_layer"), "") for name in linears}
     widths = {name: _local_widths(linear, style_of[name], tp) for name, linear in linears.items()}
     for name, module in experts.items():
         widths |= {f"{name}.{key}": tuple(p.shape[1:]) for key, p in module.named_parameters() if p.ndim == 3}
@@ -122,11 +123,6 @@ def dtype_lack(dtype: torch.dtype) -> str:
         return ""
     name = str(dtype).removeprefix("torch.")
     return f"its other arithmetic must be in bfloat16, and is in {name} (compute_dtype=torch.bfloat16)"
-
-
-def _linear_styles(model: PreTrainedModel, linears: Iterable[str], tp: int) -> dict[str, str]:
-    style_of = {entry.name: entry.style for entry in list_styles(model)} if tp > 1 else {}
-    return {name: style_of.get(name.removesuffix(".base_layer"), "") for name in linears}
 
 
 def _local_widths(linear: nn.Linear, style: str, tp: int) -> tuple[int, int]:

@@ -74,8 +74,12 @@ def _image_differences(config: PreTrainedConfig, make_documents: _MakeDocuments)
     try:
         model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = make_documents(model)
-        whole_pass = _run_whole(model, documents)
-        parts_pass = _run_parts(_split_model(model), documents)
+        parameters = dict(model.named_parameters())
+        whole_pass = _make_pass(parameters, documents, lambda d: model(**make_stock_arguments(model, d)).logits[0])
+        parts = split_model(model)
+        pack_attention(parts.encoder)
+        named = dict(parts.language_model.named_parameters()) | dict(parts.encoder.named_parameters())
+        parts_pass = _make_pass(named, documents, partial(_part_logits, parts))
     except ModelError as error:
         yield str(error)
         return
@@ -83,23 +87,6 @@ def _image_differences(config: PreTrainedConfig, make_documents: _MakeDocuments)
         yield f"a small model that shows what it does with images cannot be run on the host ({trial_error(error)})"
         return
     yield from _difference_reasons(whole_pass, parts_pass)
-
-
-def _split_model(model: PreTrainedModel) -> VisionParts:
-    parts = split_model(model)
-    pack_attention(parts.encoder)
-    return parts
-
-
-def _run_whole(model: PreTrainedModel, documents: list[TrialDocument]) -> _Pass:
-    return _make_pass(
-        dict(model.named_parameters()), documents, lambda d: model(**make_stock_arguments(model, d)).logits[0]
-    )
-
-
-def _run_parts(parts: VisionParts, documents: list[TrialDocument]) -> _Pass:
-    named = dict(parts.language_model.named_parameters()) | dict(parts.encoder.named_parameters())
-    return _make_pass(named, documents, partial(_part_logits, parts))
 
 
 def _make_pass(

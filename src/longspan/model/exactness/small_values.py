@@ -15,10 +15,6 @@ from longspan.model.seams.rope import rope_types
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
-def _rope_by_kind(small: Mapping[str, Any]) -> Any:
-    return small["rope_parameters"] or dict.fromkeys(("full_attention", "sliding_attention"), _DEFAULT_ROPE)
-
-
 def _replace_value(name: str, value: Any) -> Any:
     return lambda small: value if small.get(name) is None else small[name]
 
@@ -33,7 +29,11 @@ _QWEN4_INDEXER = {
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
-    "cohere_compass_text": {"rope_parameters": _rope_by_kind},
+    "cohere_compass_text": {
+        "rope_parameters": lambda small: (
+            small["rope_parameters"] or dict.fromkeys(("full_attention", "sliding_attention"), _DEFAULT_ROPE)
+        )
+    },
     "dbrx": {"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": _replace_value("num_experts_per_tok", 2)},
     "dots1": {
@@ -178,13 +178,15 @@ class _Rules:
 
     def _small_integer(self, name: str, value: int) -> int:
         """By its name if that is known, otherwise by its ratio to widths."""
+        dynamic = "dynamic" in rope_types(self.values.get("rope_parameters"))  # which scales beyond few positions
+        positions = SCALED_FROM if dynamic else POSITIONS
         simple = {
             **dict.fromkeys(_HEADS, self.sizes.heads),
             **dict.fromkeys(_EXPERTS, min(value, self.sizes.experts)),
             **dict.fromkeys(PICKED, min(value, 2)),
             **dict.fromkeys(EXPERT_GROUPS, min(value, 2)),
             **dict.fromkeys(_WINDOWS, WINDOW),
-            **dict.fromkeys(_LENGTHS, self._position_limit()),
+            **dict.fromkeys(_LENGTHS, positions),
             **dict.fromkeys(_VOCABULARIES, self.sizes.vocabulary),
             "topk_group": 1,
             "original_max_position_embeddings": SCALED_FROM,
@@ -251,10 +253,6 @@ class _Rules:
         if value == 1:
             return 1
         return self.sizes.heads if value == queries or not self.sizes.grouped else self.sizes.heads // 2
-
-    def _position_limit(self) -> int:
-        """Few if rope scales beyond it (`dynamic`), else enough for every row."""
-        return SCALED_FROM if "dynamic" in rope_types(self.values.get("rope_parameters")) else POSITIONS
 
 
 def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:

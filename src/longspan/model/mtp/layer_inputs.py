@@ -144,8 +144,10 @@ class LayerInputs:
             return call
         layerless_model, layers = copy_without_layers(self._model, embedded, self._copied.outputs)
         arguments = dict(zip(signature(layerless_model.forward).parameters, args, strict=False)) | dict(kwargs)
-        other_arguments = {
-            name: value for name, value in arguments.items() if not (name == "input_ids" or _depends_on_rows(value))
+        other_arguments = {  # floats hold values of the rows' tokens (embeddings), integers do not
+            name: value
+            for name, value in arguments.items()
+            if name != "input_ids" and not (isinstance(value, Tensor) and torch.is_floating_point(value))
         }
         layerless_model.forward(input_ids=ids[None], **other_arguments)  # without hooks, `note_call` among them
         layer: Any = layers[self._copied.index]
@@ -174,8 +176,3 @@ def depends_on_parameters(call: LayerCall) -> bool:
 
 def _depth_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
-
-
-def _depends_on_rows(value: Any) -> bool:
-    """Return whether an input of the model holds values of the rows' tokens: floats do (embeddings), not integers."""
-    return isinstance(value, Tensor) and torch.is_floating_point(value)

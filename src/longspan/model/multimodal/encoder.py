@@ -66,7 +66,9 @@ def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[En
     for root, embedding_model, has_first_layers in _embedding_parts(model):
         _SpliceHook(root, embedding_model.get_input_embeddings(), tuple(encoders))
         if has_first_layers:
-            _hook_layers(embedding_model, max((encoder.deep_layers for encoder in encoders), default=0))
+            deep_layers = max((encoder.deep_layers for encoder in encoders), default=0)
+            for index, layer in enumerate([*decoder_layers(embedding_model).values()][:deep_layers]):
+                layer.register_forward_hook(partial(_add_rows, index), with_kwargs=True)
 
 
 def _embedding_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
@@ -81,11 +83,6 @@ def _embedding_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[n
                 yield stage, stage.model, stage.first
     else:
         yield model, model, True
-
-
-def _hook_layers(model: PreTrainedModel, count: int) -> None:
-    for index, layer in enumerate([*decoder_layers(model).values()][:count]):
-        layer.register_forward_hook(partial(_add_rows, index), with_kwargs=True)
 
 
 def _add_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:

@@ -159,11 +159,7 @@ def split_block_names(styled_modules: Sequence[StyledModule]) -> set[str]:
     """
     blocks = {name.rpartition(".")[0] for name, _, style, _ in styled_modules if style in (COLWISE, PACKED)}
     blocks |= {name for name, _, style, _ in styled_modules if style == MIXER}
-    return {name for name in blocks if not any(around in blocks for around in _enclosing_names(name))}
-
-
-def _enclosing_names(name: str) -> Iterator[str]:
-    return (name[: dot.start()] for dot in re.finditer(r"\.", name))
+    return {name for name in blocks if not any(name[: dot.start()] in blocks for dot in re.finditer(r"\.", name))}
 
 
 def layer_experts(layer: nn.Module) -> dict[str, nn.Module]:

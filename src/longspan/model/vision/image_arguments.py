@@ -144,9 +144,5 @@ def _pad_to_largest(parts: Sequence[Tensor]) -> list[Tensor]:
     if len({x.ndim for x in parts}) > 1:
         return list(parts)
     largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
-    return [_pad_to_shape(x, largest_sides) for x in parts]
-
-
-def _pad_to_shape(x: Tensor, sides: Sequence[int]) -> Tensor:
-    missing = [to - side for side, to in zip(x.shape[1:], sides, strict=True)]
-    return F.pad(x, [n for count in missing[::-1] for n in (0, count)])
+    missing = [[to - side for side, to in zip(x.shape[1:], largest_sides, strict=True)] for x in parts]
+    return [F.pad(x, [n for count in sides[::-1] for n in (0, count)]) for x, sides in zip(parts, missing, strict=True)]

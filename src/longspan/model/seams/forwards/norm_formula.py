@@ -5,7 +5,7 @@ gate before, or the result by one after. A Triton kernel does all of it in float
 between; transformers' own code takes a pass over memory for each operation, and more backward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -36,16 +36,12 @@ class NormFormula:
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor:
         """Compute the norm (…, n) of features (…, n), in torch's operations."""
-        gates = self._apply_activation(gate) if gate is not None else 1.0
+        gates = getattr(torch.nn.functional, self.activation)(gate) if gate is not None else 1.0
         y = x * gates if self.gate == "first" else x
         in_groups = y.unflatten(-1, (self.groups, -1))
         normed = in_groups * torch.rsqrt(in_groups.square().mean(-1, keepdim=True) + eps)
         y = normed.flatten(-2) * (self.offset + weight)
         return y * gates if self.gate == "last" else y
-
-    def _apply_activation(self, gate: Tensor) -> Tensor:
-        activation: Callable[[Tensor], Tensor] = getattr(torch.nn.functional, self.activation)
-        return activation(gate)
 
     def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
         """Compute the norm by the kernel; None if the kernel cannot take these tensors.
