@@ -172,7 +172,7 @@ class KimiForward:
         self._g = chunk_cumsum(inputs.g, self._runs)
         chunk_kernel = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
         arguments = {"q": self._q, "k": k, "v": v, "gk": self._g, "beta": beta, "scale": scale}
-        # w and u as in `delta_states`; kg: keys decayed to the chunk's end; qk, kk: matrices of a chunk's row pairs.
+        # w and u as above; kg: keys decayed to the chunk's end; qk, kk: matrices of a chunk's row pairs.
         w, u, _, kg, self._qk, kk = chunk_kernel(**arguments, chunk_size=CHUNK, **run_indices(self._runs))
         self._states = DeltaStates({"k": kg, "w": w, "u": u, "gk": self._g}, pieces)
         self.summaries = self._states.summaries
