@@ -25,7 +25,7 @@ _DEPENDS_ON = {
     "data": ("tokenizer", "vocab_size"),
     "context": (
         *("planner", "mode", "context_parallel_size", "max_dynamic_context_parallel_size"),
-        *("cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "attention_kernel", "mixer_kernels"),
+        *("cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "attention_kernel"),
     ),
     "train": (
         *("optimizer", "optimizer_arguments", "stochastic_rounding"),
