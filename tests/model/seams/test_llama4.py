@@ -54,6 +54,7 @@ def _rotated(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _plans(home: Layout) -> dict[str, Plan]:
     types = ("p2p", "all_gather") if home.slots % 2 else ("p2p", "all_gather", "a2a")
+    types = types[:1] if home.tp * home.pp > 1 else types
     plans = {kind: plan_fixed(LENGTHS, home, cp=home.slots, cp_comm_type=kind) for kind in types}
     return plans | {"dynamic": plan_dynamic(LENGTHS, home, max_tokens_per_slot=48)}
 

@@ -45,22 +45,22 @@ def _dense(parameters: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def _sharded(rank: int, kind: str, axes: dict[str, int]) -> tuple[dict[int, float], float, dict[str, torch.Tensor]]:
-    with World(Layout(ranks=4, **axes)) as world:
+    with World(Layout(ranks=2, **axes)) as world:
         model = prepare(at_random(scale_rope(_config(), kind, 4.0)), world)
         losses = {}
-        for cp in (1, 2, 4):
+        for cp in (1, 2):
             if world.home.slots % cp == 0:
                 plan = plan_fixed(LENGTHS, world.home, cp=cp)
                 losses[cp] = run_step(model, plan, texts(LENGTHS), world, backward=False).loss
-        trained = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world)
+        trained = run_step(model, plan_fixed(LENGTHS, world.home, cp=world.home.slots), texts(LENGTHS), world)
         return losses, trained.loss, gradients_of(model)
 
 
 @pytest.mark.parametrize(("kind", "parameters"), [("yarn", YARN), ("linear", LINEAR)])
 def test_scaled_positions_are_exact_at_every_degree(kind: str, parameters: dict[str, Any]) -> None:
     loss, gradients = _dense(parameters)
-    for losses, trained, found in run_ranks(_sharded, 4, kind, {}):
-        assert set(losses) == {1, 2, 4}
+    for losses, trained, found in run_ranks(_sharded, 2, kind, {}):
+        assert set(losses) == {1, 2}
         assert max(abs(x - loss) for x in (*losses.values(), trained)) <= 1e-12 * loss
         assert worst(found, gradients) <= 1e-12
     without, _ = _dense(parameters | {"rope_type": "default"})
@@ -71,8 +71,8 @@ def test_the_attention_factor_of_yarn_counts_and_stages_have_it() -> None:
     loss, _ = _dense(YARN)
     unscaled, _ = _dense(YARN | {"attention_factor": 1.0})
     assert abs(unscaled - loss) > 1e-4 * loss
-    for losses, trained, _ in run_ranks(_sharded, 4, "yarn", {"pp": 2}):
-        assert set(losses) == {1, 2}
+    for losses, trained, _ in run_ranks(_sharded, 2, "yarn", {"pp": 2}):
+        assert set(losses) == {1}
         assert max(abs(x - loss) for x in (*losses.values(), trained)) <= 1e-12 * loss
 
 
