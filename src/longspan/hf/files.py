@@ -32,8 +32,7 @@ from longspan.hf.one_process import StockTrainer
 from longspan.hf.order import EpochOrder, order_states, set_order_states
 from longspan.model.adapters import find_adapter, unwrap_model
 from longspan.model.lora.save import write_adapter
-from longspan.model.saving.reload import load_weights
-from longspan.model.saving.save import stock_configuration, write_configuration
+from longspan.model.saving.save import load_weights, stock_configuration, write_configuration
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 
 UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "scheduler.pt", "rng", "trainer_state.json"

@@ -37,7 +37,7 @@ from longspan.model.lora.without_adapter import redirect_peft_model
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_encoder_home
 from longspan.model.parts import is_tied
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
-from longspan.model.pipeline.settings import PipelineSettings
+from longspan.model.pipeline.schedules import PipelineSettings
 from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call, defer_temperature
 from longspan.model.seams.call_rules import (
     CallRules,

@@ -19,8 +19,7 @@ from longspan.model.layers import stage_layers
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.copies import StageCopies
 from longspan.model.pipeline.pipeline import PipelineModel, _original_error, _run_watched_schedule
-from longspan.model.pipeline.schedules import ScheduledStage
-from longspan.model.pipeline.settings import PipelineSettings
+from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage
 from longspan.model.pipeline.stages import Stage, StageInput, cut_model, refuse_inexact
 from longspan.model.prepared import IMPLEMENTATION
 from longspan.plan import plan_fixed

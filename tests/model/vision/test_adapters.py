@@ -10,8 +10,7 @@ from longspan import Layout, World, prepare, run_step, without_adapter
 from longspan.config.sections import PARTS as AS_CONFIGURED
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
-from longspan.model.lora.new import NewAdapter, add_lora
-from longspan.model.lora.targets import LANGUAGE_MODEL, PARTS, PROJECTOR, TOWER
+from longspan.model.lora.new import LANGUAGE_MODEL, PARTS, PROJECTOR, TOWER, NewAdapter, add_lora
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
 from tests.model.lora.adapted import drawn

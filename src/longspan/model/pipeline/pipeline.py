@@ -23,8 +23,7 @@ from longspan.model.layers import Absent, decoder_model, stage_layers, text_name
 from longspan.model.mtp.depths import model_depths
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.copies import StageCopies
-from longspan.model.pipeline.schedules import ScheduledStage, make_schedule
-from longspan.model.pipeline.settings import PipelineSettings
+from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage, make_schedule
 from longspan.model.pipeline.stages import Stage, StageInput, cut_model, refuse_dependent_layers, refuse_inexact
 from longspan.model.seams.attention_calls import recorded_calls
 from longspan.model.seams.call_rules import call_rules

@@ -29,7 +29,7 @@ from longspan.model.lora.save import stock_name
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared_model
-from longspan.model.weights.ties import tied_names
+from longspan.model.weights.local_tensors import tied_names
 
 _BASE = ".base_layer."
 

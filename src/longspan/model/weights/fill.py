@@ -26,8 +26,7 @@ from transformers.core_model_loading import build_glob_alternation
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.adapters import plain_name
-from longspan.model.weights.local_tensors import LocalPart, local_tensor
-from longspan.model.weights.ties import tied_names
+from longspan.model.weights.local_tensors import LocalPart, local_tensor, tied_names
 
 
 def empty_model(

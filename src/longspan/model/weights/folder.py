@@ -30,8 +30,7 @@ from transformers.core_model_loading import (
 
 from longspan.errors import ModelError, plural
 from longspan.model.weights.hf_folder import DEQUANTIZE, OWN_MODEL, refusal_reason, weight_files
-from longspan.model.weights.local_tensors import LocalPart
-from longspan.model.weights.ties import tied_names
+from longspan.model.weights.local_tensors import LocalPart, tied_names
 
 _Slices = Mapping[str, Any]  # by file tensor: what is read, a part of it, when it is indexed
 _REAL_NUMBERS = frozenset(

@@ -12,7 +12,7 @@ from longspan.doctor.stock import whole_float64
 from longspan.model.layers import stage_layers
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.copies import shared_parameters
-from longspan.model.pipeline.settings import PipelineSettings
+from longspan.model.pipeline.schedules import PipelineSettings
 from longspan.model.pipeline.stages import stage_models
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
