@@ -239,7 +239,8 @@ OF_SHARED = {
     ),
     "that a block is inside another": (
         f"{ROOM}.plan",
-        "any(around in blocks for around in _enclosing_names(name))",
+        "any(name[: dot.start()] in blocks for dot in "
+        r're.finditer(r"\.", name))',
         "False",
     ),
 }
