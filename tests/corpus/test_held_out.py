@@ -1,7 +1,6 @@
 """Texts that are held out: drawn before they are cut or split, so that no part of one is trained on."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from longspan.config.sections import DataConfig, RunConfig, SourceConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.store import builder
-from longspan.corpus.store.builder import Recipe
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.train.plans.order import documents_line, make_step_order
@@ -108,25 +106,3 @@ def test_no_part_of_a_held_out_text_is_trained_on(
     assert (corpus.texts is None) == (len(corpus) == 12) == (not {"turns", "max_document_tokens"} & {*keys})
     line = documents_line(config, order)
     assert f"; {count} text" in line and ("of 11 texts to train on" in line or len(trained) == 11 or count > 1)
-
-
-def test_documents_from_before_texts_were_told_apart(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new run builds them again, and a run that began with them keeps them, also where they are lost."""
-    path = write_rows(tmp_path / "rows", "text")
-    cut, whole = (DataConfig(path=str(path), cache=str(tmp_path / "cache"), max_document_tokens=n) for n in (16, 0))
-    with monkeypatch.context() as patch:
-        patch.setattr(Recipe, "records_texts", False)
-        old, old_whole = build(tmp_path / "old", base, cut), build(tmp_path / "old whole", base, whole)
-    assert old.texts is None and len(old) > 12
-    assert build(tmp_path / "new whole", base, whole).manifest.key == old_whole.manifest.key, "nothing was cut"
-    new = build(tmp_path / "new", base, cut)
-    assert new.texts is not None and new.manifest.key != old.manifest.key and len(new) == len(old)
-    for lost in (False, True):
-        if lost:
-            shutil.rmtree(tmp_path / "cache" / old.manifest.key[:40])
-        lines = list[str]()
-        resumed = build(tmp_path / "old", base, cut, resumed=True, lines=lines)
-        assert resumed.texts is None and resumed.manifest == old.manifest
-        assert sum("the run began when documents were held out, not texts" in line for line in lines) == 1

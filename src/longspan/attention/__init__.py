@@ -5,8 +5,6 @@ from longspan.attention.call import AttendCall
 from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, choose_kernel
 from longspan.attention.tiles import Mask
 
-choose = choose_kernel  # its former name
-
 __all__ = [
     "KERNELS",
     "PATTERNS",

@@ -22,7 +22,7 @@ from longspan.cli.megatron_flags import megatron_hint
 from longspan.cli.processes import Device, count_ranks
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import kind_text, nearest_hint, read_choice_word, read_file
-from longspan.config.keys import FORMER_KEYS, key_value, section_keys, section_texts, set_key_values
+from longspan.config.keys import key_value, section_keys, section_texts, set_key_values
 from longspan.config.plan_section import ContextConfig, EvalConfig
 from longspan.config.sections import (
     DataConfig,
@@ -38,7 +38,6 @@ Flags = TypeVar("Flags")
 _BOOLEANS = ("true", "false", "True", "False")
 _COMPILED = "--train.compiled"  # true or false before it was a choice
 _NUMBERS = {int: "an integer", float: "a number"}
-_FORMER = {f"--{old}": f"--{new}" for old, new in FORMER_KEYS.items()} | {"--cost": "--machine"}  # former flags
 _ELSEWHERE = "GPUs that are not here are named by --run.machine h100 and --world 4, next to --dry-run"
 _ADVICE = {  # by a flag that a verb lacks: a flag that tells which verb it is, and the advice there
     "--longest": ("--longest_document", "the longest document of --distribution is --longest_document"),
@@ -154,7 +153,6 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
     "=" or as the next word.
     """
     words: list[str] = []
-    argv = _replace_former_flags(argv, types)
     for next_index, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):  # "--": the end
         if not word.startswith("--"):  # the value of the flag before it, if there is one
             words.append(word if not words else _python_word(word, types.get(words[-1])))
@@ -177,26 +175,6 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
         else:
             _check_value(flag, None if following.startswith("--") else following, kind)
             words.append(flag)
-    return words
-
-
-def _replace_former_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
-    """Put present names of flags in place of former ones.
-
-    Raises ConfigError where a flag is given by both of its names.
-    """
-    words = list(argv)
-    flags = [word.partition("=")[0] for word in words]
-    for index, flag in enumerate(flags):
-        present_name = _FORMER.get(flag, flag)
-        if flag in types or present_name not in types:  # the verb has this name itself, or neither
-            continue
-        if present_name in flags:
-            raise ConfigError(
-                f"{flag} and {present_name} are both given: {flag} is the former name of "
-                f"{present_name}; leave {flag} out"
-            )
-        words[index] = present_name + words[index].removeprefix(flag)
     return words
 
 
@@ -250,7 +228,7 @@ def _is_number(word: str, kind: type[int] | type[float]) -> bool:
 
 def check_flag_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
     """Raise ConfigError for a flag among the words that a verb with these flags does not have, with the nearest one."""
-    for word in _replace_former_flags(argv, types):
+    for word in argv:
         if word.startswith("--"):
             _check_name("--" + word.partition("=")[0][2:].replace("-", "_"), types, prog)
 

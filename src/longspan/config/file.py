@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from longspan.config.defaults import resolve_defaults
-from longspan.config.keys import FORMER_KEYS, section_keys, set_key_values
+from longspan.config.keys import GONE_VALUES, section_keys, set_key_values
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
@@ -83,31 +83,11 @@ def to_toml(config: RunConfig) -> str:
 
 def _set_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
     """Set the keys of tables, by section, in a configuration; `source` names the tables in messages."""
-    for section, values in _use_present_names(tables, source).items():
+    for section, values in tables.items():
+        if isinstance(values, Mapping):
+            values = {key: x for key, x in values.items() if (f"{section}.{key}", x) not in GONE_VALUES.items()}
         config = _set_section(config, section, values, source=source)
     return config
-
-
-def _use_present_names(tables: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Put present names of keys in place of former ones; a former key with an empty value is dropped.
-
-    What is no table stays, for a later check. Raises ConfigError for a key that is given by both of its names.
-    """
-    present = dict(tables)
-    for former_name, present_name in FORMER_KEYS.items():
-        (section, key), (section_now, key_now) = former_name.split("."), present_name.split(".")
-        table, table_now = present.get(section), present.get(section_now, {})
-        if not (isinstance(table, Mapping) and isinstance(table_now, Mapping)) or key not in table:
-            continue
-        present[section] = {name: value for name, value in table.items() if name != key}
-        if table[key] and table_now.get(key_now):
-            raise ConfigError(
-                f"{former_name} and {present_name} are both given in {source}: {former_name} is the former name of "
-                f"{present_name}; leave {former_name} out"
-            )
-        if table[key]:
-            present[section_now] = {**table_now, key_now: table[key]}
-    return present
 
 
 def _set_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:

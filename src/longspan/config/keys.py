@@ -18,7 +18,8 @@ from longspan.errors import ConfigError
 Section = TypeVar("Section", bound=Any)
 AUTO = "auto"  # a value that the run chooses
 NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it is ""
-FORMER_KEYS = {"context.cost": "run.machine"}  # former names, which are still read, and the present ones
+# Values of keys that are gone, which every run of version 0.2 has in its config.toml; they are read over.
+GONE_VALUES: dict[str, object] = {"run.refine": "auto", "train.memory_history": 0}
 FIRST = ("name", "path")  # keys that begin a table
 
 

@@ -4,7 +4,7 @@ Documents are built in `store/`, once for all runs with the same files and setti
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -90,14 +90,6 @@ class _CorpusOfRun:
             tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
         recorded = self._old_record
-        if resumed and recorded is not None and recorded.key != recipe.key:
-            earlier = replace(recipe, by_text=False)
-            if recorded.key == earlier.key:
-                recipe = earlier
-                self._log(
-                    "the run began when documents were held out, not texts: it keeps them, and a text that was cut or "
-                    "split may be trained on in part"
-                )
         is_same = recorded is not None and not changes and recorded.key == recipe.key
         if is_same and _is_whole(self._folder / recorded.documents):
             return Corpus(self._folder)
@@ -108,7 +100,7 @@ class _CorpusOfRun:
     def _compare_settings(self, tokenizer: TextTokenizer | None) -> list[str]:
         """List how settings and tokenizer (None: one is trained for the run) differ from those of the build.
 
-        A key that the record lacks, as an older longspan wrote it, counts with its default.
+        A key that the record lacks, as of another version, counts with its default.
         """
         if (recorded := self._old_record) is None:
             return []

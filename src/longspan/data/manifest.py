@@ -2,8 +2,8 @@
 from.
 
 A folder of documents has a manifest (`corpus.json`) and its source files (`sources.jsonl`, `sources.npy`). A run's
-folder has a record (`corpus.json` too), which names the folder of documents. This is version 0.1 of the format, which
-later versions read. Arrays of a corpus grow and are mapped here too.
+folder has a record (`corpus.json` too), which names the folder of documents. Arrays of a corpus grow and are mapped
+here too.
 """
 
 import json

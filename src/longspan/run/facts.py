@@ -25,7 +25,7 @@ class RunFacts:
     degree, if cost chose it; `float8` is what multiplies in float8, `mixers` is how state-space layers run, `mtp` which
     tokens further ahead are predicted, `encoder` where images are encoded, "" without any; `rows` is why a hybrid's
     rows are dealt out as they are, where their cost chose; `caution` is what a user of these devices would want to
-    change, "" for nothing; `node_size` is the slots of a host, 0 in files of older versions; `sessions` are the steps
+    change, "" for nothing; `node_size` is the slots of a host; `sessions` are the steps
     that were done when each began, and its ranks, this one last; `memory` is the plan of memory as `MemoryPlan.to_json`
     gives it, empty where none was made.
     """

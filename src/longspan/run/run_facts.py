@@ -97,8 +97,7 @@ def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
     earlier = tuple[tuple[int, int], ...]()
     with suppress(OSError, ValueError):
         facts = RunFacts.from_json(read_json(run.dir / "run.json"))
-        # run.json of an older version has no list of sessions, only the last one's numbers
-        earlier = (facts.sessions or ((facts.done, facts.ranks),)) if facts is not None else ()
+        earlier = facts.sessions if facts is not None else ()
     return (*(session for session in earlier if session[0] < run.done), (run.done, len(run.world.home.ranks)))
 
 

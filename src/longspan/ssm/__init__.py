@@ -4,6 +4,4 @@ from longspan.ssm.chains import state_bytes
 from longspan.ssm.conv import causal_conv
 from longspan.ssm.state_pass import linear_scan, scan_kernel, unit_vectors
 
-unit = unit_vectors  # its former name
-
 __all__ = ["causal_conv", "linear_scan", "scan_kernel", "state_bytes", "unit_vectors"]

@@ -149,8 +149,7 @@ class Recipe:
     `files` and `sources` correspond: a path, and its size, time and SHA-256 sum. `encodings` has the encoding of each
     source's rows, by number of source. `longest` is the most tokens of a document (0: any). A row of more than
     `most_bytes` (0: any) is a bad one. A bad row is an error, or left out with `skip_bad`. `workers` is a number of
-    processes (0: one for each core). `path` names the corpus in messages. `by_text` False: as earlier versions built
-    it, without a record of which documents are parts of one text.
+    processes (0: one for each core). `path` names the corpus in messages.
     """
 
     path: str
@@ -161,7 +160,6 @@ class Recipe:
     skip_bad: bool = False
     most_bytes: int = MAX_TEXT_BYTES
     workers: int = 0
-    by_text: bool = True
 
     @cached_property
     def key(self) -> str:
@@ -195,7 +193,7 @@ class Recipe:
     def records_texts(self) -> bool:
         """Return whether a text may become several documents, and it is recorded which."""
         splits = any(encoding.settings.turns == "split" for encoding in self.encodings)
-        return self.by_text and (splits or self.longest > 0)
+        return splits or self.longest > 0
 
     @property
     def encoder(self) -> DocumentEncoder:

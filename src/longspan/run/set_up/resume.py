@@ -89,16 +89,11 @@ def check_steps_left(config: RunConfig, data: RunData, world: World, checkpoint:
             f"{checkpoint} is at step {state['step']}, beyond train.steps {config.train.steps}; raise {key}"
         )
     begin = data.order.begin_of_step(state["step"])
-    if "begin" in state:
-        goes_on, instead = begin == state["begin"], f"it was {state['config']['train']['epochs']:g} then: set it back"
-    else:
-        goes_on = begin <= data.order.epoch or (data.order.may_repeat and not config.train.epochs)
-        instead = "it is of a version whose steps reached into the next epoch: go on with that version"
-    if not goes_on:
+    if begin != state.get("begin"):
         raise ConfigError(
             f"under train.epochs {config.train.epochs:g} step {state['step'] + 1} does not begin where {checkpoint} "
-            f"ends, and some documents would be trained on once more or once less; {instead}, or set run.dir to a new "
-            "folder"
+            "ends, and some documents would be trained on once more or once less; it was "
+            f"{state['config']['train']['epochs']:g} then: set it back, or set run.dir to a new folder"
         )
     if state.get("step", 0) == config.train.steps:
         _check_finished_run(*_comparable_configurations(config, state), checkpoint, log)
@@ -142,10 +137,10 @@ def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tupl
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
     """Raise ConfigError for a key that must stay as it was when the checkpoint was saved, and is another now.
 
-    A key that an older version's checkpoint lacks, or that is "auto" now, is not compared. Raises CheckpointError for
+    A key that the checkpoint lacks, or that is "auto" now, is not compared. Raises CheckpointError for
     a checkpoint of a version that orders documents in another way.
     """
-    if state.get("order") not in (ORDER, ORDER - 1):
+    if state.get("order") != ORDER:
         raise CheckpointError(
             f"{path} was saved by a run with order {state.get('order')} of documents, and this version of longspan has "
             f"order {ORDER}: resume it with the version that saved it, or set run.dir to a new folder"

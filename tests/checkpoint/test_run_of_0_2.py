@@ -1,10 +1,11 @@
-"""A run that version 0.1 left is resumed and exported: its folder is stored here as it was written then.
+"""A run that version 0.2 left is resumed and exported: its folder is stored here as it was written then.
 
-run_of_0_1.tar.xz is the folder of six steps on two CPU ranks at commit 00862528, without checkpoint 6 and the cache;
+run_of_0_2.tar.xz is the folder of six steps on two CPU ranks at commit 0706c4a4, without checkpoint 6 and the cache;
 `run.toml` in it says how. Losses of its steps 4 to 6 are those of the run that was never stopped.
 """
 
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from safetensors.torch import load_file
 
 from longspan.checkpoint.export import export_checkpoint
 from longspan.config.file import load_config
-from longspan.config.keys import AUTO
+from longspan.config.keys import AUTO, GONE_VALUES
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from tests.train.small import train_rank
 
-STORED = Path(__file__).with_name("run_of_0_1.tar.xz")
+STORED = Path(__file__).with_name("run_of_0_2.tar.xz")
 
 
 @pytest.fixture
@@ -33,12 +34,15 @@ def resume(rank: int, folder: Path, ranks: int) -> int:
     """Resume the run on this rank, in its folder, by the configuration that it left; the last step."""
     os.chdir(folder)
     config = load_config(Path("run/config.toml"))
+    assert {f"{key.split('.')[1]} = " for key in GONE_VALUES} <= set(
+        re.findall(r"\w+ = ", Path("run/config.toml").read_text())
+    )
     assert config.train.steps == 6 and config.context.planner == "dynamic" and config.data.eval_documents != AUTO
     return train_rank(rank, config, ranks).steps
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.whole)])
-def test_a_run_of_0_1_is_resumed(stored: Path, ranks: int) -> None:
+def test_a_run_of_0_2_is_resumed(stored: Path, ranks: int) -> None:
     log = stored / "run" / "metrics.jsonl"
     before = [row for row in read_metrics(log) if "loss" in row]
     assert [row["step"] for row in before] == [1, 2, 3, 4, 5, 6]
@@ -50,7 +54,7 @@ def test_a_run_of_0_1_is_resumed(stored: Path, ranks: int) -> None:
         assert [row[name] for row in after] == pytest.approx([row[name] for row in before], rel=1e-10)
 
 
-def test_a_checkpoint_of_0_1_is_exported(stored: Path) -> None:
+def test_a_checkpoint_of_0_2_is_exported(stored: Path) -> None:
     done = export_checkpoint(stored / "run", None, stored / "out", print)
     weights = load_file(stored / "out" / "model.safetensors")
     assert done.step == 3 and done.tensors == len(weights) == 13
