@@ -26,7 +26,7 @@ from longspan.attention import attend
 from longspan.bench.record import origin_text, write_record
 from longspan.cli.machine import machine_facts
 from longspan.comm import run_local
-from longspan.plan.simulate.distributions import sample_lengths
+from longspan.plan.distributions import sample_lengths
 from longspan.versions import versions
 
 

@@ -18,7 +18,7 @@ from longspan.model.presets import preset_config
 from longspan.plan import AttentionCall, Cost, CostSettings, EncoderLoad, EncoderShape, Machine, PlanOptions
 from longspan.plan.cost.cost_changes import Recomputation
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.plan.simulate.evaluation import plan_evaluation
+from longspan.plan.ways import plan_evaluation
 
 HERE = Path(__file__).resolve().parents[1]
 RECORDS = HERE / "records"

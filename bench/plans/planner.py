@@ -31,8 +31,8 @@ from strong_bound import strong_bound
 from longspan import Layout, plan_dynamic, plan_fixed
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds
-from longspan.plan.simulate.distributions import sample_lengths
-from longspan.plan.simulate.type_and_partition import list_type_options, plan_type_text
+from longspan.plan.distributions import sample_lengths
+from longspan.plan.ways import list_type_options, plan_type_text
 
 NAMES = ("lognorm", "bimodal", "uniform", "files", "expo")
 LONGEST = 131072

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from sensitivity import plan_sensitivity, rows_by_way
 from worth_cases import LONGEST, MODELS, PUBLISHED, WEIGHTS_OF_EXPERTS, Case, cases, cost_of
 from worth_page import markdown, tables_of_pages
 from worth_picture import picture
@@ -29,8 +30,7 @@ from worth_picture import picture
 from longspan import Layout, plan_dynamic, plan_fixed
 from longspan.plan import AttentionCall, Cost, Group, Machine, Plan, PlanOptions
 from longspan.plan.cost.links import LEVELS
-from longspan.plan.simulate.distributions import sample_lengths
-from longspan.plan.simulate.sensitivity import plan_sensitivity, rows_by_way
+from longspan.plan.distributions import sample_lengths
 
 Row = dict[str, Any]
 PUBLISHED_SEEDS, PUBLISHED_SLOTS, PUBLISHED_CAP = range(3), 32, 3072

@@ -9,8 +9,8 @@ import numpy as np
 
 from longspan import Layout
 from longspan.plan import Cost, CostSettings, Machine, ModelShape
+from longspan.plan.distributions import sample_lengths
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.plan.simulate.distributions import sample_lengths
 
 LONGEST = 131072
 TOKENS_PER_SLOT = 32768

@@ -6,9 +6,23 @@ from collections.abc import Iterator
 from worth_cases import NAMES, NETWORKS, SLOTS
 from worth_page import Row, select, usual
 
-from longspan.report.chart_documents import STYLE
 from longspan.report.markup import label, tag, text
 
+# The colours of page.css, for light and for dark pages.
+STYLE = """
+svg{--card:#fff;--ink:#1d2126;--soft:#5d6670;--grid:#ecece8;--axis:#9aa4af;
+--c0:#2f6fb3;--c1:#d1495b;--c2:#228833;--c3:#aa3377}
+@media (prefers-color-scheme: dark){svg{--card:#1b1f25;--ink:#e8eaed;--soft:#9aa4af;--grid:#2c323a;--axis:#77808a;
+--c0:#6aaeff;--c1:#ff8090;--c2:#5fcf73;--c3:#e083bd}}
+text{font:12px system-ui,sans-serif;fill:var(--soft)}.title,.strong{font-weight:600;fill:var(--ink)}
+.tick{font-size:11px}.paper{fill:var(--card)}
+.grid{stroke:var(--grid);fill:none}.grid.short,.axis{stroke:var(--axis);fill:none}
+.reference{stroke:var(--soft);stroke-dasharray:4 3;fill:none}
+.halo{paint-order:stroke;stroke:var(--card);stroke-width:4px}.mark{stroke:var(--card);stroke-width:1.2}
+.curve{fill:none;stroke-width:1.8;stroke-linejoin:round}.curve.faint{opacity:.38}
+.curve.c0{stroke:var(--c0)}.curve.c1{stroke:var(--c1)}.curve.c2{stroke:var(--c2)}.curve.c3{stroke:var(--c3)}
+.mark.c0{fill:var(--c0)}.mark.c1{fill:var(--c1)}.mark.c2{fill:var(--c2)}.mark.c3{fill:var(--c3)}
+"""
 PANEL, HEIGHT, LEFT, TOP, PLOT = 225, 300, 44, 78, 170
 COLORS = dict(zip(NAMES, range(len(NAMES)), strict=True))
 WORDS = {"lognorm": "lognormal", "bimodal": "bimodal: 90 % of 2K, 10 % of 64K", "files": "source files"}

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from longspan.bench.record import open_record, origin_text, write_record
 from longspan.data.step_order import StepOrder
 from longspan.plain_text import markdown_table
-from longspan.plan.simulate.distributions import sample_lengths
+from longspan.plan.distributions import sample_lengths
 
 WORDS = 256  # of the tokenizer: the numbers below
 SEED = 0

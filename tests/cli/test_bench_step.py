@@ -111,7 +111,16 @@ def test_the_steps_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_run_and_its_bench_have_the_same_configuration() -> None:
-    words = ["--lengths", "40,24", "--parallel.pp", "2", "--train.compiled", "--model.preset", "qwen3-moe-tiny"]
+    words = [
+        "--lengths",
+        "40,24",
+        "--parallel.pp",
+        "2",
+        "--train.compiled",
+        "layers",
+        "--model.preset",
+        "qwen3-moe-tiny",
+    ]
     bench = settings(*words, "--context.mode", "lockstep", ranks=4)
     assert bench.home.pp == 2 and bench.config.train.compiled and bench.config.train.lr == 0
     assert bench.configuration.num_experts == bench.to_json()["shape"]["experts"] == 8

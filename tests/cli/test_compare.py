@@ -6,15 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from longspan.cli.main import main
 from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Machine, plan_fixed
+from longspan.plan.distributions import sample_lengths
 from longspan.plan.plan_rows import plan_row
-from longspan.plan.simulate.distributions import sample_lengths
 from tests.report.runs import write_run
 
 COMPARE = ("plan", "--compare")
@@ -39,62 +38,6 @@ def test_the_case_of_8192_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8,192 ranks = 1,024 slots x tp 2 x pp 4" in out
     assert "cp 1, filled up to 4 micro-batches a pass to keep the pipeline full: 4,096 document-steps for 1,024" in out
     assert "cp 4, planned: each document once, 1,024 document-steps in 4 micro-batches" in out
-
-
-def test_the_picture_of_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "degrees.svg"
-    words = [
-        *COMPARE,
-        "--slots",
-        "8",
-        "--pp",
-        "2",
-        "--same",
-        "8x64",
-        "--which-eval-degree",
-        "--plot",
-        str(file),
-    ]
-    assert main(words) == 0
-    assert f"wrote {file}" in capsys.readouterr().out
-    root = ElementTree.fromstring(file.read_text())
-    texts = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"1", "2", "4", "8", "filled up, documents repeated", "planned, each once"} <= set(texts)
-    assert "predicted seconds, logarithmic axis" in texts and "context-parallel degree, logarithmic axis" in texts
-    assert any(text.endswith("times faster than cp 1 filled up") for text in texts)
-    assert sum("dynamic plan" in text for text in texts) == 1 and not any("--same" in text for text in texts)
-    marks = [element for element in root.iter() if element.get("class", "").startswith("mark")]
-    assert len(marks) == 1 + 4  # of the legend, and of each degree
-    assert any(text.startswith("cp 1, filled up: ") for text in texts)
-    assert main([*words[:-1], str(tmp_path / "no" / "folder.svg")]) == 2
-    assert "cannot write" in capsys.readouterr().err
-    assert main([*words[:-1], str(tmp_path / "degrees.png")]) == 2
-    assert "degrees.png: a comparison is drawn as .svg or .html" in capsys.readouterr().err
-
-
-def test_the_picture_of_planners(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [tmp_path / "planners.svg", tmp_path / "planners.html"]
-    words = [
-        *COMPARE,
-        "--distribution",
-        "expo",
-        "--longest-document",
-        "30000",
-        "--slots",
-        "8",
-        "--plot",
-        *map(str, files),
-    ]
-    assert main(words) == 0
-    out = capsys.readouterr().out
-    root = ElementTree.fromstring(files[0].read_text())
-    texts = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    names = ["padded, cp 4", "fixed, cp 4", "fixed, cp 8", "dynamic"]
-    assert [text for text in texts if text in names] == names and any("lower bound, " in text for text in texts)
-    bars = [float(e.get("width", "0")) for e in root.iter() if e.get("class", "").startswith("mark")]
-    assert bars[0] == max(bars) and bars[3] <= bars[2]  # the padded one is cut
-    assert any("the fastest plan of one degree" in text for text in texts)
-    assert files[1].read_text().startswith("<!doctype html>") and all(f"wrote {file}" in out for file in files)
 
 
 def test_degrees_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,16 +91,6 @@ def test_fixed_plans_are_compared_under_their_fastest_type(capsys: pytest.Captur
     assert main(words[:-1]) == 0
     out = capsys.readouterr().out
     assert "less time than the fastest plan of one degree (fixed, cp 32 under " in out
-
-
-def test_a2a_is_not_compared_where_heads_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "cost.json").write_text("{}")
-    words = [*COMPARE, "--slots", "16", "--same", "2x40000", "--machine", str(tmp_path / "cost.json")]
-    assert main(words) == 0
-    out = capsys.readouterr().out
-    assert "a2a and a2a+p2p are not compared" in out and "a2a+p2p (" not in out
-    assert main([*words, "--heads", "32"]) == 0
-    assert "are not compared" not in (out := capsys.readouterr().out) and "a2a+p2p (" in out
 
 
 def test_saved_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,6 +182,15 @@ def test_rows_are_what_the_longest_document_needs_and_nothing_possible_is_an_err
         (["--slots", "4", "--same", "2x5", "--min-cp", "4", "--max-cp", "2"], "--min-cp is 4 and --max-cp 2; give"),
         (["--plans", "nowhere", "--max-cp", "2"], "--max-cp is of plans that are made, and those of --plans are as"),
         (["--slots", "4", "--same", "2x5", "--images", "1x1"], "--images is of one plan"),
+        (
+            ["--plans", "nowhere", "--planner", "my.planner"],
+            "--planner is of plans that are made, and those of --plans",
+        ),
+        (
+            ["--slots", "4", "--same", "2x5", "--planner", "my.planner", "--which-eval-degree"],
+            "--planner my.planner plans",
+        ),
+        (["--slots", "4", "--same", "2x5", "--plot", "a.svg"], "--plot is of one plan"),
         (["--plans", "nowhere"], "nowhere is neither a plan's JSON file nor a folder with plans"),
         (["--slots", "4", "--same", "1x90", "--which-eval-degree", "--max-tokens-per-slot", "9"], "to 23 or more"),
     ],
@@ -354,19 +296,3 @@ def test_a_comparison_needs_no_torch() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_sensitivity_follows_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*COMPARE, "--slots", "8", "--distribution", "lognorm", "--tokens", "60000", "--sensitivity"]
-    assert main(words) == 0
-    table = capsys.readouterr().out.partition("If a constant is wrong")[2]
-    assert "speed of links across hosts" in table and "time of attention" in table and "+20%" in table
-    assert main([*words, "--json"]) == 0
-    changes = json.loads(capsys.readouterr().out)["sensitivity"]
-    assert {change["factor"] for change in changes} == {0.8, 1.2} and all(0 <= c["moved"] <= 1 for c in changes)
-
-
-@pytest.mark.parametrize("other", ["--evaluation", "--which-eval-degree"])
-def test_sensitivity_is_of_training_steps(other: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMPARE, "--slots", "8", "--same", "8x64", "--sensitivity", other]) == 2
-    assert f"--sensitivity is of the dynamic plan of a training step, and {other}" in capsys.readouterr().err

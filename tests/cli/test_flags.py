@@ -12,7 +12,6 @@ from longspan.bench.step.flags import parse_step
 from longspan.cli.evaluation.flags import EvalFlags, parse_eval
 from longspan.cli.flags import TrainFlags, flag_types, parse_flags, parse_train
 from longspan.cli.main import VERBS, main
-from longspan.cli.megatron_flags import HINTS
 from longspan.cli.plan import PlanFlags
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import config_keys, load_config
@@ -59,7 +58,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"longspan {__version__}\n"
 
 
-MEGATRON = "longspan {} has no flag --{}: the flag of Megatron-LM is here --"
 DEGREE = ["--context.context_parallel_size", "2"]
 WRONG = [
     (["trian"], "longspan has no verb 'trian': did you mean 'train'?"),
@@ -67,10 +65,6 @@ WRONG = [
     (["train", "--steps=5"], "longspan train has no flag --steps: did you mean '--train.steps'?"),
     (["train", "--wrld", "5"], "longspan train has no flag --wrld: did you mean '--world'?"),
     (["plan", "--formt", "json"], "longspan plan has no flag --formt: longspan plan --help lists those"),
-    (
-        ["train", "x.toml", "--gpu", "h100"],
-        "longspan train has no flag --gpu: GPUs that are not here are named by --run.machine",
-    ),
     (["plan", "x.toml", "--gpu", "h100"], "longspan plan reads no configuration; longspan train x.toml --dry-run"),
     (["plan", "--slts", "4"], "longspan plan has no flag --slts: did you mean '--slots'?"),
     (["plan", "--slots", "0", "--distribution", "expo"], "--slots is 0, and a plan needs documents and slots"),
@@ -103,8 +97,6 @@ WRONG = [
         "--hierarchical_context_parallel_sizes is '2 x'; it",
     ),
     (["plan", "--hierarchical-context-parallel-sizes=[]"], "--hierarchical_context_parallel_sizes has no value"),
-    (["train", "--max-seqlen-per-dp-cp-rank", "4096"], MEGATRON.format("train", "max_seqlen_per_dp_cp_rank")),
-    (["plan", "--max-seqlen-per-dp-cp-rank=4096"], MEGATRON.format("plan", "max_seqlen_per_dp_cp_rank")),
     (["train", "--lora.targets", "--json"], "--lora.targets has no value; it must be a list of strings, as in --lora"),
     (["train", "a.toml", "b.toml"], "Unrecognized options: b.toml; see longspan train --help"),
     (["export", "a"], "Missing from longspan export: FOLDER"),
@@ -123,35 +115,6 @@ def test_an_error_is_one_line_and_exit_code_2(
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith(f"error: {message}") and len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "keys"),
-    [
-        ("max-seqlen-per-dp-cp-rank", {"train": "--context.max_tokens_per_slot", "plan": "--max-tokens-per-slot"}),
-        ("dynamic-context-parallel", {"train": "--context.planner dynamic", "plan": "--planner dynamic"}),
-        ("hybrid-context-parallel", {"train": "--context.planner dynamic", "plan": "--planner dynamic"}),
-        ("context-parallel-size", {"train": "--context.context_parallel_size", "plan": "--cp"}),
-        ("min-dynamic-context-parallel-size", {"plan": "--min-cp"}),
-        ("cp-comm-type", {"train": "--context.cp_comm_type", "bench step": "--context.cp_comm_type"}),
-        ("hierarchical-context-parallel-sizes", {"train": "--context.hierarchical_context_parallel_sizes"}),
-        ("tensor-model-parallel-size", {"train": "--parallel.tp", "eval": "--parallel.tp", "plan": "--tp"}),
-        ("train-iters", {"train": "--train.steps"}),
-        ("bf16", {"train": "--model.compute_dtype bfloat16"}),
-    ],
-)
-def test_a_flag_of_megatron_is_answered_with_ours(
-    name: str, keys: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for verb, key in keys.items():
-        assert main([*verb.split(), *(["runs/x"] if verb == "eval" else []), f"--{name}"]) == 2
-        error = f"has no flag --{name.replace('-', '_')}: the flag of Megatron-LM is here {key}\n"
-        assert error in capsys.readouterr().err
-
-
-def test_every_hint_names_a_flag() -> None:
-    types = {*flag_types(TrainFlags), *flag_types(PlanFlags)}
-    assert not [hint for hints in HINTS.values() for hint in hints if hint.partition(" ")[0] not in types]
 
 
 @pytest.mark.parametrize(

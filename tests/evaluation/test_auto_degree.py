@@ -12,7 +12,7 @@ from longspan.errors import ConfigError
 from longspan.evaluation.auto_degree import choose_degree
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.simulate.evaluation import which_degree
+from longspan.plan.ways import which_degree
 from longspan.run.checks import check_config
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed
-from longspan.plan.simulate.distributions import sample_lengths
+from longspan.plan.distributions import sample_lengths
 
 
 def plan_step(step: int, cap: int | None = None) -> Plan:

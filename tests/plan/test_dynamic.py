@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longspan.errors import LongspanError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Group, MicroBatch, Plan, plan_dynamic, plan_fixed
-from longspan.plan.simulate.distributions import sample_lengths
+from longspan.plan.distributions import sample_lengths
 from tests.plan.cases import bounded
 
 COST = Cost()

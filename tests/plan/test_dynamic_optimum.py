@@ -9,7 +9,7 @@ from bench.plans.strong_bound import strong_bound
 
 from longspan.layout import Layout
 from longspan.plan import Cost, Machine, lower_bound_seconds, plan_dynamic
-from longspan.plan.simulate.distributions import sample_lengths
+from longspan.plan.distributions import sample_lengths
 from tests.plan.shape.test_model_shape import QWEN3_8B
 
 COST = Cost()

@@ -9,6 +9,7 @@ from bench.plans.strong_bound import strong_bound
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, lower_bound_seconds, predicted_seconds
+from longspan.plan.distributions import sample_lengths
 from longspan.plan.dynamic.few_documents import plan_few_items
 from longspan.plan.dynamic.lockstep import (
     Bins,
@@ -24,7 +25,6 @@ from longspan.plan.dynamic.lockstep import (
 )
 from longspan.plan.dynamic.problem import FreeSlots, Problem, even_runs
 from longspan.plan.planners.request import Request
-from longspan.plan.simulate.distributions import sample_lengths
 
 
 def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int = 1, max_cp: int = 0) -> Problem:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded, slot_rows
-from longspan.plan.simulate.evaluation import plan_evaluation, which_degree, widest_degree
+from longspan.plan.ways import plan_evaluation, plan_type_text, which_degree, widest_degree
 
 few = settings(derandomize=True, deadline=None, max_examples=15)
 document_lengths = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=30)
@@ -130,15 +130,15 @@ def test_types_are_weighed_by_heads_links_and_latency() -> None:
     lengths, home = [65536] * 4, Layout(16)
     cost = Cost(across_bytes_per_second=1e9)
     options = PlanOptions(max_tokens_per_slot=8192, heads=32, node_size=8, cost=cost, cp_comm_type="auto")
-    assert which_degree(lengths, home, options=options, degrees=(8,)).best.cp_comm_type == "p2p"
+    assert plan_type_text(which_degree(lengths, home, options=options, degrees=(8,)).best.planned) == "p2p"
     two_levels = which_degree(lengths, home, options=options, degrees=(16,)).best
-    assert two_levels.cp_comm_type == "a2a+p2p (8, 2)"
+    assert plan_type_text(two_levels.planned) == "a2a+p2p (8, 2)"
     slow = replace(options, cost=Cost(ring_step_seconds=0.5), node_size=16)
-    assert which_degree(lengths, home, options=slow, degrees=(16,)).best.cp_comm_type == "a2a"
+    assert plan_type_text(which_degree(lengths, home, options=slow, degrees=(16,)).best.planned) == "a2a"
     unknown = which_degree(lengths, home, options=replace(slow, heads=None), degrees=(16,)).best
-    assert unknown.cp_comm_type == "all_gather"
+    assert plan_type_text(unknown.planned) == "all_gather"
     contiguous = which_degree(lengths, home, options=replace(options, partition="contiguous"), degrees=(8,)).best
-    assert contiguous.cp_comm_type == "a2a"
+    assert plan_type_text(contiguous.planned) == "a2a"
 
 
 def test_levels_of_a_type_that_was_asked_for_fit_every_degree() -> None:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from bench.plans.sensitivity import plan_sensitivity, rows_by_way, wrong_costs
 
 from longspan.layout import Layout
 from longspan.plan import Cost, Machine, Plan, plan_dynamic, plan_fixed
-from longspan.plan.simulate.sensitivity import plan_sensitivity, rows_by_way, wrong_costs
 
 LENGTHS = [30000, 9000, 4000, 2000, 900, 300]
 MODEL = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}

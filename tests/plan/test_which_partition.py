@@ -11,7 +11,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, plan_dynamic, plan_fixed
 from longspan.plan.cost.model_cost import cost_on_h200
-from longspan.plan.simulate.type_and_partition import CLOSE, PartitionChoice, which_partition
+from longspan.plan.ways import CLOSE, PartitionChoice, which_partition
 from tests.plan.cases import bounded
 from tests.plan.cost.test_state_cost import HYBRID
 

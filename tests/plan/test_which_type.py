@@ -4,7 +4,7 @@ import pytest
 
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, plan_dynamic, plan_fixed
-from longspan.plan.simulate.type_and_partition import list_type_options, plan_type_text, type_text
+from longspan.plan.ways import list_type_options, plan_type_text, type_text
 
 
 @pytest.mark.parametrize(

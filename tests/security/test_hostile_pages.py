@@ -3,20 +3,16 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from longspan.cli.main import main
 from longspan.errors import ConfigError, LongspanError
 from longspan.plan import Plan
 from longspan.report import plan_page, write_report
-from longspan.report.chart import Chart, Series
-from longspan.report.chart_documents import NamedBar, bar_document, chart_document
 from longspan.report.eval_page import eval_page
 from longspan.report.plan_section import plan_document
 from longspan.report.run_folder import RunFolder
@@ -105,11 +101,6 @@ def pages(folder: Path, change: Callable[[Any], Any], tail: str) -> Iterator[str
     plan = Plan.from_json(json.dumps(json.loads(mixed_plan(8).to_json()) | {"planner": change("dynamic")}))
     yield plan_page(plan, title=f"plan{tail}")
     yield plan_document(plan, title=f"plan{tail}")
-    line = Series(f"loss{tail}", np.arange(3.0), np.arange(3.0), 0, "line")
-    yield chart_document(Chart(f"chart{tail}", (line, replace(line, color=1)), f"y{tail}", f"x{tail}"))
-    yield bar_document(
-        f"bars{tail}", [NamedBar(f"one{tail}", 1.0, f"w{tail}"), NamedBar(f"two{tail}", 2.0, "")], f"s{tail}"
-    )
 
 
 def test_pages_hold_no_element_of_a_record(tmp_path: Path) -> None:

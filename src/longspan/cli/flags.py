@@ -18,7 +18,6 @@ import tyro
 from tyro.conf import Fixed, FlagConversionOff, FlagCreatePairsOff, Positional, Suppress
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from longspan.cli.megatron_flags import megatron_hint
 from longspan.cli.processes import Device, count_ranks
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import kind_text, nearest_hint, read_choice_word, read_file
@@ -36,14 +35,7 @@ from longspan.errors import ConfigError
 
 Flags = TypeVar("Flags")
 _BOOLEANS = ("true", "false", "True", "False")
-_COMPILED = "--train.compiled"  # true or false before it was a choice
 _NUMBERS = {int: "an integer", float: "a number"}
-_ELSEWHERE = "GPUs that are not here are named by --run.machine h100 and --world 4, next to --dry-run"
-_ADVICE = {  # by a flag that a verb lacks: a flag that tells which verb it is, and the advice there
-    "--longest": ("--longest_document", "the longest document of --distribution is --longest_document"),
-    "--gpu": ("--dry_run", _ELSEWHERE),
-    "--gpus": ("--dry_run", _ELSEWHERE),
-}
 _FEW = 12  # flags that an error lists
 _EXAMPLES = {int: "2 4", float: "0.9 0.95", str: "first second"}  # of lists
 
@@ -148,8 +140,8 @@ def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
 def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
     """Return the words with true and false as Python writes them. Raises ConfigError for a flag that does not exist.
 
-    Words before the first flag stay. Each value is checked against the type of its flag. A switch or --train.compiled
-    may stand alone, which means true. A list takes all words up to the next flag. Any other flag has one value, behind
+    Words before the first flag stay. Each value is checked against the type of its flag. A switch may stand alone,
+    which means true. A list takes all words up to the next flag. Any other flag has one value, behind
     "=" or as the next word.
     """
     words: list[str] = []
@@ -163,8 +155,6 @@ def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[
         kind = types.get(flag)
         if kind is bool and not equals and following not in _BOOLEANS:
             words += [flag, "True"] if "." in flag else [flag]  # a key needs a value, --json takes none
-        elif flag == _COMPILED and not equals and following.startswith("--"):
-            words += [flag, str(read_choice_word(True, kind))]
         elif _list_type(kind) is not None:
             items = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[next_index:]))
             _check_list(flag, items, kind)
@@ -237,14 +227,11 @@ def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
     """Raise ConfigError, with the nearest name, for a flag that the verb does not have."""
     if flag in types or flag == "--help":
         return
-    for other, (flag_of_verb, advice) in _ADVICE.items():
-        if flag == other and flag_of_verb in types:
-            raise ConfigError(f"{prog} has no flag {flag}: {advice}")
     flags_in_sections = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
     hint = f"did you mean {flags_in_sections[0]!r}?" if flags_in_sections else nearest_hint(flag, types, prefix="--")
     if hint.startswith("known: ") and len(types) > _FEW:
         hint = f"{prog} --help lists those that it has"
-    raise ConfigError(f"{prog} has no flag {flag}: {megatron_hint(flag, types) or hint}")
+    raise ConfigError(f"{prog} has no flag {flag}: {hint}")
 
 
 def _python_word(value: str, kind: Any) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from longspan.cli.flags import check_least, parse_flags
@@ -20,15 +21,11 @@ from longspan.cli.plans.planning import (
     UNPRICED,
     add_closing,
     check_degrees,
-    check_pictures,
     check_slots,
     check_weights,
     own_planners,
-    picture_kind,
     plan_options,
     read_price,
-    type_notes,
-    write_file,
 )
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
@@ -37,7 +34,7 @@ from longspan.plan.check import name_arguments
 from longspan.plan.cost.cost_changes import with_spans
 from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
 from longspan.plan.planners.fixed import smallest_degree
-from longspan.plan.simulate.type_and_partition import plan_with_partition
+from longspan.plan.ways import plan_with_partition
 from longspan.train.plans.choice import KEYS
 
 
@@ -65,6 +62,8 @@ class PlanFlags(CompareFlags, GpuFlags):
     which are among its tokens. Their encoding is priced, dealt to all slots."""
     max_image_rows: int = 0
     """With --images: rows of images that a slot encodes at once; 0: all."""
+    plot: tuple[str, ...] = ()
+    """Draw the plan to these files: .html (a page to explore), .svg or .png (viz extra)."""
     trace: str = ""
     """Write the plan as Chrome trace (chrome://tracing, ui.perfetto.dev) to this file."""
 
@@ -81,8 +80,8 @@ def main(argv: Sequence[str]) -> int:
     if asks_for_gpus(argv):
         return answer_gpu_question(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
-    own_planners(flags)  # checks the name
     check_comparison_flags(flags)
+    own_planners(flags)  # checks the name
     check_weights(flags, free=flags.mode == "free" or bool(flags.plans))  # saved plans have modes of their own
     try:
         return run_comparison(flags) if flags.compare else _plan_step(flags)
@@ -93,7 +92,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan_step(flags: PlanFlags) -> int:
     """Plan a step from flags, write its files, and print the plan and notes; return the exit code."""
-    check_pictures(flags.plot, ("html", "svg", "png"), "a plan")
+    for path in flags.plot:
+        if Path(path).suffix.lower() not in (".html", ".svg", ".png"):
+            raise ConfigError(f"--plot {path}: a plan is drawn as .html, .svg or .png; give a name that ends so")
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
     check_degrees(flags)
     check_slots(flags)
     check_least(flags, max_image_rows=0)
@@ -107,11 +110,11 @@ def _plan_step(flags: PlanFlags) -> int:
         f"{plural(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
         *([UNPRICED] if flags.mode == "free" and not cost.closing_seconds else []),
         *([reason] if reason else []),
-        *type_notes(flags),
         *_image_notes(flags, plan),
     ]
     # Files are written only now, because making the notes checks the images; their notes stand behind the first one.
-    notes[1:1] = [f"wrote {path}" for path in _write_files(flags, plan, source)]
+    files = _write_files(flags, plan, source) if flags.plot or flags.trace else []
+    notes[1:1] = [f"wrote {path}" for path in files]
     print(plan.to_json() if flags.json else plan.table())
     print("\n".join(notes), file=sys.stderr if flags.json else sys.stdout)
     return 0
@@ -152,25 +155,25 @@ def _run_planner(flags: PlanFlags, kind: str, lengths: Sequence[int], home: Layo
 
 def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
     """Write the pictures and the trace that flags name; returns their paths."""
+    from longspan.report import chrome_trace, plan_document, plan_page, write_png
+
     title = f"plan of {plural(len(plan.lengths), 'document')} from {source}"
     for path in flags.plot:
-        _write_plan_picture(plan, path, title)
+        kind = Path(path).suffix.lower()
+        if kind == ".png":
+            write_png(plan, path)
+        else:
+            _write_file(path, plan_page(plan, title=title) if kind == ".html" else plan_document(plan, title=title))
     if flags.trace:
-        from longspan.report import chrome_trace
-
-        write_file(flags.trace, chrome_trace(plan))
+        _write_file(flags.trace, chrome_trace(plan))
     return [*flags.plot, *([flags.trace] if flags.trace else [])]
 
 
-def _write_plan_picture(plan: Plan, path: str, title: str) -> None:
-    """Write the picture of a plan as the kind of file that its name ends in."""
-    from longspan.report import plan_document, plan_page, write_png
-
-    kind = picture_kind(path)
-    if kind == "png":
-        write_png(plan, path)
-    else:
-        write_file(path, plan_page(plan, title=title) if kind == "html" else plan_document(plan, title=title))
+def _write_file(path: str, content: str) -> None:
+    try:
+        Path(path).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _add_images(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Cost:

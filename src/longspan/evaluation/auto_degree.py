@@ -1,6 +1,6 @@
 """A degree "auto" of an evaluation: chosen by its cost once the documents are known, with the reason in one line.
 
-The choice is that of `longspan plan --compare --which-eval-degree` (`plan/simulate/evaluation.py`): forward passes of
+The choice is that of `longspan plan --compare --which-eval-degree` (`plan/ways.py`): forward passes of
 these documents at every degree and, if the type is "auto" too, under every communication type, through the pipeline's
 stages, within the limit of rows.
 """
@@ -16,7 +16,7 @@ from longspan.config.sections import RunConfig, set_evaluations
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.simulate.evaluation import which_degree
+from longspan.plan.ways import which_degree
 from longspan.train.plans import PlanChoice
 
 

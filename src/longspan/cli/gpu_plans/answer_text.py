@@ -1,4 +1,4 @@
-"""How an answer about GPUs is written: lines, a table of bytes, a command with the keys, a picture."""
+"""How an answer about GPUs is written: lines, a table of bytes, a command with the keys."""
 
 import json
 import shlex
@@ -9,7 +9,6 @@ from longspan.cli.gpu_plans.answer import Answer, Column
 from longspan.errors import plural
 from longspan.plain_text import seconds_text, text_table
 from longspan.plan.memory.bytes import Bytes, gib_text
-from longspan.report.chart_documents import StackedBar, stack_document
 
 WIDTH = 110  # characters of a command's line
 MEASURE_WORDS = "none: all; selective: their input and attention's output; full: their input; auto: as chosen above"
@@ -138,25 +137,3 @@ def _key_words(keys: Mapping[str, Any]) -> Iterator[str]:
 def answer_json(answer: Answer) -> str:
     """Write the answer as JSON."""
     return json.dumps(answer.to_json(), ensure_ascii=False)
-
-
-def answer_picture(answer: Answer) -> str:
-    """Draw the bytes of each column as a bar of parts, with a line at what a GPU may be filled with.
-
-    A column under which no document fits has no bar.
-    """
-    bars = list[StackedBar]()
-    for column in answer.columns:
-        if column.memory is None:
-            continue
-        parts = {name: size / 2**30 for name, size in column.memory.device.to_json().items() if name != "total"}
-        total, host = column.memory.device.total, column.memory.host.total
-        words = f"{column.tokens:,} tokens · {gib_text(total)}" + (f" · {gib_text(host)} on the host" if host else "")
-        bars.append(StackedBar(column.name, parts, words))
-    budget = answer.run.budget.device
-    lines = [answer.title, f"on {answer.run.gpus.title}"]
-    if answer.step_seconds is not None:
-        lines += [*_time_lines(answer)]
-    return stack_document(
-        "\n".join(lines), bars, "GiB of one GPU", (budget / 2**30, f"may be filled, {gib_text(budget)}")
-    )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from longspan.cli.gpu_plans.answer import Answer
-from longspan.cli.gpu_plans.answer_text import answer_json, answer_lines, answer_picture, refusal_line
+from longspan.cli.gpu_plans.answer_text import answer_json, answer_lines, refusal_line
 from longspan.cli.gpu_plans.fit import Choices
 from longspan.cli.gpu_plans.gpu_flags import GpuFlags, Question, find_source, set_model
 from longspan.cli.gpu_plans.gpus import Gpus, read_gpus
@@ -13,19 +13,14 @@ from longspan.cli.gpu_plans.questions import answer_longest, answer_run, answer_
 from longspan.cli.gpu_plans.run_documents import open_documents, set_one_epoch
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.cli.plans.lengths import read_lengths
-from longspan.cli.plans.planning import check_pictures, picture_kind, write_file
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
 
-SUBJECT = "what a GPU holds"
-DOES_NOT_FIT = 2  # status
-
 
 def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
-    check_pictures(flags.plot, ("svg", "html"), SUBJECT)
     source = find_source(flags, question)
     question = set_model(question, flags.model)
     gpus = read_gpus(flags, flags.tflops, question.config.run.machine)
@@ -42,7 +37,7 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
         else:
             lengths, lengths_source = read_lengths(flags, run.home.slots)
             answer = answer_step(run, lengths, lengths_source, question.given_keys, choices)
-    return show_answer(answer, _command_words(config, question), plot=flags.plot, as_json=flags.json)
+    return show_answer(answer, _command_words(config, question), as_json=flags.json)
 
 
 def _command_words(config: RunConfig, question: Question) -> list[str]:
@@ -89,14 +84,11 @@ def find_open_choices(question: Question) -> Choices:
     )
 
 
-def show_answer(answer: Answer, command: Sequence[str], *, plot: tuple[str, ...], as_json: bool) -> int:
-    """Print an answer and write its pictures; returns the exit code. Raises PlanError where nothing fits, without JSON.
+def show_answer(answer: Answer, command: Sequence[str], *, as_json: bool) -> int:
+    """Print an answer; returns the exit code. Raises PlanError where nothing fits, without JSON.
 
     `command` is that of a run, behind which the keys stand.
     """
-    for path in plot:
-        _write_answer_picture(answer, path)
-        print(f"wrote {path}", file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(answer_json(answer))
         return 0
@@ -104,13 +96,3 @@ def show_answer(answer: Answer, command: Sequence[str], *, plot: tuple[str, ...]
         raise PlanError(refusal_line(answer))
     print("\n".join(answer_lines(answer, command)))
     return 0
-
-
-def _write_answer_picture(answer: Answer, path: str) -> None:
-    """Write the picture of an answer, for .html inside a page."""
-    from longspan.report.markup import page, tag
-
-    picture = answer_picture(answer)
-    if picture_kind(path) == "html":
-        picture = page(answer.title, [tag("figure", picture, class_="chart")])
-    write_file(path, picture)

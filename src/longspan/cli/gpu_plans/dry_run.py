@@ -10,11 +10,12 @@ from dataclasses import replace
 from longspan.cli.gpu_plans.answer_text import repeat_words
 from longspan.cli.gpu_plans.ask_gpus import log_line, show_answer
 from longspan.cli.gpu_plans.fit import Choices
-from longspan.cli.gpu_plans.gpus import HOST_BYTES, Gpus, find_machine
+from longspan.cli.gpu_plans.gpus import HOST_BYTES, Gpus
 from longspan.cli.gpu_plans.questions import answer_run
 from longspan.cli.gpu_plans.run_documents import open_documents
 from longspan.cli.gpu_plans.run_on_gpus import RunOnGpus
 from longspan.cli.machine import find_first_gpu
+from longspan.cli.plans.planning import find_machine
 from longspan.cli.processes import count_host_ranks, has_torchrun, is_reporting
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
@@ -46,7 +47,7 @@ def dry_run(config: RunConfig, words: Sequence[str], file: str, *, ranks: int, o
         )
         # No key counts as given by a question: the printed command repeats the words and the file, with their keys.
         answer = answer_run(run, documents, given_keys=frozenset(), choices=choices)
-    return show_answer(answer, repeat_words(words, file, answer.keys), plot=(), as_json=as_json)
+    return show_answer(answer, repeat_words(words, file, answer.keys), as_json=as_json)
 
 
 def _choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:

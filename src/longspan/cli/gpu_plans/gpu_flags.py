@@ -40,7 +40,7 @@ KEYS = {
     "--mode": "--context.mode",
     "--node_size": "--context.node_size",
 }
-OF_QUESTIONS = ("gpu", "gpus", "gpu_bytes", "host_bytes", "tflops", "longest", "model", "json", "plot", "help")
+OF_QUESTIONS = ("gpu", "gpus", "gpu_bytes", "host_bytes", "tflops", "longest", "model", "json", "help")
 OF_DOCUMENTS = ("lengths", "same", "distribution", "tokens", "longest_document", "seed")
 
 

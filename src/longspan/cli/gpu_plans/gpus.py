@@ -5,13 +5,11 @@ Imports no torch.
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from longspan.cli.gpu_plans.gpu_flags import GpuFlags
-from longspan.errors import ConfigError, PlanError, plural
+from longspan.cli.plans.planning import find_machine
+from longspan.errors import ConfigError, plural
 from longspan.plan import Machine
-from longspan.plan.cost.machine import is_known
-from longspan.plan.cost.model_cost import read_machine
 from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint, gib_text
 
 HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
@@ -105,22 +103,6 @@ def _choose_machine(
     if named is None:
         return machine, name, ("the speed of an H200, --tflops N is another",)
     return machine, name, (("its speed by data sheet",) if machine.assumed else ())
-
-
-def find_machine(name: str, key: str) -> Machine:
-    """Find the machine of a GPU by name, or of a file; `key` is the flag or key of the name, for errors.
-
-    Raises ConfigError for a name that is neither, and for a file of an older version, which prices only one model.
-    """
-    if not is_known(name) and not Path(name).is_file():
-        try:  # raises, with the names that are known
-            return Machine.known(name)
-        except PlanError as error:
-            raise ConfigError(f"{key} {name}: {error}; other GPUs are --gpu-bytes N --tflops N") from error
-    machine = read_machine(name, key)
-    if not isinstance(machine, Machine):
-        raise ConfigError(f"{key} {name} holds the cost of one model, not a machine; measure it with bench calibrate")
-    return machine
 
 
 def _set_speed(machine: Machine, tflops: float) -> Machine:

@@ -14,7 +14,7 @@ from longspan.corpus.row_files import row_file
 from longspan.errors import ConfigError, DataError
 from longspan.files import parse_json
 from longspan.layout import check_lengths
-from longspan.plan.simulate.distributions import DISTRIBUTIONS, sample_lengths
+from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
 
 BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
 

@@ -1,12 +1,10 @@
-"""What `longspan plan` and its comparisons share: flags, the price of a plan, planners' options, files of pictures.
+"""What `longspan plan` and its comparisons share: flags, the price of a plan and planners' options.
 
 The price is that of `--machine`, `--model`, `--tflops` and `--weights`. In free mode over sharded parameters a step
 gathers them before its first micro-batch and sums gradients after its last one, in a micro-batch that all slots enter.
-Its seconds depend on the number of parameters (`--weights`). Document lengths are read in `lengths.py`.
 """
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,30 +13,22 @@ from typing import Any, Literal
 
 from longspan.cli.flags import Switch, check_least
 from longspan.cli.plans.lengths import SourceFlags
-from longspan.cli.processes import print_note
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import PLANNERS
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.cost_changes import CostSettings
-from longspan.plan.cost.machine import Machine
-from longspan.plan.cost.model_cost import FORMER_FILE, read_machine
+from longspan.plan.cost.machine import Machine, is_known
+from longspan.plan.cost.model_cost import read_machine
 from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
 from longspan.train.plans.own import call_planner, check_planner, own_cost
 
 USUAL_ROWS = 8192  # of a slot
 DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of
 
-NO_HEADS = (
-    "a2a: the model's query heads are not known, and a degree that does not divide them cannot be trained;\n"
-    "--model FOLDER or --heads N keeps to degrees that do"
-)
-NOT_COMPARED = (
-    "a2a and a2a+p2p are not compared, for the model's query heads are not known; --model FOLDER or --heads N adds them"
-)
 UNPRICED = (
     "free mode: gathering sharded parameters and summing their gradients, once a step, is not in these seconds;\n"
     "--weights N adds it for a model of N parameters (8.19e9 for Qwen3-8B)"
@@ -69,16 +59,14 @@ class PlanningFlags(SourceFlags):
     """What a device sustains, in 1e12 FLOP/s: prices the sizes of --model, or of Qwen3-8B, on such devices, whose links
     carry 350 GB/s inside a host and 40 elsewhere; 0: those of --machine and --model. With --gpu-bytes: of them."""
     heads: int = 0
-    """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B, and not known with a --machine file
-    of an older version, which is of one model."""
+    """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B."""
     cost_model: str = ""
     """A longspan.Cost of your own by its dotted name, or a function of --model that returns one, as in train."""
     mtp_depths: int = 0
     """With --model: depths of multi-token prediction behind it, which run in training steps; evaluations leave them
     out."""
-    cp_comm_type: Literal["", "p2p", "all_gather", "a2a", "a2a+p2p", "auto"] = ""
-    """How the slots of a group share attention; empty: p2p, for hybrids the fastest, with --compare the fastest of each
-    row of the table; auto: chosen for each group, with --compare as if empty."""
+    cp_comm_type: Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"] = "auto"
+    """How the slots of a group share attention; auto: the fastest way of each group."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = 0
     """With a2a+p2p: the a2a and the p2p size, or the a2a size of groups of any degree (2 2, or 2); 0: the best
     ones of each group."""
@@ -101,8 +89,6 @@ class PlanningFlags(SourceFlags):
     """With --weights: copies of them (HSDP), each sharded over slots / copies."""
     json: Switch = False
     """Print the result as JSON, and nothing else, on standard output."""
-    plot: tuple[str, ...] = ()
-    """Draw the result to these files: .html (a plan's is a page to explore), .svg, or a plan as .png (viz extra)."""
 
 
 def check_degrees(flags: PlanningFlags) -> None:
@@ -112,14 +98,35 @@ def check_degrees(flags: PlanningFlags) -> None:
         raise ConfigError(f"--min-cp is {flags.min_cp} and --max-cp {flags.max_cp}; give a --max-cp that is not less")
 
 
+def find_machine(name: str, key: str) -> Machine:
+    """Find the machine of a GPU by name, or of a file; `key` is the flag or key of the name, for errors.
+
+    Raises ConfigError for a name that is neither, and for a file that prices only one model.
+    """
+    if not (is_known(name) or Path(name).suffix or Path(name).exists()):
+        try:  # raises, with the names that are known
+            return Machine.known(name)
+        except PlanError as error:
+            raise ConfigError(f"{key} {name}: {error}; other GPUs are --gpu-bytes N --tflops N") from error
+    machine = read_machine(name, key)
+    if not isinstance(machine, Machine):
+        raise ConfigError(f"{key} {name} holds the cost of one model, not a machine; measure it with bench calibrate")
+    return machine
+
+
 def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lockstep", training: bool = True) -> Cost:
     """Read the cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
 
     In lockstep the price of a model on a machine includes FSDP2's gathers and sums over `slots` slots, in which a rank
     moves its 1 / `tp` of the weights. Without --machine a model is priced on H200s, and without --model either, the
-    price is DEFAULT_COST. Raises ConfigError for a file without a cost and for depths without a model,
-    PlanError for a model that cannot be priced.
+    price is DEFAULT_COST. Raises ConfigError for flags that contradict each other, PlanError for a model that cannot be
+    priced.
     """
+    if flags.mtp_depths < 0 or (flags.mtp_depths and not flags.model):
+        raise ConfigError(
+            f"--mtp-depths {flags.mtp_depths} with no --model; give --model FOLDER, whose last layer depths are like, "
+            "and a number from 0"
+        )
     if flags.cost_model:
         if flags.machine or flags.tflops:
             raise ConfigError("--cost-model has its own prices; leave --machine and --tflops out")
@@ -129,19 +136,18 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
 
         config = read_configuration(Path(flags.model)) if flags.model else AutoConfig.for_model(**QWEN3_8B)
         return own_cost(flags.cost_model, config, "--cost-model")
-    # --machine next to --tflops is refused below, and its file need not be read
-    machine = read_machine(flags.machine, "--machine") if flags.machine and not flags.tflops else None
-    _check_depths(flags, machine)
-    depths = flags.mtp_depths if training else 0
+    depths, model = flags.mtp_depths if training else 0, flags.model or QWEN3_8B
     if flags.tflops:
-        return _price_model_on_tflops(flags, depths)
-    if isinstance(machine, Cost):
-        print_note(f"--machine {flags.machine} {FORMER_FILE}", sys.stderr)
-        return machine
-    if machine is None and not flags.model:
+        if flags.machine or not 0 < flags.tflops < math.inf:
+            reason = f"--machine {flags.machine}, which has its own speed" if flags.machine else "a speed is above 0"
+            raise ConfigError(f"--tflops {flags.tflops:g}: {reason}; give --tflops N, such as 400, or --machine")
+        cost = Cost.for_model(model, tflops=flags.tflops, depths=depths)
+        return replace(cost, source=f"{_model_name(flags)} on GPUs of {flags.tflops:g} TFLOP/s")
+    if not flags.machine and not flags.model:
         return DEFAULT_COST
+    machine = find_machine(flags.machine or "h200", "--machine")
     settings = CostSettings(depths=depths, shards=slots // flags.dp_replicate, free=mode == "free", weight_ranks=tp)
-    cost = (machine or Machine.known("H200")).cost(flags.model or QWEN3_8B, settings)
+    cost = machine.cost(model, settings)
     return replace(cost, source=(cost.source or "").replace("the model", _model_name(flags), 1))
 
 
@@ -149,48 +155,6 @@ def _model_name(flags: PlanningFlags) -> str:
     """Return the name of the model that prices a plan: that of its folder, or of the folder of its config.json."""
     path = Path(flags.model).resolve()
     return (path.parent if path.is_file() else path).name if flags.model else "Qwen3-8B"
-
-
-def _check_depths(flags: PlanningFlags, machine: Machine | Cost | None) -> None:
-    """Raise ConfigError for depths of multi-token prediction below 0, and for depths that cannot be added to a price.
-
-    Depths are priced by the layers of --model. A --machine file of an older version is a Cost, to which none are added:
-    it was measured with the depths of its own model.
-    """
-    depths, is_model_cost = flags.mtp_depths, isinstance(machine, Cost)
-    if depths < 0 or (depths and (is_model_cost or not flags.model)):
-        model = f"--machine {flags.machine}, which was measured with what it has" if is_model_cost else "no --model"
-        raise ConfigError(
-            f"--mtp-depths {depths} with {model if depths > 0 else 'depths below 0'}; give --model FOLDER, whose last "
-            "layer depths are like, and a number from 0"
-        )
-
-
-def _price_model_on_tflops(flags: PlanningFlags, depths: int) -> Cost:
-    """Price a model on devices of --tflops. Raises ConfigError for an impossible speed, or a --machine next to it."""
-    if flags.machine or not 0 < flags.tflops < math.inf:
-        reason = f"--machine {flags.machine}, which has its own speed" if flags.machine else "a speed must be above 0"
-        raise ConfigError(
-            f"--tflops {flags.tflops:g}: {reason}; give one of --tflops and --machine, such as --tflops 400"
-        )
-    cost = Cost.for_model(flags.model or QWEN3_8B, tflops=flags.tflops, depths=depths)
-    return replace(cost, source=f"{_model_name(flags)} on GPUs of {flags.tflops:g} TFLOP/s")
-
-
-def read_heads(flags: PlanningFlags) -> int | None:
-    """Read the query heads of the model that is planned for; None if it has none, or if they are not known.
-
-    Without --heads and --model Qwen3-8B is planned for. Heads are not known with a --machine file of an older version,
-    which is of one model and does not name it.
-    """
-    if flags.heads < 0:
-        raise ConfigError(f"--heads is {flags.heads}; give the model's number of query heads, such as 32")
-    if flags.heads and flags.model:
-        raise ConfigError(f"--heads {flags.heads} and --model {flags.model}, which says its own; give one of them")
-    if flags.model:
-        return read_query_heads(flags.model)
-    is_model_cost = flags.machine and isinstance(read_machine(flags.machine, "--machine"), Cost)
-    return flags.heads or (None if is_model_cost else DEFAULT_HEADS)
 
 
 def check_slots(flags: PlanningFlags) -> None:
@@ -211,46 +175,30 @@ def own_planners(flags: PlanningFlags) -> dict[str, Callable[..., Plan]]:
     return {flags.planner: partial(call_planner, flags.planner, "--planner")}
 
 
-def _row_limit(flags: PlanningFlags, lengths: Sequence[int], home: Layout, options: PlanOptions) -> int | None:
-    """Return the most rows of a slot; None: no limit. "auto": USUAL_ROWS, or what the longest document needs.
-
-    It is divided by the widest possible degree that divides the slots.
-    """
-    if flags.max_tokens_per_slot != AUTO:
-        if isinstance(flags.max_tokens_per_slot, str):
-            raise ConfigError(f"--max-tokens-per-slot is {flags.max_tokens_per_slot!r}; give an integer, or {AUTO}")
-        check_least(flags, max_tokens_per_slot=0)
-        return flags.max_tokens_per_slot or None
-    types, widest = check_comm_types(options.cp_comm_type), min(flags.max_cp or home.slots, home.slots)
-    degrees = [d for d in range(1, widest + 1) if home.slots % d == 0 and heads_allow(d, options.heads, types, home.tp)]
-    share = -(-max(lengths, default=0) // (flags.cp or degrees[-1]))
-    return max(USUAL_ROWS, -(-share // options.row_multiple) * options.row_multiple)
-
-
 def plan_options(flags: PlanningFlags, lengths: Sequence[int], home: Layout, **options: Any) -> PlanOptions:
-    """Make the planners' options from flags; `options` are added, and replace those of the same names from flags.
+    """Make the planners' options from flags and further `options`.
 
-    Without --cp-comm-type groups use p2p, the default of training, and those of hybrids "auto".
+    The limit of rows "auto" is USUAL_ROWS, or what the longest document needs at the widest degree that divides the
+    slots. Without --heads and --model Qwen3-8B is planned for.
     """
-    hybrid = (options.get("cost") or DEFAULT_COST).states is not None
-    flag_options: dict[str, Any] = {
-        "cp_comm_type": flags.cp_comm_type or ("auto" if hybrid else "p2p"),
-        "hierarchical_context_parallel_sizes": flags.hierarchical_context_parallel_sizes or None,
-        "heads": read_heads(flags),
-    }
-    result = PlanOptions(**flag_options | options)
-    return replace(result, max_tokens_per_slot=_row_limit(flags, lengths, home, result))
-
-
-def type_notes(flags: PlanningFlags, types: str | None = None) -> Sequence[str]:
-    """Return the note below plans that says what unknown query heads mean for a2a; no note where heads are known.
-
-    `types` is the communication type that the plans were made with; None: that of the flags.
-    """
-    if flags.model or read_heads(flags) is not None:
-        return []
-    types = flags.cp_comm_type if types is None else types
-    return [NO_HEADS] if "a2a" in types else [NOT_COMPARED] if types == "auto" else []
+    if flags.heads < 0:
+        raise ConfigError(f"--heads is {flags.heads}; give the model's number of query heads, such as 32")
+    if flags.heads and flags.model:
+        raise ConfigError(f"--heads {flags.heads} and --model {flags.model}, which says its own; give one of them")
+    heads = read_query_heads(flags.model) if flags.model else flags.heads or DEFAULT_HEADS
+    sizes, rows = flags.hierarchical_context_parallel_sizes or None, flags.max_tokens_per_slot
+    result = PlanOptions(
+        cp_comm_type=flags.cp_comm_type, hierarchical_context_parallel_sizes=sizes, heads=heads, **options
+    )
+    if isinstance(rows, int):
+        check_least(flags, max_tokens_per_slot=0)
+        return replace(result, max_tokens_per_slot=rows or None)
+    if rows != AUTO:
+        raise ConfigError(f"--max-tokens-per-slot is {rows!r}; give an integer, or {AUTO}")
+    types, widest = check_comm_types(result.cp_comm_type), min(flags.max_cp or home.slots, home.slots)
+    degrees = [d for d in range(1, widest + 1) if home.slots % d == 0 and heads_allow(d, heads, types, home.tp)]
+    share = -(-max(lengths, default=0) // (flags.cp or degrees[-1]))
+    return replace(result, max_tokens_per_slot=max(USUAL_ROWS, -(-share // result.row_multiple) * result.row_multiple))
 
 
 def check_weights(flags: PlanningFlags, *, free: bool) -> None:
@@ -278,29 +226,3 @@ def add_closing(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int,
         return cost
     home = Layout(slots, dp_replicate=flags.dp_replicate)
     return cost.with_closing(flags.weights / tp, home, node_size=node_size)
-
-
-def check_pictures(paths: Sequence[str], kinds: Sequence[str], subject: str) -> None:
-    """Raise ConfigError for a file whose ending is none of these kinds, and for a missing folder.
-
-    `subject` says in the error which pictures these are, such as "a plan".
-    """
-    for path in paths:
-        if picture_kind(path) not in kinds:
-            endings = f"{', '.join(f'.{kind}' for kind in kinds[:-1])} or .{kinds[-1]}"
-            raise ConfigError(f"--plot {path}: {subject} is drawn as {endings}; give a name that ends so")
-        if not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
-
-
-def picture_kind(path: str) -> str:
-    """Return the ending of a file's name, in small letters and without its dot."""
-    return Path(path).suffix.lower().removeprefix(".")
-
-
-def write_file(path: str, content: str) -> None:
-    """Write a file that a flag names. Raises ConfigError if the disk refuses."""
-    try:
-        Path(path).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

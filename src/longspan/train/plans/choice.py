@@ -19,8 +19,7 @@ from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan
 from longspan.plan.check import LongDocumentError, heads_allow, name_arguments
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
-from longspan.plan.simulate.evaluation import plan_evaluation, widest_degree
-from longspan.plan.simulate.type_and_partition import fit_to_degree
+from longspan.plan.ways import fit_to_degree, plan_evaluation, widest_degree
 from longspan.train.plans.own import call_planner
 from longspan.train.plans.run_cost import read_cost
 

@@ -16,7 +16,7 @@ from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
-from longspan.plan.simulate.type_and_partition import PartitionChoice, which_partition
+from longspan.plan.ways import PartitionChoice, which_partition
 from longspan.train.plans import PlanChoice
 
 STEPS = 4  # whose documents are planned for
