@@ -3,7 +3,6 @@
 import os
 import pickle
 import re
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm import recorded
-from longspan.comm.time_limits import longer_timeout, set_timeout
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.launch.launch import run_local
@@ -23,6 +21,13 @@ from longspan.testing import backend, run_ranks
 
 pytestmark = pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
 LINES = 20
+
+
+def set_timeout(world: World, seconds: float) -> None:
+    """Shorten the limit of a world that was opened with a long one."""
+    world.watch.timeout = seconds
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def hang(rank: int, where: str, folder: Path) -> str:
@@ -93,65 +98,6 @@ def test_a_hang_is_named_once_with_what_torch_recorded(where: str, tmp_path: Pat
     for rank in range(3):
         trace = pickle.loads((tmp_path / f"gloo_trace_rank_{rank}").read_bytes())
         assert trace["entries"] and trace["entries"][-1]["frames"], "with the program's stacks"
-
-
-def wait_longer(rank: int) -> tuple[float, list[str]]:
-    """Rank 1 comes after the limit, inside of what allows more; then it is late again, outside."""
-    with World(Layout(ranks=2), backend="gloo", timeout=600) as world:
-        saves = world.process_groups.make_group((0, 1), "saves", backend="gloo", timeout=90)
-        set_timeout(world, 1)
-        assert saves is not None and saves._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=90)
-        control = world.control.group._get_backend(torch.device("cpu"))
-        assert control.options._timeout == timedelta(seconds=1)
-        with longer_timeout(world, 120):
-            time.sleep(2.5 * rank)
-            world.control.barrier("the file is written")
-            world.control.sum_of_arrays(torch.ones(1 << 14).numpy())
-        with longer_timeout(world, 0.1):
-            limit = world.watch.timeout
-        set_timeout(world, 60)
-        return limit, [group.kind for group in world.process_groups.made]
-
-
-def test_a_rank_that_works_long_is_waited_for() -> None:
-    assert [limit for limit, _ in run_ranks(wait_longer, 2)] == [1.0, 1.0]
-
-
-RAS = b"""NCCL version 2.28.9 compiled with CUDA 13.0
-Job summary
-===========
-Errors
-======
-
-DEAD
-  1 job process is considered dead (unreachable via the RAS network).
-
-Warnings
-========
-
-TIMEOUT
-"""
-
-
-def test_what_nccl_says_is_read_from_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        asked = list[bytes]()
-
-        def answer() -> None:
-            connection, _ = server.accept()
-            with connection:
-                asked.append(connection.recv(100))
-                connection.sendall(RAS)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.getsockname()[1]}")
-        lines = recorded.ras_lines()
-        thread.join()
-    assert asked == [b"VERBOSE STATUS\n"]
-    dead = "Errors DEAD 1 job process is considered dead (unreachable via the RAS network)."
-    assert lines == [dead, "Warnings TIMEOUT"]
-    assert recorded.ras_lines() == [], "nobody answers"
 
 
 def test_a_recorder_that_is_off_or_stuck_leaves_a_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from unittest import mock
 
 from longspan import World
-from longspan.comm.time_limits import longest_wait
 from longspan.config.sections import RunConfig
 from longspan.run.checks import check_config
 from longspan.run.loop import train
@@ -26,7 +25,7 @@ def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
         mock.patch.object(Training, "times_slots", True),
         mock.patch.object(slot_pace, "LEAST_LOGITS", 1),
         mock.patch.object(slot_pace.SlotPaceTerm, "sums", lambda term: _made_sums(term, slow)),
-        World(home, backend=backend(), timeout=longest_wait(config.run.timeout_seconds)) as world,
+        World(home, backend=backend(), timeout=config.run.timeout_seconds) as world,
         ProgressDisplay(config.train.steps, stream if rank == 0 else None) as display,
     ):
         train(config, world, display)

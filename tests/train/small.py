@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from longspan import World
-from longspan.comm.time_limits import longest_wait
 from longspan.config.file import load_config
 from longspan.config.keys import key_value
 from longspan.config.sections import RunConfig
@@ -73,7 +72,7 @@ def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
     """Train on this rank, without a display."""
     home = check_config(config, ranks)
     with (
-        World(home, backend=backend(), timeout=longest_wait(config.run.timeout_seconds)) as world,
+        World(home, backend=backend(), timeout=config.run.timeout_seconds) as world,
         ProgressDisplay(config.train.steps, None) as display,
     ):
         return train(config, world, display)

@@ -152,12 +152,11 @@ def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts:
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=False)  # whether to compile is decided later
     from longspan.comm import World
-    from longspan.comm.time_limits import longest_wait
     from longspan.evaluation.saved.evaluate_saved import evaluate_saved
 
     starts.end_part("imports")
     home, seconds = check_request(request, ranks), request.subjects[0].config.run.timeout_seconds
-    world = World(home, backend=backend, timeout=longest_wait(seconds))
+    world = World(home, backend=backend, timeout=seconds)
     with world, EvalDisplay(sys.stderr if rank == 0 else None) as display:
         starts.end_part("groups")
         return evaluate_saved(request, world, display.show_line, display.show_progress, starts)

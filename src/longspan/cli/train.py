@@ -80,7 +80,6 @@ def train_rank(
         import torch
 
         from longspan.comm import World
-        from longspan.comm.time_limits import longest_wait
         from longspan.run.loop import train
         from longspan.run.progress import ProgressDisplay
         from longspan.train.memory.slot_rows import halve_rows, ran_short_of_memory
@@ -92,7 +91,7 @@ def train_rank(
     home, stream = home_of(config.parallel, ranks), (sys.stderr if to_stderr else sys.stdout) if rank == 0 else None
     while True:
         try:
-            with World(home, backend=backend, timeout=longest_wait(config.run.timeout_seconds)) as world:
+            with World(home, backend=backend, timeout=config.run.timeout_seconds) as world:
                 starts.end_part("groups")
                 with ProgressDisplay(config.train.steps, stream, log_every=config.run.log_every) as display:
                     return train(config, world, display, starts)

@@ -1,17 +1,13 @@
-"""What torch and NCCL have recorded of this rank's collectives, for failure reports.
+"""What torch has recorded of this rank's collectives, for failure reports.
 
 torch's flight recorder keeps the last 2,000 collectives of each process (TORCH_FR_BUFFER_SIZE, 0 turns it off; torch
-2.11 to 2.15 have it on). NCCL's own view of all processes (RAS, NCCL 2.24 and later) is on unless NCCL_RAS_ENABLE is 0.
-Nothing here raises: a report without these lines is a report still.
+2.11 to 2.15 have it on). Nothing here raises: a report without these lines is a report still.
 """
 
 import json
-import os
-import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +17,6 @@ _c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccess
 
 PREFIXES = {"_dump_nccl_trace": "nccl_trace_rank_", "_dump_fr_trace": "gloo_trace_rank_"}  # of files, by function
 PATIENCE = 2.0  # seconds in which a recorder answers, next to a device that is stuck
-RAS_ADDRESS, RAS_SECONDS, RAS_LENGTH = ("localhost", 28028), 3.0, 300
-RAS_SECTIONS = ("Errors", "Warnings")  # of what it says (NCCL 2.24 to 2.31), the last ones
 
 
 def last_collective() -> str:
@@ -37,18 +31,6 @@ def last_collective() -> str:
 def write_traces(folder: Path, rank: int) -> None:
     """Write what the recorder holds, with Python's stacks, as files that `torchfrtrace --prefix …` reads."""
     _call_with_patience(lambda: _write_trace_files(folder, rank))
-
-
-def ras_lines() -> list[str]:
-    """Return what NCCL's own report finds wrong: its section of errors as one line, and that of warnings as another.
-
-    The two sections are the last of the report, and the first ends where the second begins. One with nothing below its
-    title is left out. The list is empty where nothing answers.
-    """
-    lines = [line.strip() for line in _ras_text().splitlines()]
-    lines = [line for line in lines if line and not line.startswith("==")]  # those are rules under titles
-    starts = [*(n for n, line in enumerate(lines) if line in RAS_SECTIONS), len(lines)]
-    return [" ".join(lines[start:end])[:RAS_LENGTH] for start, end in pairwise(starts) if end > start + 1]
 
 
 def _read_last_collective() -> str:
@@ -83,19 +65,6 @@ def _write_trace_files(folder: Path, rank: int) -> None:
         dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
         if dump is not None and _entries(f"{function}_json"):
             (folder / f"{prefix}{rank}").write_bytes(dump())
-
-
-def _ras_text() -> str:
-    """Ask the RAS thread of a process on this host (NCCL's own diagnosis) for its report; "" where none answers."""
-    host, _, port = os.environ.get("NCCL_RAS_ADDR", "").rpartition(":")
-    received = list[bytes]()
-    with suppress(OSError, ValueError):
-        address = (host, int(port)) if host else RAS_ADDRESS
-        with socket.create_connection(address, RAS_SECONDS) as connection:
-            connection.sendall(b"VERBOSE STATUS\n")
-            while chunk := connection.recv(1 << 16):
-                received.append(chunk)
-    return b"".join(received).decode(errors="replace")
 
 
 def _call_with_patience(work: Callable[[], str | None]) -> str | None:

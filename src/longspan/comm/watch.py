@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import Work
 
 from longspan.comm.failure_reports import Activity, FailureReport, FailureReports
-from longspan.comm.recorded import PREFIXES, last_collective, ras_lines, write_traces
+from longspan.comm.recorded import PREFIXES, last_collective, write_traces
 from longspan.errors import CommError, LongspanError, RankLostError
 from longspan.layout.layout import excerpt
 
@@ -235,12 +235,12 @@ class Watch:
             return FailureReport((served + self.reports.store_node_text(),))
 
     def _detail_lines(self) -> list[str]:
-        """Return what else helps whoever reads a report: notes, files, and what NCCL says."""
+        """Return what else helps whoever reads a report: notes and files."""
         lines = list(self.notes)
         if self.folder is not None:  # a GPU's collectives are in the files of NCCL's recorder
             prefix = PREFIXES["_dump_fr_trace" if self._passed is None else "_dump_nccl_trace"]
             lines.append(f"what torch recorded on each rank: torchfrtrace --prefix {prefix} {self.folder}")
-        return [*lines, *(f"NCCL: {line}" for line in (ras_lines() if self._passed is not None else ()))]
+        return lines
 
 
 def _has_passed(query: Callable[[], bool]) -> bool:

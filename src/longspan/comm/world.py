@@ -71,7 +71,7 @@ class World:
 
     Reads torchrun's variables, or reuses an initialised default process group and does not destroy it on exit.
     `backend` is "gloo" (CPU) or "nccl" (GPU, with gloo for the host's integers); None takes GPUs where there are any.
-    `timeout` in seconds bounds every collective, unless `set_timeout` (`time_limits`) changes it. `max_groups` bounds
+    `timeout` in seconds bounds every collective. `max_groups` bounds
     the communicators of their own that `prepare` makes per slot (None: 4 on GPUs, where each costs 485 MiB; 0 on CPUs).
 
     `seed` is what dropout's masks are hashed from, with the step: the same on every rank. It begins as the first rank's

@@ -19,7 +19,12 @@ Section = TypeVar("Section", bound=Any)
 AUTO = "auto"  # a value that the run chooses
 NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it is ""
 # Values of keys that are gone, which every run of version 0.2 has in its config.toml; they are read over.
-GONE_VALUES: dict[str, object] = {"run.refine": "auto", "train.memory_history": 0}
+GONE_VALUES: dict[str, object] = {
+    "context.mixer_kernels": [],
+    "train.memory_history": 0,
+    "run.refine": "auto",
+    "run.timeout_seconds": "auto",
+}
 FIRST = ("name", "path")  # keys that begin a table
 
 

@@ -405,9 +405,9 @@ class RunSection(MachineSection):
     log_every: PositiveInt = 10
     """Where the output is no terminal, a line of progress every so many steps; one comes every 30 seconds in any
     case."""
-    timeout_seconds: Annotated[float | str, Above(0)] = AUTO
-    """How long a rank waits for the others before it names the one that is missing; auto: 10 times the predicted
-    seconds of a step or an evaluation, at least 60 (docs/gpu.md: What a hang prints)."""
+    timeout_seconds: PositiveFloat = 600.0
+    """How long a rank waits for the others before it names the one that is missing (docs/gpu.md: What a hang
+    prints)."""
     stopped_status: Annotated[int, AtLeast(0, most=255)] = 0
     """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
     starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""

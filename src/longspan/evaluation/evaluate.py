@@ -8,7 +8,7 @@ portion's rows of a large set at a time.
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -59,8 +59,7 @@ def evaluate(
     started, options = time.perf_counter(), options or EvaluationOptions()
     inputs = move_rows(_check_inputs(model, documents, choice, world))
     plan, naming = inputs.plan, world.watch.naming("evaluation", world.home.ranks, step=options.step)
-    around = nullcontext() if options.around is None else options.around(plan.predicted_seconds)
-    with around, naming, measure_added_peak(world.device) as memory:
+    with naming, measure_added_peak(world.device) as memory:
         portions = Portions(inputs, options, started)
         totals = portions.run()
     if totals.rows != plan.targets:  # the mean would be wrong

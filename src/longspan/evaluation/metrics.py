@@ -7,7 +7,6 @@ documents are dealt out; sums and counts do not.
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from io import BytesIO
 from numbers import Real
@@ -184,7 +183,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """Options of `evaluate`; the same on every rank except `stopped`, `progress` and `around`."""
+    """Options of `evaluate`; the same on every rank except `stopped` and `progress`."""
 
     step: int = 0
     """Optimizer steps that the weights have taken: for results and errors."""
@@ -208,8 +207,6 @@ class EvaluationOptions:
     """Asked on every rank before each portion of micro-batches: why to stop, in words; "" to go on."""
     progress: Callable[[int, int], None] | None = None
     """Called after each portion with the number of micro-batches that are done, and of all."""
-    around: Callable[[float], AbstractContextManager[None]] | None = None
-    """Makes the context that the passes run in, from the seconds that their plan predicts: a limit of time, say."""
 
 
 def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:

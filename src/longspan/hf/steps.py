@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers.training_args import ParallelMode
 
-from longspan.comm.time_limits import TimeLimits, set_timeout
 from longspan.data.document import Document
 from longspan.errors import NonFiniteError
 from longspan.hf.ahead import (
@@ -33,7 +32,6 @@ from longspan.train import PlanChoice, RouterCoefficients, TokenLogProbs, clip_g
 from longspan.train import grad_norm as norm_of
 from longspan.train.gradients import check_finite, clip_gradients
 from longspan.train.plans import find_run_cost, query_heads
-from longspan.train.step_figures import is_priced_here
 
 _log = logging.getLogger(__name__)
 
@@ -63,15 +61,10 @@ class StepsPart(StockTrainer):
         return HostBatches()
 
     @cached_property
-    def _cost(self) -> Cost:  # by which plans are made, and time-outs set
+    def _cost(self) -> Cost:  # by which plans are made
         config, model = self._config, unwrap_model(self.model).config
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
         return find_run_cost(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
-
-    @cached_property
-    def _limits(self) -> TimeLimits:
-        """How long ranks wait for each other in passes; between them, as in a collator, the world's time-out holds."""
-        return TimeLimits(self.world, is_automatic=is_priced_here(self._config, self._cost, self.world))
 
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:
@@ -105,8 +98,7 @@ class StepsPart(StockTrainer):
         plan = self._cached_plan(documents, training=training)
         head = facade.head
         try:
-            limit = self._limits.around_evaluation(facade, plan.predicted_seconds)
-            with limit, torch.autocast(self.args.device.type, enabled=False):
+            with torch.autocast(self.args.device.type, enabled=False):
                 return token_log_probs(
                     prepared, plan, documents, self.world, also=head.values, temperature=head.temperature
                 )
@@ -216,14 +208,10 @@ class StepsPart(StockTrainer):
         return ComingStep(batches, rows, documents, firsts, documents_digest(documents), plan, versions)
 
     def _work_meanwhile(self) -> None:
-        """Prepare the next step, then wait for the device within the limit of this one.
-
-        From then on the limit is at least that between steps, as ranks with slow collators come to the sums late.
-        """
+        """Prepare the next step, then wait for the device."""
         self._prepare_next_step()
         if self.world.device.type == "cuda":
             torch.cuda.current_stream(self.world.device).synchronize()
-        set_timeout(self.world, max(self.world.watch.timeout, self._usual_timeout))
 
     def _prepare_next_step(self) -> None:
         """Make the next step's batches, documents and plan while the device works; the step itself raises errors."""
@@ -280,10 +268,9 @@ class StepsPart(StockTrainer):
         """
         self._agree_on_rows(documents, coming.digest if coming else "")
         facade, plan = self._facade, coming.plan if coming else self._cached_plan(documents, training=True)
-        collected, self._usual_timeout = CollectedTokens(plan.lengths, names), self.world.watch.timeout
+        collected = CollectedTokens(plan.lengths, names)
         facade.inner_model.train()
-        limit = self._limits.around_step(plan.predicted_seconds)
-        with limit, torch.autocast(self.args.device.type, enabled=False):
+        with torch.autocast(self.args.device.type, enabled=False):
             result = run_step(
                 facade.inner_model,
                 plan,

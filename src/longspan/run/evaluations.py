@@ -18,7 +18,6 @@ import numpy as np
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, received_signal
-from longspan.comm.time_limits import TimeLimits
 from longspan.corpus.image_documents import ImageDocuments
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
 from longspan.data.document import NO_TARGET, Labelled
@@ -158,7 +157,6 @@ class Evaluations:
     display: ProgressDisplay
     records: Records
     stop: StopSignal
-    limits: TimeLimits
     _recorded: list[dict[str, Any]] = field(default_factory=list)
 
     def take_rows(self) -> list[dict[str, Any]]:
@@ -238,7 +236,6 @@ class Evaluations:
             seconds=entry.config.max_seconds or None,
             stopped=self.stop.reason,
             progress=partial(self.display.show_eval_progress, entry.name),
-            around=partial(self.limits.around_evaluation, (entry.name, choice)),
         )
         try:
             evaluation = evaluate(self.run.model, entry.documents, choice, self.run.world, options)

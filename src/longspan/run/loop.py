@@ -17,10 +17,8 @@ from longspan.bridge.item_documents import find_item_table
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, received_signal, save_signal
-from longspan.comm.time_limits import TimeLimits
 from longspan.comm.world import open_worlds
 from longspan.config.defaults import settings_line
-from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import RunFolderFiles
 from longspan.errors import ConfigError, LongspanError, ModelError, RunFolderError
@@ -77,10 +75,7 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         with open_records(run, facts_of(run), classes, display.log) as records:
             for open_world in open_worlds():  # each writes what torch recorded of a failed collective
                 open_world.watch.folder = run.dir / HANG
-            # predicted seconds bound how long ranks wait only if they are of these devices
-            is_automatic = config.run.timeout_seconds == AUTO and run.figures.priced_here
-            limits = TimeLimits(world, is_automatic=is_automatic, has_loggers=bool(config.run.loggers))
-            evaluations = Evaluations(run, display, records, stop, limits)
+            evaluations = Evaluations(run, display, records, stop)
             profiles = StepProfiles(config.train.profile_steps, run.dir / FOLDER, world, display.log)
             result = _Loop(run, display, records, evaluations, profiles, starts).train(stop)
         summary = as_json(result.summary(), indent=1)
@@ -134,7 +129,7 @@ class _Loop:
         `saves.done` all steps; the plans of the first and of the last step of this start are saved as files.
         """
         run, settings, stopped = self.run, self.run.config.train, ""
-        slow_slots, limits, reader = SlowSlots(), self.evaluations.limits, StepReader(run, plans)
+        slow_slots, reader = SlowSlots(), StepReader(run, plans)
         allocator = AllocatorWatch(run.world.device)
         with saves.save_before_errors():
             if run.done < settings.steps:
@@ -143,14 +138,13 @@ class _Loop:
                     saves.keep_if_best(self.evaluations.take_rows())
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
-                row, plan = _take_step(run, reader, saves.done, slow_slots, limits, self.profiles)
+                row, plan = _take_step(run, reader, saves.done, slow_slots, self.profiles)
                 saves.done += 1
                 self.profiles.write_files()
                 row |= saves.columns() | allocator.columns()
-                with limits.around_end_of_step():
-                    _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
-                    self.display.show_step(row)
-                    agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots, allocator.of_step)
+                _, failure = result_or_error(partial(self.record_step, row, plan), RunFolderError)
+                self.display.show_step(row)
+                agreed = _agree_on_end(run.world, stop, failure, saves, slow_slots, allocator.of_step)
                 if text := allocator.warning(agreed.allocator_retries):
                     self.display.log(text)
                 if saves.done == run.done + 1:
@@ -218,20 +212,19 @@ class _Loop:
 
 
 def _take_step(
-    run: TrainingRun, reader: StepReader, step: int, slow_slots: SlowSlots, limits: TimeLimits, profiles: StepProfiles
+    run: TrainingRun, reader: StepReader, step: int, slow_slots: SlowSlots, profiles: StepProfiles
 ) -> tuple[dict[str, Any], Plan]:
     """Run one optimizer step (counted from 0); returns its row of metrics (counted from 1) and its plan.
 
     The images of the next step are read meanwhile. A step that is profiled is slower than usual: its seconds count
-    neither for slow slots nor for later time limits. The row has figures that any
+    not for slow slots. The row has figures that any
     run has, then those of runs with several sources, images, routers, or depths of prediction.
     """
     started, is_usual = time.perf_counter(), not profiles.has_step(step + 1)
     documents, plan = reader.read_step(step)
     if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
         reader.prepare_images(run.model, step + 1)
-    limit = limits.around_step(plan.predicted_seconds, is_usual=is_usual)
-    with limit, explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1):
+    with explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1):
         result = run.take_step(plan, documents, step, partial(reader.prepare_documents, step + 1))
     seconds = time.perf_counter() - started
     if is_usual:

@@ -68,7 +68,6 @@ class ProcessGroups:
         self.made: list[GroupRecord] = []
         self._backend, self._timeout = backend, timeout
         self._used: list[Shareable] = []
-        self._with_world_timeout: list[Shareable] = []  # those whose time-out is the world's
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         self._parents: dict[ParentName, ProcessGroup] = {}
 
@@ -86,7 +85,6 @@ class ProcessGroups:
         carry a layer's messages. Only members use the result: torch never gets None. `timeout` is that of the group's
         collectives in seconds (None: the world's).
         """
-        has_own_timeout = timeout is not None
         backend, timeout = backend or self._backend, timeout or self._timeout
         purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline", "saves") else "meshes"
         candidates = self._shareable.setdefault((tuple(sorted(ranks)), backend, timeout, purpose), [])
@@ -96,8 +94,6 @@ class ProcessGroups:
             candidates.append(shareable)
         shareable.users += 1
         self._used.append(shareable)
-        if not has_own_timeout:
-            self._with_world_timeout.append(shareable)
         return shareable.group
 
     def _new_group(self, ranks: Sequence[int], kind: str, backend: str, seconds: float) -> ProcessGroup | None:
@@ -116,16 +112,6 @@ class ProcessGroups:
         assert isinstance(group, ProcessGroup)
         self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
         return group
-
-    def set_timeout(self, seconds: float) -> None:
-        """Set how long collectives of these communicators may last that start from now on.
-
-        Those that were made with a time-out of their own keep it. gloo's messages from rank to rank are not among them:
-        whoever waits for one says for how long (torch 2.11 to 2.15).
-        """
-        for shareable in self._with_world_timeout:
-            if shareable.group is not None:
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), shareable.group)
 
     def add_communicator(self, ranks: tuple[int, ...], group: ProcessGroup) -> None:
         """Remember the communicator of these ranks, whatever their order."""
@@ -160,7 +146,6 @@ class ProcessGroups:
         for shareables in self._shareable.values():
             shareables[:] = [candidate for candidate in shareables if candidate.users]
         self._used.clear()
-        self._with_world_timeout.clear()
         self._parents.clear()
         self._by_ranks.clear()
         return unused

@@ -20,7 +20,6 @@ from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, first_rank_warns, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal
-from longspan.comm.time_limits import TimeLimits
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
@@ -54,7 +53,6 @@ from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.partition import set_usual_partition
 from longspan.train.plans.run_machine import use_machine
 from longspan.train.starts import Starts
-from longspan.train.step_figures import is_priced_here
 from longspan.train.training import AnyModel, load_run_model, model_configuration, prepare_run_model, unread_model
 
 # Numbers of hidden states, over all layers, from which graphs save a rank more than the 8 s that they take to load: a
@@ -304,8 +302,6 @@ class _Evaluator:
     def _evaluate_sets(
         self, fit: _Fit, model: AnyModel, step: int, cost: Cost, stop: StopSignal
     ) -> Iterator[SetResult]:
-        is_automatic = fit.config.run.timeout_seconds == AUTO and is_priced_here(fit.config, cost, self.world)
-        limits = TimeLimits(self.world, is_automatic=is_automatic)
         bytes_of_ids = token_bytes(fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
 
         def stop_reason() -> str:
@@ -330,7 +326,6 @@ class _Evaluator:
                     attention_kernel=entry.attention_kernel or None,
                     stopped=stop_reason,
                     progress=partial(self.progress, _progress_title(fit, name, at_degree)),
-                    around=partial(limits.around_evaluation, ""),  # one key: the first evaluation has the longest limit
                 )
                 yield SetResult(
                     evaluate(model, documents, at_degree, self.world, options), documents.origins, text_bytes
