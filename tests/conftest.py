@@ -5,7 +5,6 @@ import os
 import signal
 import tempfile
 from collections.abc import Generator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -77,7 +76,6 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
-    import_module("longspan.launch.no_name_server")
     mark(items, whole_suite=config.args == config.getini("testpaths"))
     if not torch.cuda.is_available():
         for item in items:

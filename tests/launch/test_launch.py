@@ -27,14 +27,6 @@ def describe(rank: int, *args: object) -> tuple[object, ...]:
     return rank, args, [os.environ[name] for name in names], torch.get_num_threads()
 
 
-def asks_no_name_server(rank: int) -> bool:
-    return "longspan.launch.no_name_server" in sys.modules
-
-
-def test_local_ranks_ask_no_name_server_for_torchs_log() -> None:
-    assert run_ranks(asks_no_name_server, 1) == [True]
-
-
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_results_come_back_by_rank(n: int) -> None:
     for rank, result in enumerate(run_ranks(describe, n, "a", 2)):
@@ -196,7 +188,7 @@ import os, sys, time
 from multiprocessing import forkserver
 from longspan.launch import fork_server
 
-fork_server.PRELOAD = ("longspan.launch.no_name_server", "torch")  # that order: ranks run after both
+fork_server.PRELOAD = ("torch",)
 
 def environment(rank):
     return os.getppid(), os.environ.get("LONGSPAN_TEST"), "PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ

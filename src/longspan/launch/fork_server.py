@@ -19,12 +19,10 @@ from longspan.launch.stop_signals import block_signals
 PRELOAD: tuple[str, ...] = (
     "__main__",
     "torch",
-    "longspan.launch.no_name_server",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "transformers",
-    "longspan.launch.late_imports",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.llama.modeling_llama",
     "longspan.comm.world",
@@ -47,7 +45,7 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
     launcher.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["longspan.launch.no_collections", *PRELOAD])
+    context.set_forkserver_preload(list(PRELOAD))
     # First the server's tracker: as it starts, Python (3.11 to 3.13) unblocks SIGINT and SIGTERM in this process. The
     # tracker ignores these two by itself, and the other signals only if they are blocked here.
     with block_signals():
