@@ -4,7 +4,7 @@
     python bench/training/memory_peaks.py --out /dev/null --more FOLDER    # with further records
 
 A peak is the most that torch's allocator gave out; the context and communicators, which it does not see, are left out
-of predictions too. Each record is planned again from its lengths. Rows are off by more than 3 % where they say so.
+of predictions too. Each record is planned again from its lengths. Rows are off by more than 10 % where they say so.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from longspan.plan.memory.bytes import Bytes, gib_text
 
 HERE = Path(__file__).resolve().parents[1]
 RECORDS = HERE / "records"
-BOUND = 0.03
+BOUND = 0.1
 STEPS = ("step-4xH200-64k", "step-4xH200-128k", "step-4xH200-files", "step-4xH200-tail", "step-4xH200-moe")
 STEPS += ("step-H200-norms", "step-train-4xH200", "hybrid-step-H200", "hybrid-step-2xH200", "hybrid-step-4xH200")
 STEPS += ("hybrid-step-packed-2xH200",)
@@ -184,7 +184,7 @@ def text_of(peaks: list[Peak]) -> Iterator[str]:
     yield from ("# Predicted and measured peaks of memory", "")
     good, mean = sum(abs(p.error) <= BOUND for p in current), sum(abs(p.error) for p in current) / len(current)
     yield (
-        f"Command: `python bench/training/memory_peaks.py`. Of {len(current)} rows {good} are within 3 %; the mean "
+        f"Command: `python bench/training/memory_peaks.py`. Of {len(current)} rows {good} are within 10 %; the mean "
         f"error is {100 * mean:.1f} %. The parts (GiB) are those of the prediction, without context and communicators."
     )
     names = ("weights", "gradients", "states", "gathered", "kept", "work", "logits")

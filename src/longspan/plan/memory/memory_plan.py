@@ -11,10 +11,9 @@ from longspan.plan.cost.cost_changes import CostSettings, Recomputation
 from longspan.plan.cost.machine import Machine
 from longspan.plan.memory.bytes import Bytes, gib_text
 from longspan.plan.memory.loads import SlotLoad, slot_loads
-from longspan.plan.memory.moments import step_moments
 from longspan.plan.memory.parameters import ModelNumbers, make_stages
 from longspan.plan.memory.settings import Measure, MemoryBudget, MemorySettings, layer_measures
-from longspan.plan.memory.step_peak import StepPeak
+from longspan.plan.memory.stage_bytes import StageBytes
 from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
 
@@ -143,7 +142,7 @@ class MemoryNeeds:
     >>> needs.under("selective").device.total  # doctest: +SKIP
     """
 
-    places: tuple[StepPeak, ...]
+    places: tuple[StageBytes, ...]
     loads: tuple[SlotLoad, ...]
 
     @classmethod
@@ -182,7 +181,7 @@ class MemoryNeeds:
         layers = numbers.decoder_layers
         stages = make_stages(layers, home, settings, of_depths=len(numbers.kinds) - layers)
         places = tuple(
-            StepPeak(
+            StageBytes(
                 read,
                 home,
                 settings,
@@ -215,7 +214,7 @@ class MemoryNeeds:
     def under(self, measures: str | Sequence[str]) -> MemoryPlan:
         """Return the plan of memory where layers keep what `measures` says: a word for all, or one for each."""
         words, settings = layer_measures(measures, self.layers), self.places[0].settings
-        moments = [moment for place in self.places for moment in step_moments(place, self.loads, words)]
+        moments = [moment for place in self.places for moment in place.moments(self.loads, words)]
         hosts = [place.host_bytes(self.loads, words) for place in self.places]
         return MemoryPlan(
             max(moments, key=lambda moment: moment.total),

@@ -15,7 +15,7 @@ from longspan.plan.cost.machine import Machine
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.settings import Measure
-from longspan.plan.memory.step_peak import StepPeak
+from longspan.plan.memory.stage_bytes import StageBytes
 from longspan.plan.plan import Plan
 from longspan.plan.shape.model_shape import ModelShape
 
@@ -71,7 +71,7 @@ class MemoryPrices:
 
     config: Any
     machine: Machine
-    place: StepPeak
+    place: StageBytes
     load: SlotLoad
 
     def seconds(self, memory: MemoryPlan) -> float:

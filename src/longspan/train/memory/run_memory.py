@@ -30,7 +30,7 @@ from longspan.plan import (
 )
 from longspan.plan.memory.parameters import ModelNumbers
 from longspan.plan.memory.seconds import step_seconds
-from longspan.plan.memory.step_peak import CONTEXT_BYTES
+from longspan.plan.memory.stage_bytes import CONTEXT_BYTES
 from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings
 from longspan.train.memory.model_fits import count_ranks_of_host
