@@ -167,8 +167,8 @@ class StageBytes:
                 table.input + both.lasting + both.attention * (word != "full") + both.exchanged * (word == "exchanged")
             )
             kept = both.saved + table.input if word == "none" else kept
-            # The MLP runs backward first, while all is saved, and its widest moment comes after a third of the gradients
-            # of weights. What it saved is gone when attention runs, and all those gradients may be there.
+            # The MLP runs backward first, while all is saved; its widest moment comes after a third of the gradients of
+            # weights. What it saved is gone when attention runs, and all those gradients may be there.
             weights = self.numbers.layers[layer].trained * self.settings.compute_bytes
             widest = max(both.saved + feed.work + weights / 3, mixing.saved + mixing.work + weights)
             peak = table.input + gradient + widest
