@@ -219,7 +219,7 @@ class LayerTable:
         """How many numbers a row has inside an MLP: its last product's weights over the hidden size."""
         return feed_forward_weights(self.read, "dense").last // self.hidden
 
-    def in_tiles(self, part: "Part", rows: float, weights: float) -> Part:
+    def tile_part(self, part: "Part", rows: float, weights: float) -> Part:
         """Return a part that runs on one tile of rows after another: `rows` are saved, the rest is of one tile.
 
         A pass also holds as many bytes as `rows` for its result or their gradients, and sums the gradients of `weights`
@@ -246,7 +246,7 @@ class LayerTable:
         part += Part(tensors * size, (2 if self.has_gate else 1) * size)
         if not self.is_tiled:
             return part
-        return self.in_tiles(part, self.rows(self.hidden), (2 + self.has_gate) * self.hidden * inside)
+        return self.tile_part(part, self.rows(self.hidden), (2 + self.has_gate) * self.hidden * inside)
 
     def experts(self) -> Part:
         """A router, the experts that rows visit with their weighted sums, and the experts that every row visits.
@@ -273,7 +273,7 @@ class LayerTable:
         visited, order = Part(saved, work), self.rows(2 * visits, INDEX)
         if self.is_tiled:
             numbers = (weights.of_experts + weights.unvisited) / self.ep
-            visited = self.in_tiles(visited + Part(order), self.rows(0.0), numbers)
+            visited = self.tile_part(visited + Part(order), self.rows(0.0), numbers)
             visited = replace(visited, work=visited.work + self.rows(self.hidden))
         else:
             visited += Part(order, lasting=order)

@@ -163,10 +163,8 @@ class StageBytes:
             table = LayerTable(self.read, self.settings, load, self.home.tp, self.home.ep, lean=word == "selective")
             mixing, feed = table.split(kind)
             both, gradient = mixing + feed, table.input
-            kept = (
-                table.input + both.lasting + both.attention * (word != "full") + both.exchanged * (word == "exchanged")
-            )
-            kept = both.saved + table.input if word == "none" else kept
+            size = both.lasting + both.attention * (word != "full") + both.exchanged * (word == "exchanged")
+            size = table.input + (both.saved if word == "none" else size)
             # The MLP runs backward first, while all is saved; its widest moment comes after a third of the gradients of
             # weights. What it saved is gone when attention runs, and all those gradients may be there.
             weights = self.numbers.layers[layer].trained * self.settings.compute_bytes
@@ -174,8 +172,8 @@ class StageBytes:
             peak = table.input + gradient + widest
             forward = gradient + 0.75 * max(mixing.saved, feed.saved)  # less than backward needs: most is freed
             depth_bytes = OF_A_DEPTH * load.rows * self.row_bytes * begins_depth
-            sizes = (0.0, kept) if host else (kept, 0.0)
-            self.layers_so_far[key] = LayerBytes(sizes[0] + depth_bytes, sizes[1], forward, max(0.0, peak - kept))
+            sizes = (0.0, size) if host else (size, 0.0)
+            self.layers_so_far[key] = LayerBytes(sizes[0] + depth_bytes, sizes[1], forward, max(0.0, peak - size))
         return self.layers_so_far[key]
 
     def waiting_bytes(self, load: SlotLoad, measures: Sequence[Measure]) -> list[LayerBytes]:
@@ -193,7 +191,8 @@ class StageBytes:
             if place:
                 layers[i] = replace(layers[i], kept=0.0, host=0.0)
             elif word != "none":
-                of_input = self.layer_bytes(self.stage.layers[i], load, "full+host" if "+" in word else "full")
+                input_measure: Measure = "full+host" if "+" in word else "full"
+                of_input = self.layer_bytes(self.stage.layers[i], load, input_measure)
                 layers[i] = replace(layers[i], kept=of_input.kept, host=of_input.host)
         return layers
 
@@ -266,25 +265,29 @@ class StageBytes:
             return
         root += self._root_gradients
         places = places_in_segments([measures[i] for i in self.stage.layers], settings.segment_layers)
-        own = [self.layer_bytes(i, load, measures[i]) for i in self.stage.layers]
+        layers_again = [self.layer_bytes(i, load, measures[i]) for i in self.stage.layers]
         sent = 0.0
         for i in reversed(range(len(layers))):
             first = i - places[i]
             activations -= layers[i].kept
             # What the layers of a segment before this one keep since it ran forward again, and what is fetched ahead.
-            before = zip(own[first:i], layers[first:i], strict=True)
+            before = zip(layers_again[first:i], layers[first:i], strict=True)
             again = sum(x.kept + x.host - y.kept - y.host for x, y in before)
             fetched = layers[first - 1 - places[first - 1]].host if first and i == first else 0.0
-            kept = activations + again + fetched
+            activations_here = activations + again + fetched
             if self.stays_whole or not settings.shard_parameters:
                 others = root + sum(whole) - whole[i] + whole_gradients
             else:
                 others = root + (sum(whole[:i]) if settings.gathered_once else arrives * whole[i - 1] * bool(i))
-            of_layer = own[i].kept + own[i].host
-            moment = {"gradients": gradients, "gathered": others + whole[i] + sent, "kept": kept + of_layer}
-            yield moment | {"work": own[i].backward}
+            of_layer = layers_again[i].kept + layers_again[i].host
+            moment = {"gradients": gradients, "gathered": others + whole[i] + sent, "kept": activations_here + of_layer}
+            yield moment | {"work": layers_again[i].backward}
             if not self.stays_whole:  # the layer's gradients are summed over slots, and then sent
-                yield moment | {"gathered": others + self.summing_bytes(numbers[i]), "kept": kept, "work": row}
+                yield moment | {
+                    "gathered": others + self.summing_bytes(numbers[i]),
+                    "kept": activations_here,
+                    "work": row,
+                }
                 sent = numbers[i].trained * settings.reduce_bytes * settings.shard_parameters
                 gradients += 0.0 if load.later else self.gradient_bytes(numbers[i])
         yield from self._end_moments(row, gradients, root - self._root_gradients + sum(whole) + whole_gradients)
@@ -315,9 +318,9 @@ class StageBytes:
         else:
             yield {"gradients": gradients, "gathered": self.summing_bytes(root), "work": row}
         if settings.encoder_rows:
-            tower, (_, kept, work) = self.numbers.tower, self.image_bytes
+            tower, (_, activations, work) = self.numbers.tower, self.image_bytes
             gathered = self.gathered_bytes(tower) * (1 + (self.shards > 1)) + self.summing_bytes(tower)
-            yield {"gradients": all_gradients, "gathered": gathered, "kept": kept, "work": work}
+            yield {"gradients": all_gradients, "gathered": gathered, "kept": activations, "work": work}
 
     def _logit_bytes(self, load: SlotLoad) -> Iterator[float]:
         """Yield the bytes of two moments of the loss: of a chunk of logits, and of scaling the head's gradient.
