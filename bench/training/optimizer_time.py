@@ -27,7 +27,7 @@ from torch.optim import AdamW, Optimizer
 from longspan.bench.record import origin_text, write_record
 from longspan.cli.machine import machine_facts
 from longspan.plain_text import markdown_table
-from longspan.train.optim import adamw_launch
+from longspan.train.optim import one_pass_adamw
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.optim.rounding_bits import Places, RoundingBits
@@ -118,11 +118,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[dict[
         optimizer = build(model)
         yield time_variant(name, model, optimizer, options.steps)
         if options.sweep and isinstance(optimizer, OnePassAdamW):
-            before = adamw_launch.BLOCK, adamw_launch.WARPS, adamw_launch.PROGRAMS
+            before = one_pass_adamw.BLOCK, one_pass_adamw.WARPS, one_pass_adamw.PROGRAMS
             for sizes in ((*sizes, programs) for sizes in SWEEP for programs in PROGRAMS):
-                adamw_launch.BLOCK, adamw_launch.WARPS, adamw_launch.PROGRAMS = sizes
+                one_pass_adamw.BLOCK, one_pass_adamw.WARPS, one_pass_adamw.PROGRAMS = sizes
                 yield time_variant(f"{name}, {sizes}", model, optimizer, options.steps)
-            adamw_launch.BLOCK, adamw_launch.WARPS, adamw_launch.PROGRAMS = before
+            one_pass_adamw.BLOCK, one_pass_adamw.WARPS, one_pass_adamw.PROGRAMS = before
         del model, optimizer
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from longspan import Layout, World
-from longspan.checkpoint import running_save
 from longspan.checkpoint import saver as module
 from longspan.checkpoint.checkpoint import check_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import check_contents, check_sizes, complete_checkpoints, publish_checkpoint, step_of
@@ -194,7 +193,7 @@ def killed_rank(rank: int, root: Path, lost: int, place: str) -> None:
             if step == 2 and rank == lost and place == "writing":
                 FileSystemWriter.write_data = kill_here  # type: ignore[method-assign]
             if step == 2 and rank == lost and place == "publishing":
-                running_save.publish_checkpoint = partial(publish_and_die, publish_checkpoint)  # type: ignore[assignment]
+                module.publish_checkpoint = partial(publish_and_die, publish_checkpoint)  # type: ignore[assignment]
             saver.save(model, optimizer, step=step)
             if step == 1:
                 saver.wait()

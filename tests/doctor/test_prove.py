@@ -13,7 +13,6 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from longspan.comm import World
 from longspan.doctor import proof as proving
 from longspan.doctor.cases import LENGTHS, Case, list_cases
-from longspan.doctor.images import item_documents, make_image_documents, no_video_reason
 from longspan.doctor.proof import CaseRun, Outcome, Ranks, Task, prove, run_proof
 from longspan.doctor.stock import (
     EXACT,
@@ -22,6 +21,9 @@ from longspan.doctor.stock import (
     compute_stock_answer,
     draw_documents,
     gradient_errors,
+    item_documents,
+    make_image_documents,
+    no_video_reason,
     precision_mode,
 )
 from longspan.doctor.which_model import find_configuration

@@ -43,7 +43,7 @@ def test_a_killed_rank_costs_the_steps_since_the_save(tmp_path: Path) -> None:
 KILL_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
-from longspan.checkpoint import checkpoint, running_save
+from longspan.checkpoint import checkpoint, saver
 from longspan.cli.main import main
 def die_once():
     if os.environ["RANK"] == "1" and not Path("died").exists():
@@ -58,7 +58,7 @@ def write(self, *arguments):
         die_once()
     write_in_thread(self, *arguments)
 write_now, checkpoint._write_tensors = checkpoint._write_tensors, write_tensors
-Save = running_save.RunningSave
+Save = saver.RunningSave
 write_in_thread, Save._write_on_all_ranks = Save._write_on_all_ranks, write
 sys.exit(main(["train", *sys.argv[1:]]))
 """

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from longspan import Layout, World
-from longspan.hf import ahead
-from longspan.hf.ahead import BatchesAhead, CollectedTokens, ComingStep, documents_digest, read_step
+from longspan.hf import steps
 from longspan.hf.facade import AheadBatch, Offset, document_entries, versions_of
+from longspan.hf.steps import BatchesAhead, CollectedTokens, ComingStep, documents_digest, read_step
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import LossRows
@@ -86,7 +86,7 @@ def sums(rank: int) -> list[np.ndarray]:
     results = []
     with World(Layout(2), backend="gloo") as world, pytest.MonkeyPatch.context() as patch:
         for on_device in (False, True):
-            patch.setattr(ahead, "sums_on_device", lambda world, on_device=on_device: on_device)
+            patch.setattr(steps, "sums_on_device", lambda world, on_device=on_device: on_device)
             collected = CollectedTokens((3, 4), ("entropy",))
             for document, position in ((0, rank), (1, 2 - 2 * rank), (1, 1))[: 3 - rank]:
                 value = torch.tensor([1.0 + 10 * document + position])

@@ -8,7 +8,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from longspan.errors import ConfigError
 from longspan.hf import LongspanArguments
-from longspan.hf.construction import GivenArguments
+from longspan.hf.trainer import GivenArguments
 
 
 class PassesAll(Trainer):

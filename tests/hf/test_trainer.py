@@ -248,7 +248,7 @@ def test_callbacks(case: Any) -> None:
 
 MUTATIONS: dict[str, Change] = {
     "gradients are divided by the number of ranks": (
-        "hf.ahead", 'return at["coefficient"] * log_probs', 'return at["coefficient"] * log_probs / 2'
+        "hf.steps", 'return at["coefficient"] * log_probs', 'return at["coefficient"] * log_probs / 2'
     ),
     "the batch is not multiplied": (
         "hf.one_process", "copied.per_device_train_batch_size *= self.ranks", "copied.per_device_train_batch_size *= 1"

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import longspan
-from longspan.hf import LongspanArguments, ahead, steps, with_longspan
+from longspan.hf import LongspanArguments, steps, with_longspan
 from longspan.testing import run_ranks
 from longspan.train.step_end import StepEnd
 from tests.hf.stock import Run
@@ -88,7 +88,7 @@ def sft(rank: int, folder: str, accumulate: int) -> tuple[Counter[Any], Counter[
 
             patch.setattr(owner, name, noted)
 
-        note(ahead, "read_batch", "rows")
+        note(steps, "read_batch", "rows")
         note(steps.StepsPart, "_make_plan", "plans")
         args = SFTConfig(
             **Run(folder, 1, None, rank).arguments(logging_steps=100, gradient_accumulation_steps=accumulate)

@@ -8,8 +8,8 @@ import pytest
 
 from longspan.errors import ConfigError
 from longspan.report import RunFolder, write_report
-from longspan.report.evaluation_rows import BucketRow, EvalRow, last_evaluations
 from longspan.report.evaluation_sections import evaluations_by_set
+from longspan.report.run_folder import BucketRow, EvalRow, last_evaluations
 from tests.report.runs import write_run
 from tests.report.test_report_pages import Page, page_of
 

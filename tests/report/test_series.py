@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.plain_text import bytes_text, number_text, ranges_text, seconds_text
-from longspan.report.chart import _tick_digits
-from longspan.report.series import byte_ticks, log_ticks, smooth, thin_curve, ticks
+from longspan.report.chart import _tick_digits, byte_ticks, log_ticks, smooth, thin_curve, ticks
 from tests.plan.cases import bounded
 
 

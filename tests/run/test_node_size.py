@@ -21,7 +21,7 @@ from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
 from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.node_size import set_node_size
+from longspan.train.plans.resolve import set_node_size
 from tests.train.small import small_config, train_rank
 
 

@@ -13,7 +13,7 @@ from longspan.plan import Cost
 from longspan.plan.cost.model_cost import cost_on_cpus
 from longspan.run.checks import check_config
 from longspan.train.plans import PlanChoice
-from longspan.train.plans.partition import choose_partition, set_usual_partition
+from longspan.train.plans.resolve import choose_partition, set_usual_partition
 
 COST, HOME = cost_on_cpus(preset_config("qwen3-next-tiny", vocab_size=2048)), Layout(4)
 LENGTHS = [[300] * 12, [900, 400, 20, 7]]

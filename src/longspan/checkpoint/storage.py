@@ -58,7 +58,7 @@ class HashingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write the tensors as torch's writer does, with a hash of each file; entered by all ranks."""
-        assert self._world is not None  # writers without a world override this method (running_save.py)
+        assert self._world is not None  # writers without a world override this method (saver.py)
         with leave_together(self._world):
             return super().write_data(plan, planner)
 

@@ -24,9 +24,9 @@ from longspan.doctor.cases import (
     list_image_cases,
     list_type_cases,
 )
-from longspan.doctor.images import no_video_reason
 from longspan.doctor.kernels import KernelLine, kernel_lines
 from longspan.doctor.proof import InWorld, Proof, Ranks, outcome_text, proof_json, proof_text, run_proof
+from longspan.doctor.stock import no_video_reason
 from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, LongspanError, plural
 from longspan.model.exactness.small_copies import reads_images_alone, shrink_configuration

@@ -26,7 +26,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longspan.comm import World, run_local
 from longspan.doctor.cases import LENGTHS, TEXTS, Case, PackedDocuments, plan_case
-from longspan.doctor.images import item_documents, make_image_documents
 from longspan.doctor.stock import (
     NO_ROUTER,
     ROUTER,
@@ -38,7 +37,9 @@ from longspan.doctor.stock import (
     draw_documents,
     error_text,
     gradient_errors,
+    item_documents,
     loss_error,
+    make_image_documents,
     missing_errors,
     precision_mode,
 )

@@ -7,9 +7,8 @@ import numpy as np
 
 from longspan.plain_text import bytes_text, number_text
 from longspan.report.chart import COLORS, Chart, Series, chart_figure
-from longspan.report.evaluation_rows import EvalRow, last_evaluations
 from longspan.report.markup import scrolling_table, section, tag, text
-from longspan.report.run_folder import RunFolder
+from longspan.report.run_folder import EvalRow, RunFolder, last_evaluations
 
 WIDTH, HEIGHT = 560, 260
 Buckets = Sequence[Sequence[Any]]  # (first, last, mean loss, targets, documents) of each; a loss may be None

@@ -13,8 +13,7 @@ import numpy as np
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.errors import plural
 from longspan.plain_text import bytes_text, number_text, seconds_text
-from longspan.report.chart import COLORS, Chart, Series, chart_figure
-from longspan.report.evaluation_rows import last_evaluations
+from longspan.report.chart import COLORS, Chart, Series, chart_figure, smooth
 from longspan.report.evaluation_sections import (
     SAME,
     chart_at_both_widths,
@@ -25,8 +24,7 @@ from longspan.report.evaluation_sections import (
 )
 from longspan.report.markup import section, tag, text
 from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
-from longspan.report.run_folder import MTP_LOSS, RunFolder
-from longspan.report.series import smooth
+from longspan.report.run_folder import MTP_LOSS, RunFolder, last_evaluations
 from longspan.run.facts import RunFacts
 
 

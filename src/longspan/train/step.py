@@ -27,8 +27,8 @@ from longspan.train.step_check import check_step, check_update
 from longspan.train.step_end import StepEnd
 from longspan.train.terms.distribution import agree_on_names, check_value_names
 from longspan.train.terms.document_loss import DocumentLoss
-from longspan.train.terms.encoder_times import EncoderTimes
 from longspan.train.terms.log_probs import CollectedLogProbs, TokenLogProbs
+from longspan.train.terms.modality_pass import EncoderTimes
 from longspan.train.terms.mtp import MtpLoss
 from longspan.train.terms.slot_pace import SlotPaceTerm
 from longspan.train.terms.step_terms import input_terms, step_terms

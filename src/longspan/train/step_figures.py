@@ -21,7 +21,7 @@ from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.items.encoder_shape import EncoderShape, Trained
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.train.terms.encoder_times import EncoderTimes
+from longspan.train.terms.modality_pass import EncoderTimes
 
 WAITED_SHARE = 0.1  # of a step's predicted seconds, from which on `waiting_text` has words
 

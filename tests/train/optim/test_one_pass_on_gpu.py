@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from longspan.train.optim import adamw_launch
+from longspan.train.optim import one_pass_adamw
 from longspan.train.optim.one_pass_adamw import Factors, OnePassAdamW, Update, apply_by_torch
 from longspan.train.optim.rounding_bits import Key, Places, RoundingBits
 from tests.train.optim import update_cases
@@ -39,7 +39,7 @@ def test_numbers_past_two_to_the_31_are_updated_alike(by_chance: bool) -> None:
         part = [tensor[first : first + 10_001].cpu() for tensor in (parameter, gradient, mean, square)]
         expected.append(Update(*part, factors, key, whole._replace(start=first) if whole else None))
         apply_by_torch(expected[-1])
-    adamw_launch.launch_updates([Update(parameter, gradient, mean, square, factors, key, whole)], None)
+    one_pass_adamw.launch_updates([Update(parameter, gradient, mean, square, factors, key, whole)], None)
     for first, update in zip(places, expected, strict=True):
         for name, result in (("parameter", parameter), ("mean", mean), ("square", square)):
             assert torch.equal(result[first : first + 10_001].cpu(), getattr(update, name)), (name, first)

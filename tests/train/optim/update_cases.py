@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from longspan.train.optim import adamw_launch, one_pass_adamw
+from longspan.train.optim import one_pass_adamw
 from longspan.train.optim.one_pass_adamw import Factors, Update, apply_by_torch
 from longspan.train.optim.rounding_bits import Key, Places
 
@@ -72,7 +72,7 @@ def update_differences(device: str, scale: float | None, *, nearest: bool = True
             for into, place in ((expected, "cpu"), (results, device)):
                 into.append(update._replace(**{n: _copy(getattr(update, n), place) for n in Update._fields[:4]}))
     factor = None if scale is None else torch.tensor(scale)
-    launches = adamw_launch.launch_updates(results, None if factor is None else factor.to(device))
+    launches = one_pass_adamw.launch_updates(results, None if factor is None else factor.to(device))
     assert launches <= 2 * 3 * len(DTYPES) < len(results) // 4, launches
     for update in expected:
         if factor is None or not factor.isnan():
@@ -99,8 +99,8 @@ def _take_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # numpy 2 refuses arrays
 
     interpreter._patch_lang_tensor = patch
-    adamw_launch.on_gpu = lambda tensor: True
-    adamw_launch.PROGRAMS = 3
+    one_pass_adamw.on_gpu = lambda tensor: True
+    one_pass_adamw.PROGRAMS = 3
 
 
 if __name__ == "__main__":

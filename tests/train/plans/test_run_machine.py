@@ -14,7 +14,7 @@ from longspan.layout import Layout
 from longspan.plan import CostSettings, Machine
 from longspan.plan.cost.links import Link
 from longspan.train.plans import find_run_cost
-from longspan.train.plans.run_machine import use_machine
+from longspan.train.plans.resolve import use_machine
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 MODEL["vocab_size"] = 1000

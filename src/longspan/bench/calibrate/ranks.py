@@ -27,7 +27,7 @@ from longspan.plan import AttentionCall, Plan, plan_fixed
 from longspan.plan.cost.links import Level
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.train import run_step
-from longspan.train.plans.run_machine import device_name
+from longspan.train.plans.resolve import device_name
 
 VOCABULARY = 2048  # of a preset, which has no tokenizer to take it from
 MOST_SECONDS = 200.0  # after which no round begins

@@ -32,8 +32,7 @@ from longspan.train.memory.device_memory import allocator_retries, peak_reserved
 from longspan.train.memory.run_memory import RunMemory
 from longspan.train.memory.slot_rows import choose_rows
 from longspan.train.plans import find_run_cost, query_heads
-from longspan.train.plans.node_size import set_node_size
-from longspan.train.plans.run_machine import use_machine
+from longspan.train.plans.resolve import set_node_size, use_machine
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 from longspan.versions import versions
 

@@ -20,7 +20,7 @@ from longspan.plan.shape.model_shape import read_experts
 from longspan.run.checks import check_config
 from longspan.train.plans import PlanChoice, find_run_cost, home_of, query_heads
 from longspan.train.plans.choice import plan_row_multiple
-from longspan.train.plans.partition import choose_partition
+from longspan.train.plans.resolve import choose_partition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -49,9 +49,7 @@ from longspan.plan import Cost
 from longspan.train.long_documents import scale_positions
 from longspan.train.memory.slot_rows import use_training_rows
 from longspan.train.plans import PlanChoice, find_run_cost, query_heads
-from longspan.train.plans.node_size import set_node_size
-from longspan.train.plans.partition import set_usual_partition
-from longspan.train.plans.run_machine import use_machine
+from longspan.train.plans.resolve import set_node_size, set_usual_partition, use_machine
 from longspan.train.starts import Starts
 from longspan.train.training import AnyModel, load_run_model, model_configuration, prepare_run_model, unread_model
 

@@ -18,9 +18,8 @@ from longspan.errors import ConfigError, PlanError, plural
 from longspan.plan import Plan
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.plan_rows import has_cost, read_plan_row
-from longspan.report.evaluation_rows import EvalRow, number
 from longspan.report.follow.tail import Tail, lock_holder
-from longspan.report.run_folder import RunFolder, read_config, read_json_object
+from longspan.report.run_folder import EvalRow, RunFolder, number, read_config, read_json_object
 from longspan.run.facts import RunFacts
 from longspan.run.loggers.metrics_log import read_json_row
 

@@ -11,9 +11,9 @@ from typing import Any
 from longspan.errors import plural
 from longspan.plain_text import number_text, ranges_text, seconds_text
 from longspan.plan import Cost, Group, Plan
+from longspan.report.chart import ticks
 from longspan.report.markup import label, tag
 from longspan.report.pictures.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
-from longspan.report.series import ticks
 
 WIDTH, NARROW = 1120, 400  # of the picture on a page, and on a page of a telephone
 _LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12

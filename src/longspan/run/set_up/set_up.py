@@ -51,10 +51,8 @@ from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.run_memory import UNEVEN, RunMemory
 from longspan.train.memory.slot_rows import choose_rows
 from longspan.train.plans import find_run_cost, query_heads
-from longspan.train.plans.node_size import set_node_size
 from longspan.train.plans.order import set_epoch_steps, source_lines
-from longspan.train.plans.partition import choose_partition_on_ranks
-from longspan.train.plans.run_machine import use_machine
+from longspan.train.plans.resolve import choose_partition_on_ranks, set_node_size, use_machine
 from longspan.train.starts import Starts
 from longspan.train.terms.mtp import add_configured_depths, depths_line
 from longspan.train.training import (

@@ -1,6 +1,6 @@
 """What a run's plans are priced by: the cost of its model on the machine of `run.machine`, or `context.cost_model`.
 
-Whether the machine suits the hosts of a world is checked in `run_machine.py`. No torch and no process group.
+Whether the machine suits the hosts of a world is checked in `resolve.py`. No torch and no process group.
 """
 
 from collections.abc import Callable

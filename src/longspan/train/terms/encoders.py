@@ -29,8 +29,7 @@ from longspan.train.passes import Term
 from longspan.train.reading.local_batch import read_and_agree
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepDocuments, StepInputs
-from longspan.train.terms.encoder_times import EncoderTimes, PartClock, gather_times
-from longspan.train.terms.modality_pass import ModalityPass
+from longspan.train.terms.modality_pass import EncoderTimes, ModalityPass, PartClock, gather_times
 
 
 class EncodersTerm(Term):

@@ -1,23 +1,30 @@
-"""A partition "auto" of a hybrid's training: chosen by its cost on the first steps' documents, with the reason.
+"""What "auto" becomes in a world: the slots of a host, the machine that resolves it, and a hybrid's partition of rows.
 
-Evaluations with "auto" have training's partition, and its communication type if their degree allows it.
+A partition is chosen by its cost on the first steps' documents. Evaluations with "auto" have training's, and its
+communication type if their degree allows it.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
+
+import torch
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, run_on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, set_evaluations
 from longspan.data.step_order import PackOrder, StepOrder
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
+from longspan.plan.cost.model_cost import FORMER_FILE, check_measured_machine
 from longspan.plan.ways import PartitionChoice, which_partition
 from longspan.train.plans import PlanChoice
+from longspan.train.plans.run_cost import KEY, read_run_machine
 
 STEPS = 4  # whose documents are planned for
 
@@ -106,3 +113,54 @@ def _allows_training_type(config: RunConfig, entry: EvalConfig, home: Layout | N
         return False
     trained = PlanChoice.training(config, heads=heads)
     return trained.allows(choice.degree, home)
+
+
+def set_node_size(config: RunConfig, world: World) -> RunConfig:
+    """Set how many slots a host of this world has, in place of "auto".
+
+    >>> set_node_size(config, world).context.node_size == world.node_size  # doctest: +SKIP
+    True
+
+    Raises ConfigError for another number, on every rank, since all ranks of a world have one node size.
+    """
+    number, slots = config.context.node_size, world.node_size
+    if number not in (AUTO, slots):
+        raise ConfigError(
+            f"context.node_size is {number}, and this world has {plural(slots, 'slot')} a host "
+            f'(LOCAL_WORLD_SIZE / tp); use {slots}, or "{AUTO}", its default'
+        )
+    return replace(config, context=replace(config.context, node_size=slots))
+
+
+def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> None:
+    """Let a world resolve "auto" by the machine that `run.machine` names; entered by all ranks.
+
+    >>> use_machine(config, world, print)  # doctest: +SKIP
+
+    Raises ConfigError, on every rank, for a file of another device or of hosts of another size, and CommError if ranks
+    read different files. An older file, of the cost of one model, leaves the world's machine as it is.
+    """
+    if not config.run.machine:
+        return
+    machine = run_on_every_rank(world, lambda: read_run_machine(config), ConfigError)
+    assert machine is not None
+    digest = sha256(json.dumps(machine.to_json(), sort_keys=True).encode()).hexdigest()
+    hint = f"{KEY} names a file that differs between hosts; copy one file to all of them"
+    world.control.agree(digest, what="machines", hint=hint)
+    if isinstance(machine, Cost):  # an older file
+        log(f"{KEY} {machine.source} {FORMER_FILE}")
+        return
+    ranks = len(world.home.ranks)
+    ranks_of_host = min(ranks, world.node_size * world.home.tp)  # node_size counts slots, each of tp ranks
+    name = device_name(world.device)
+    line = check_measured_machine(
+        machine, KEY, device=name, ranks_of_host=ranks_of_host, hosts=-(-ranks // ranks_of_host)
+    )
+    if line:
+        log(line)
+    world.machine = machine
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device in a machine's file: that of a GPU as its driver gives it, "cpu" for all others."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
