@@ -23,7 +23,7 @@ config = "{folder}"
 [data]
 path = "{folder}/texts"
 vocab_size = 300
-cache = "none"
+cache = "{folder}/cache"
 max_document_tokens = 4000
 [context]
 context_parallel_size = 2

@@ -1,14 +1,11 @@
 """What a checkpoint holds and where, read as data: nothing that stands in a checkpoint's folder can run code.
 
 `metadata.json` names every tensor with its dtype, its shape and its chunks, and of each chunk the file and the bytes in
-it. It is written next to `.metadata`, a pickle, which other tools read. A checkpoint without `metadata.json`, as
-longspan wrote them before, is read from `.metadata` by an unpickler that knows the names that torch (2.11 to 2.15)
-writes there, and puts an object without behaviour in the place of each. Both give one table, which is checked against
-the files of the folder. The tensors themselves are read in `storage.py`.
+it. It is written next to `.metadata`, a pickle, which other tools read and longspan does not. The table is checked
+against the files of the folder. The tensors themselves are read in `storage.py`.
 """
 
 import json
-import pickle
 from collections.abc import Mapping
 from functools import partial
 from math import prod
@@ -28,25 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from longspan.errors import CheckpointError, plural
 
-METADATA, PICKLED = "metadata.json", ".metadata"
+METADATA = "metadata.json"
 FORMAT = 1  # of metadata.json
-_KNOWN = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath", "WindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),  # Python 3.13
-    "builtins": ("getattr",),  # by which Python 3.11.0 to 3.11.3 pickle a member of an enum; nothing is looked up
-}
 _AGAIN = "copy the checkpoint again from where it was saved, or use another one"
 Table = dict[str, Any]
 
@@ -72,10 +52,9 @@ def read_metadata(path: Path) -> Metadata:
 
     Nothing of the folder is run. Raises CheckpointError for files that are missing or damaged.
     """
-    file = path / METADATA if (path / METADATA).exists() else path / PICKLED
+    file = path / METADATA
     try:
-        table = json.loads(file.read_text(encoding="utf-8")) if file.name == METADATA else _unpickle_table(file)
-        return _as_metadata(table, path)
+        return _as_metadata(json.loads(file.read_text(encoding="utf-8")), path)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path}: {file.name} {error}") from error
     except OSError as error:
@@ -87,7 +66,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _plain_table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table:
-    """Return names, shapes and places as plain values, from torch's own classes or those of `_Unpickler`.
+    """Return names, shapes and places as plain values, from torch's classes.
 
     The table is that which `_as_metadata` reads. A value is at offset None of its name, a chunk at its own offset.
     Raises CheckpointError for files that another program compressed or encrypted.
@@ -120,46 +99,6 @@ def _plain_table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table
 def _as_tuple(offset: Any) -> tuple[int, ...] | None:
     """Return a chunk's offsets in its tensor as a part of a key; None for a value, which has none."""
     return None if offset is None else tuple(offset)
-
-
-class _Placeholder:
-    """What the unpickler puts in the place of an object: its arguments and its state, and no behaviour."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple):  # of TensorProperties; the dtype is the first of five
-            state = {"dtype": state[0]}
-        self.__dict__.update(state)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads the pickle that torch's writer makes of a checkpoint's metadata. Imports nothing and calls nothing."""
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        """Return a tuple for torch.Size, its name for a dtype, and a class without behaviour for other names of torch.
-
-        The class is made anew each time, so that none can be altered. Raises CheckpointError for every other name.
-        """
-        if module == "torch":
-            if name == "Size":
-                return tuple
-            if isinstance(vars(torch).get(name), torch.dtype):
-                return name
-        elif name in _KNOWN.get(module, ()):
-            return type(name, (_Placeholder,), {})
-        raise CheckpointError(
-            f"names {module}.{name}, which no checkpoint needs and which may be code; it was not run. Use a checkpoint "
-            "that longspan wrote, from who saved it"
-        )
-
-
-def _unpickle_table(file: Path) -> Table:
-    """Return the table of a checkpoint that has no metadata.json."""
-    with file.open("rb") as stream:
-        stored = _Unpickler(stream).load()
-    return _plain_table(stored.state_dict_metadata, stored.storage_data)
 
 
 def _as_metadata(table: Any, path: Path) -> Metadata:

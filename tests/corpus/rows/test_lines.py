@@ -41,7 +41,7 @@ def test_a_corpus_says_both(tmp_path: Path) -> None:
     asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "so"}
     told = {"role": "developer", "content": "Be brief."}
     path = rows_as("jsonl", tmp_path / "rows", [{"messages": [told, asked, said, asked, {**said, "content": "c"}]}] * 3)
-    settings = CorpusSettings(DataConfig(path=str(path), cache="none", max_document_tokens=0))
+    settings = CorpusSettings(DataConfig(path=str(path), cache=str(tmp_path / "cache"), max_document_tokens=0))
     ensure_corpus(settings, tmp_path / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append)
     assert lines[0].startswith("rows hold messages (chat): written by the chat template of")
     assert lines[-2].startswith("not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.turns")
@@ -85,7 +85,7 @@ def test_a_corpus_names_a_template_that_never_ends_the_last_turn(tmp_path: Path)
     tokenizer = load_tokenizer(write_folder(tmp_path / "phi3", "phi3", template=OPEN_END))
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     lines, path = list[str](), rows_as("jsonl", tmp_path / "rows", [{"messages": turns}] * 3)
-    settings = CorpusSettings(DataConfig(path=str(path), cache="none", max_document_tokens=0))
+    settings = CorpusSettings(DataConfig(path=str(path), cache=str(tmp_path / "cache"), max_document_tokens=0))
     ensure_corpus(settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=lines.append)
     assert lines[1].startswith("the chat template writes no token behind the last turn of a conversation")
 
