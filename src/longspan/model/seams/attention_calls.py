@@ -124,7 +124,7 @@ def sharded_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if shard is None:  # its layer keeps keyword arguments to itself
         shard, attention_kernel = find_layer_shard(), attention_kernel or find_layer_kernel()
-    if isinstance(shard, Probe) or shard in recorded_calls:
+    if isinstance(shard, Probe) or (shard is not None and shard in recorded_calls):
         sizes, ignored = (query.shape[-1], value.shape[-1]), {"position_ids", "cache_position"}
         unknown = tuple(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in ignored)
         limits = {"window": sliding_window, "chunk": chunk_size(module)}
