@@ -8,7 +8,7 @@ from longspan import Layout, World, prepare
 from longspan.errors import ModelError
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.take_apart import take_apart, take_apart_or_undo
-from longspan.model.vision.image_cost import image_cost
+from longspan.model.vision.join import image_cost
 from longspan.testing import run_ranks
 from tests.model.seams.wrappers import tiny as wrapper
 from tests.model.stock import tiny as text_model

@@ -27,8 +27,7 @@ from longspan.data.images import ImageTable
 from longspan.errors import DataError, ModelError, plural
 from longspan.model.exactness.image_trial import video_tokens
 from longspan.model.vision.image_arguments import check_images
-from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
-from longspan.model.vision.video_tokens import VideoTokens
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, VideoTokens, image_tokens
 from longspan.plan.items import Item, ItemTable
 
 if TYPE_CHECKING:

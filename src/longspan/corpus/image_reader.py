@@ -27,8 +27,7 @@ from longspan.data.images import ImageTable, PlacedImage, display_paths, split_p
 from longspan.data.manifest import SourceFile
 from longspan.errors import DataError
 from longspan.layout import Partition
-from longspan.model.vision.image_tokens import ImageInput, ImageTokens
-from longspan.model.vision.video_tokens import Video, VideoTokens
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens
 
 THREADS = 4
 _MOST_AHEAD = 4096  # images that were read ahead and not used yet; the oldest are dropped

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from longspan.model.saving.whole_weights import weights_by_name as weights_by_name
     from longspan.model.seams.call_rules import is_prepared as is_prepared
     from longspan.model.vision.image_tokens import ImageInput as ImageInput
+    from longspan.model.vision.image_tokens import Video as Video
     from longspan.model.vision.image_tokens import image_tokens as image_tokens
     from longspan.model.vision.join import EncoderHome as EncoderHome
-    from longspan.model.vision.video_tokens import Video as Video
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

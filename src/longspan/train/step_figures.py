@@ -15,7 +15,7 @@ from longspan.errors import PlanError, plural
 from longspan.model.adapters import model_adapter
 from longspan.model.execution import model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.model.vision.image_cost import find_trained_part
+from longspan.model.vision.join import find_trained_part
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_flops import model_flops, peak_tflops

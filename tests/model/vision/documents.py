@@ -14,8 +14,7 @@ from longspan import Document, ItemDocuments
 from longspan.bridge import items_at_placeholders
 from longspan.doctor.stock import whole_float64
 from longspan.model.seams.call_rules import has_prefix
-from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
-from longspan.model.vision.video_tokens import Video, VideoTokens
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens, image_tokens
 from tests.model.stock import gradients_of
 from tests.model.vision.models import IMAGE, VIDEO, tiny
 

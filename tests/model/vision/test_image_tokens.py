@@ -6,8 +6,7 @@ import torch
 from transformers import Qwen3Config
 
 from longspan.errors import DataError, ModelError
-from longspan.model.vision.image_tokens import ImageTokens, image_tokens
-from longspan.model.vision.video_tokens import Video, VideoTokens
+from longspan.model.vision.image_tokens import ImageTokens, Video, VideoTokens, image_tokens
 from tests.model.vision.documents import raw
 from tests.model.vision.models import IMAGE, VIDEO, config_of, here, tiny
 

@@ -24,7 +24,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
 }
 VIDEOS_CASE, TOKENS = (
     Case("qwen2.5-vl", Layout(2), Layout(2), cp=2, documents="even videos"),
-    "model.vision.video_tokens",
+    "model.vision.image_tokens",
 )
 VIDEOS: dict[str, tuple[str, str, str]] = {
     "times of groups of frames are dropped": (TOKENS, "video.seconds for", "1.0 for"),

@@ -72,7 +72,7 @@ Dropped = tuple[str, str, str]
 MUTATIONS: list[tuple[Dropped, Callable[[Combination], bool]]] = [
     (("comm.moves.tp_collectives", '_all_reduce(gradient, world_key, "sum of gradients over tp")', "gradient"),
      lambda c: c.tp == (2, False)),
-    (("model.tensor_parallel.residual_rows", "sum_partial_gradients(norm, key)", "pass"),
+    (("model.tensor_parallel.tensor_parallel", "sum_partial_gradients(norm, key)", "pass"),
      lambda c: c.tp[1]),
     (("model.experts.rows", "by_row * weights.unsqueeze(2)).sum(1)", "by_row)[:, 0]"), lambda c: c.ep == 2),
     (("model.experts.moe", "all_to_all_rows(x, sends,", "all_to_all_rows(x.detach(), sends,"), lambda c: c.ep == 2),

@@ -35,7 +35,7 @@ from longspan.model.exactness.trial_documents import (
 )
 from longspan.model.layers import decoder_layers
 from longspan.model.vision.image_encoder import VisionParts, pack_attention, split_model
-from longspan.model.vision.video_tokens import VideoTokens
+from longspan.model.vision.image_tokens import VideoTokens
 from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
 _SIZES = ((9, 3), (7, 0), (6, 1))  # tokens of text and images of each document

@@ -19,8 +19,7 @@ from longspan.model.layers import base_model
 from longspan.model.seams.call_rules import has_prefix
 from longspan.model.vision.image_arguments import GRIDS, IN_DOCUMENT, MASK, SIZES, image_arguments, image_signature
 from longspan.model.vision.image_encoder import encode_images
-from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
-from longspan.model.vision.video_tokens import Video, VideoTokens
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens, image_tokens
 
 Side = tuple[int, int]
 _FINE = "tile_fine_mask"  # Granite Docling, whose mask is of tiles
