@@ -386,3 +386,23 @@ def test_a_call_in_a_loop_of_ones_own(world: World) -> None:
     inputs = {"input_ids": shard.scatter(torch.arange(sum(LENGTHS)))[None], "position_ids": shard.position_ids[None]}
     with pytest.raises(ModelError, match=r"rows influence each other outside attention, first in model\.layers\.0"):
         model(**inputs, shard=shard)
+
+
+def test_attention_of_its_own_in_one_mode_alone_is_refused_in_that_mode() -> None:
+    """The pass on the meta device is in training mode; an evaluation is tried by numbers."""
+    model: Any = tiny("llama")
+    attention = model.model.layers[1].self_attn
+
+    class OwnInEvaluation(type(attention)):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.training:
+                return super().forward(hidden_states, *args, **kwargs)
+            return _by_attention_of_its_own(hidden_states), None
+
+    attention.__class__ = OwnInEvaluation
+    with World(Layout(ranks=1), backend=backend()) as world:
+        prepared = prepare(model, world, shard_parameters=False)
+        plan = plan_fixed(LENGTHS, world.home, cp=1)
+        assert run_step(prepared, plan, texts(LENGTHS), world).loss > 0
+        with pytest.raises(ModelError, match=r"first in model.layers.1.self_attn \(OwnInEvaluation\): in evaluation"):
+            run_step(prepared, plan, texts(LENGTHS), world, backward=False)

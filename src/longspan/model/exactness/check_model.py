@@ -56,7 +56,7 @@ def check_model(
        the host show whether rows influence each other outside attention.
     3. Its adapter, and its placement under the home (`adapter_rules.py`, `placement`). That includes shared layers, and
        blocks whose features would be split (`tensor_parallel/split_trial.py`); ranks compare their adapters.
-    4. Two passes of the connected model on the meta device (`seams/meta_pass.py`), in evaluation and in training: every
+    4. A pass of the connected model on the meta device (`seams/meta_pass.py`), and one more if it draws: every
        layer reaches attention, for calls that the kernel can do. They also record random draws outside attention, for
        which training is refused when it is tried (`seams/call_rules.py`). Without `probe` the first pass over a shard
        shows the layers that do not reach attention (`seams/meta_pass.py`).

@@ -140,7 +140,7 @@ _RATES, _MODES = ("p", "dropout_p", "dropout"), ("train", "training")  # if one 
 
 @dataclass(frozen=True)
 class MetaRecord:
-    """Calls of attention in evaluation mode, none without a probe, and in words what is drawn outside attention."""
+    """Calls of attention in order, none without a probe, and in words what is drawn outside attention."""
 
     calls: tuple[RecordedCall, ...]
     draws: tuple[str, ...]
@@ -148,10 +148,11 @@ class MetaRecord:
 
 
 def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, probe: bool = True) -> MetaRecord:
-    """Record a model's calls of attention and its random draws, by a pass on the meta device in each mode.
+    """Record a model's calls of attention and its random draws, by a pass on the meta device in training mode.
 
     The model's attention must go to longspan already. A model that draws nothing in training is taken to draw nothing
-    in evaluation: without `probe`, its pass in evaluation is then left out.
+    in evaluation; of others a second pass, in evaluation mode, shows both. Where the modes differ in attention, the
+    trial of rows (`row_trial.py`), in either mode, sees rows that meet outside of it.
 
     With `probe`, raises ModelError, naming the modules, if a decoder layer does not reach attention, or calls it for
     something that cannot be done exactly, or if the model does not run on the meta device. A model that leaves out
@@ -160,16 +161,14 @@ def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, p
     `class_draws` are those that a small copy showed, used if the passes show none. An adapter's own dropout is not
     counted: each rank drops inputs of its own rows.
     """
-    evaluation = _run_mode(model, training=False, judged=True) if probe else None
     rates = _layerdrop_rates(model)
     training = _run_mode(model, training=True, judged=probe and not rates)
     left_out = tuple(f"{key} {rate:g}" for key, rate in rates.items())
     draws = (*_draw_words(_training_draws(model, training)), *left_out) or class_draws
-    calls = () if evaluation is None else evaluation.calls
     if not draws:
-        return MetaRecord(calls, (), ())
-    evaluation = evaluation or _run_mode(model, training=False, judged=False)
-    return MetaRecord(calls, draws, _draw_words(evaluation.draws))
+        return MetaRecord(training.calls if probe else (), (), ())
+    evaluation = _run_mode(model, training=False, judged=probe)
+    return MetaRecord(evaluation.calls if probe else (), draws, _draw_words(evaluation.draws))
 
 
 class _Pass(NamedTuple):
