@@ -297,7 +297,6 @@ def _write_tensors(folder: Path, tensors: dict[str, Any], world: World) -> list[
 
 
 def _names_under(prefix: str, names: Iterable[str]) -> set[str]:
-    """Return the names that begin with the prefix, without it."""
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
@@ -322,7 +321,6 @@ def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
 
 
 def _hyperparameter_names(tensors: Mapping[str, Any]) -> list[str]:
-    """List the names of the optimizer's settings, such as its learning rate, without those of its moments."""
     return [name for name in tensors.get("optimizer", {}) if name.startswith(SETTINGS)]
 
 

@@ -206,7 +206,6 @@ def check_format(path: Path) -> None:
 
 
 def _list_checkpoints(root: Path) -> list[Path]:
-    """Return the checkpoints under `root`, unfinished ones too, the newest first."""
     paths = [path for path in root.iterdir() if step_of(path) >= 0] if root.is_dir() else []
     return sorted(paths, key=lambda path: (step_of(path), path.name), reverse=True)
 
@@ -253,7 +252,6 @@ def _read_checkpoint_json(file: Path, path: Path) -> dict[str, Any]:
 
 
 def _digest(path: Path) -> Digest:
-    """Return the size of a file in bytes and its SHA-256."""
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -170,7 +170,6 @@ def _read_whole_number(number: Any) -> int:
 
 
 def _read_dtype(name: Any, tensor: str) -> torch.dtype:
-    """Return torch's dtype of this name. Raises CheckpointError for a name that torch has not."""
     dtype = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"has {name!r:.40} as the dtype of {tensor}, which torch has not; use a newer torch")
@@ -185,7 +184,6 @@ def _read_file_name(name: Any) -> str:
 
 
 def _file_size(path: Path, name: str) -> int:
-    """Return the bytes of a file of the folder. Raises CheckpointError if it is missing."""
     if not (path / name).is_file():
         raise CheckpointError(f"names {name}, which is missing; {_AGAIN}")
     return (path / name).stat().st_size

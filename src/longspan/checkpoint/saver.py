@@ -377,7 +377,6 @@ class CheckpointSaver:
     # ---- inside
 
     def _save_now(self, model: nn.Module, optimizer: Optimizer, started: float, *, step: int, state: Any) -> None:
-        """Write a checkpoint while training waits, as it has done since `started` (`time.monotonic`)."""
         path = save_checkpoint(
             self.root, model, optimizer, self._world, step=step, state=state, keep=self.keep, best=self.best
         )
@@ -442,7 +441,6 @@ class CheckpointSaver:
         return "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
 
     def _note_figures(self, save: RunningSave) -> None:
-        """Note the figures of a published save in `figures`, unless they were noted before."""
         if not save.noted:
             save.noted = True
             self.figures = SaveFigures(save.state["step"], save.shown, save.seconds, save.bytes)

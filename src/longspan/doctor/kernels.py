@@ -51,7 +51,6 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 
 
 def _make_meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Make the model of a configuration on the meta device, in bfloat16, with our attention."""
     with torch.device("meta"):
         automatic = AutoModelForImageTextToText if reads_images_alone(config) else AutoModelForCausalLM
         model = automatic.from_config(
@@ -64,7 +63,6 @@ def _make_meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _call_text(call: RecordedCall) -> str:
-    """Describe a call of attention: the size of its heads, and what it asks of a kernel."""
     sizes = f"heads of {call.head_size}"
     values = "" if call.value_size == call.head_size else f" with values of {call.value_size}"
     asks = {"a window": call.window is not None, "a soft cap": call.softcap is not None, "sinks": call.sinks}
@@ -72,7 +70,6 @@ def _call_text(call: RecordedCall) -> str:
 
 
 def _local_kernel_text(call: AttendCall) -> str:
-    """Name the kernel that runs a call on its device, or say why none does."""
     device_and_dtype = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
     try:
         return f"{choose_kernel(call).name} {device_and_dtype}"

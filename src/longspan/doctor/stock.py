@@ -83,7 +83,6 @@ def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument])
 
 
 def _split_items(document: TrialDocument, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split a document's values, one for each image or group of frames, into those of images and those of frames."""
     groups = document.groups
     return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
 
@@ -100,7 +99,6 @@ def document_labels(document: np.ndarray | TrialDocument) -> np.ndarray:
 
 
 def _label_document(document: TrialDocument) -> Document:
-    """Make a document with a prefix as `run_step` takes it: the tokens of the prefix are not predicted."""
     return Document(document.ids, loss_mask=np.arange(len(document.ids)) >= document.prefix)
 
 

@@ -86,7 +86,6 @@ def _import_dotted_name(name: str) -> object:
 
 
 def _check_has_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    """Return a configuration that transformers has a model for. Raises ConfigError for others."""
     if not _model_classes(config):
         raise ConfigError(
             f"{name}: transformers has no causal language model for {type(config).__name__}, nor one from images and "
@@ -96,7 +95,6 @@ def _check_has_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
 
 
 def _suggest_names(name: str) -> str:
-    """Write what a message suggests in place of an unknown name: similar model types and classes, and valid forms."""
     types = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     by_word = {word.lower(): word for word in sorted({*types, *map(str, types.values())})}
     matches = get_close_matches(name.rpartition(".")[2].lower(), list(by_word), n=4, cutoff=0.5)

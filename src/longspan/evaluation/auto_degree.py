@@ -92,7 +92,6 @@ def choose_degrees(
 
 
 def _set_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
-    """Set the degree, type and levels of a choice in the section of a set."""
     types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
     return replace(
         entry,

@@ -165,7 +165,6 @@ def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocumen
 
 
 def _document_lengths(documents: Any) -> tuple[int, ...]:
-    """Return the tokens of each document: those that the documents know, or counted by reading each."""
     lengths = getattr(documents, "lengths", None)
     return tuple(len(documents[d]) for d in range(len(documents))) if lengths is None else tuple(map(int, lengths))
 
@@ -302,7 +301,6 @@ class Portions:
         return self._metric_error()
 
     def _metric_error(self) -> LongspanError | None:
-        """Return the error of a metric on this rank, as one of ours; None if there is none."""
         if (error := self.sums.error) is None or isinstance(error, LongspanError):
             return error
         metric_error = EvaluationError(f"a metric failed on rank {self.world.rank}: {type(error).__name__}: {error}")

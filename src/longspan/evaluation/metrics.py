@@ -170,14 +170,12 @@ def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _example_rows(vocabulary: int, device: torch.device) -> TargetRows:
-    """Make two rows of one document with different targets, losses and logits."""
     index = torch.arange(2, device=device)
     logits = torch.linspace(-1, 1, 2 * vocabulary, device=device).view(2, vocabulary)
     return TargetRows(torch.zeros_like(index), index, index % vocabulary, index.double() + 1, logits)
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a real number, or a tensor of one without dimensions."""
     return (isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()) or isinstance(value, Real)
 
 

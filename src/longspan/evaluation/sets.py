@@ -76,7 +76,6 @@ def check_paths(config: RunConfig, world: World) -> None:
     """Raise DataError on every rank for a set whose path is missing or holds no text, before a corpus is built."""
 
     def list_files() -> None:
-        """List the files of each set, which raises where there are none."""
         for entry in config.eval:
             _corpus_settings(config, entry).files(Path(config.run.dir))
 
@@ -106,7 +105,6 @@ def describe_trained_files(training: Corpus, evaluated: EvaluationSet) -> str:
 
 
 def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
-    """Return the run's settings of a corpus with a set's path and limit, and a folder of its own."""
     data = replace(config.data, path=entry.path, sources=(), max_document_tokens=entry.max_document_tokens)
     return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix)
 
@@ -116,7 +114,6 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
     directory, settings = Path(config.run.dir), _corpus_settings(config, entry)
 
     def build_corpus() -> None:
-        """Build the documents of the set in its folder, with the run's tokenizer, or find them there."""
         folder = directory / settings.folder
         folder.parent.mkdir(exist_ok=True)
         log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731

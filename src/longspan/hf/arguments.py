@@ -18,7 +18,6 @@ TRAIN = ("memory", "memory_fraction", "memory_bytes")
 
 
 def _key(default: Any, text: str) -> Any:
-    """Declare a field with a default and its help text."""
     return field(default=default, metadata={"help": text})
 
 
@@ -118,7 +117,6 @@ def words_of_scripts() -> Iterator[None]:
 
 
 def _section_name(name: str) -> str:
-    """Return the section of the configuration that has the key `name`."""
     if name in PARALLEL:
         return "parallel"
     return "train" if name in TRAIN else "run" if name == "machine" else "context"

@@ -43,7 +43,6 @@ class EvaluationPart(StockTrainer):
 
     @contextmanager
     def _answer_with_logits(self, with_logits: bool) -> Iterator[None]:
-        """Have the model answer with logits of whole batches inside, or (False) with losses only."""
         self._facade.logits_of = self._document_logits if with_logits else None
         try:
             yield

@@ -188,7 +188,6 @@ class Facade:
         return getattr(self._model(), name)
 
     def _take_ahead_batch(self, batch: Mapping[str, Any]) -> AheadBatch | None:
-        """Return the next batch of the step that ran ahead, if this call with gradients is one of it; else None."""
         if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].matches(batch)):
             return None
         return self.ahead.pop(0)
@@ -283,13 +282,11 @@ class Facade:
         return out
 
     def _empty_table(self, rows: BatchDocuments, width: int) -> Tensor:
-        """Return zeros (B, L, width) in the model's dtype, on the device of its parameters."""
         parameter = next(self.inner_model.parameters())
         return torch.zeros((*rows.shape, width), dtype=self.inner_model.dtype, device=parameter.device)
 
 
 def _label_mask(labels: Any) -> Tensor:
-    """Return which tokens are predicted (B, L - 1), from column 1 on."""
     return torch.as_tensor(labels)[:, 1:] != NO_TARGET
 
 

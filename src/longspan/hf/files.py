@@ -56,7 +56,6 @@ class FilesPart(StockTrainer):
         """
 
         def write() -> None:
-            """Write on the first rank."""
             with tempfile.TemporaryDirectory(prefix=".", dir=self.args.output_dir) as name:
                 model: Any = copy(unwrap_model(self.model))
                 folder = Path(name)
@@ -69,7 +68,6 @@ class FilesPart(StockTrainer):
                 self.state.save_to_json(str(folder / STATE))
 
         def saving_error(error: Exception) -> ModelError:
-            """Return the error that all ranks raise."""
             text = f"a save into {self.args.output_dir} would fail, tried before training: {type(error).__name__}"
             return ModelError(f"{text}: {error}")
 
@@ -85,7 +83,6 @@ class FilesPart(StockTrainer):
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write the model, its tokenizer and the arguments; entered by all ranks."""
         folder = Path(output_dir or self.args.output_dir)
         self._prepare_once()
         longspan.save_model(self._facade.inner_model, folder, self.world, self._model_tokenizer)
@@ -240,7 +237,6 @@ class FilesPart(StockTrainer):
             raise CheckpointError(not_data_text(folder, error)) from error
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint, if its folder is still there."""
         best_folder = Path(self.state.best_model_checkpoint)
         if not run_on_first_rank(self.world, best_folder.is_dir, CheckpointError):
             _log.warning(
@@ -253,11 +249,9 @@ class FilesPart(StockTrainer):
     # ---- what a checkpoint says of the run
 
     def _torch_optimizer(self) -> Any:
-        """Return torch's optimizer, without the wrapper that Accelerate may have put around it."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _rows_of_step(self) -> int:
-        """Return the rows of a step on all ranks: `args` has the batch of all."""
         return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
 
     def _check_resumable(self, checkpoint: Path) -> None:
@@ -328,6 +322,5 @@ def _restore_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, A
 
 
 def _make_empty_folder(folder: Path) -> None:
-    """Make a folder, without what an interrupted save left in it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -82,7 +82,6 @@ class FirstRank:
         self._waiting.enter_context(leave_together(self._world))
 
     def _send(self, message: bytes) -> None:
-        """End the waiting, and send all ranks what comes next."""
         waiting, self._waiting = self._waiting, None
         assert waiting is not None
         waiting.close()

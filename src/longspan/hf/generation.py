@@ -74,11 +74,9 @@ class GenerationPart(StockTrainer):
         return FirstRank(self.world, {"weights": self._gather_weights, "vllm": self._call_vllm})
 
     def _gather_weights(self, merge_adapter: bool) -> None:
-        """Take part in gathering weights that only the first rank uses."""
         deque(self.weights_by_name(merge_adapter=merge_adapter), maxlen=0)
 
     def _call_vllm(self, method: str, *arguments: Any) -> None:
-        """Call a method of this rank's vLLM by name, as the first rank asks."""
         getattr(self.vllm_generation, method)(*arguments)
 
     def weights_by_name(self, *, merge_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -100,11 +98,9 @@ class GenerationPart(StockTrainer):
     # ---- work of the first rank
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
-        """Return the Trainer's answers, which the first rank makes."""
         return self._result_of_first_rank(lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers")
 
     def _calculate_rewards(self, *args: Any, **keywords: Any) -> Tensor:
-        """Return the Trainer's rewards, which the first rank computes, on this rank's device."""
         rewards = super()._calculate_rewards
         return self._result_of_first_rank(lambda: rewards(*args, **keywords), "rewards").to(self.accelerator.device)
 

@@ -92,7 +92,6 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
 
 
 def _has_default_recomputation(args: Any) -> bool:
-    """Return whether arguments leave recomputation as their class has it by default."""
     default = {key.name: key.default for key in fields(args)}
     return all(getattr(args, name, None) == default.get(name) for name in CHECKPOINTING)
 

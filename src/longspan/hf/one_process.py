@@ -137,7 +137,6 @@ class OneProcess:
 
         @wraps(make_stock)  # constructors are asked for their signature
         def refuse_stock(trainer: Any, *args: Any, **keywords: Any) -> None:
-            """Raise ConfigError for a trainer that is not longspan's; make it otherwise."""
             if not hasattr(trainer, "longspan"):
                 raise ConfigError(
                     f"{type(trainer).__name__} is made while a longspan trainer is open, and would train on "
@@ -148,14 +147,12 @@ class OneProcess:
 
         @wraps(save_stock)
         def save_on_all_ranks(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-            """Save a longspan trainer's model on all ranks, another's as transformers does."""
             if hasattr(trainer, "longspan"):  # transformers 5.17 to 5.22 would have only the first rank save
                 trainer._save(output_dir)
             else:
                 save_stock(trainer, output_dir, _internal_call)
 
         def set_up_devices(args: TrainingArguments) -> torch.device:
-            """Set up devices as transformers does, under accelerate's own state."""
             return one._run_under_stock_state(lambda: set_up.func(args))
 
         devices = cached_property(set_up_devices)
@@ -173,7 +170,6 @@ class OneProcess:
         return {"num_processes": 1, "distributed_type": DistributedType.NO}
 
     def _patch(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of a class, and keep the former one for `_close`."""
         self._patched.append((owner, name, owner.__dict__[name]))
         setattr(owner, name, value)
 

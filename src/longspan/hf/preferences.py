@@ -57,7 +57,6 @@ class PreferencesPart(StockTrainer):
             self.accelerator.every_rank_writes = False
 
     def _refuse_reference(self) -> None:
-        """Raise ModelError or ConfigError for a reference that longspan does not prepare."""
         names = [name for name in getattr(self.model, "peft_config", ()) if name != REFERENCE]
         if len(names) > 1:
             raise ModelError(

@@ -170,13 +170,11 @@ def refuse_search(*_: Any, **__: Any) -> NoReturn:
 
 
 def _has_head(model: Any) -> bool:
-    """Return whether a model has output embeddings, and so gives logits of tokens."""
     head: Any = getattr(model, "get_output_embeddings", None)
     return head is not None and head() is not None
 
 
 def _dropout_text(model: nn.Module) -> str:
-    """Return what drops values at random in training, as words; "" if nothing does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name or type(module).__name__} drops {module.p:g} of its inputs"

@@ -110,7 +110,6 @@ class HostBatches:
         iterate_stock = type(base).__iter__
 
         def begin_batches() -> BatchesAhead:
-            """Begin an epoch, with no batch made ahead."""
             self._batches = BatchesAhead(iterate_stock(base))
             return self._batches
 
@@ -278,7 +277,6 @@ class StepsPart(StockTrainer):
 
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:
-        """Return how training (True) and evaluation (False) are planned, by the cost of the model."""
         config, heads, cost = self._config, query_heads(unwrap_model(self.model).config), self._cost
         return {
             True: PlanChoice.training(config, cost=cost, heads=heads),
@@ -295,7 +293,6 @@ class StepsPart(StockTrainer):
         return self._last_plan[1]
 
     def _make_plan(self, documents: Sequence[Document], *, training: bool) -> Plan:
-        """Plan documents by the planner of training or of evaluation."""
         targets = sum(document.targets for document in documents)
         lengths = [len(document) for document in documents]
         return self._choices[training].plan(lengths, self.world.home, targets=targets)
@@ -382,7 +379,6 @@ class StepsPart(StockTrainer):
         return loss.cpu()
 
     def _prepare_input(self, data: Any) -> Any:
-        """Return data on the Trainer's device; tensors that are there already are returned themselves."""
         return move_to_device(data, self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
 
     def _run_ahead(self, batches: Sequence[Any]) -> None:
@@ -418,7 +414,6 @@ class StepsPart(StockTrainer):
         return ComingStep(batches, rows, documents, firsts, documents_digest(documents), plan, versions)
 
     def _work_meanwhile(self) -> None:
-        """Prepare the next step, then wait for the device."""
         self._prepare_next_step()
         if self.world.device.type == "cuda":
             torch.cuda.current_stream(self.world.device).synchronize()
@@ -512,7 +507,6 @@ class StepsPart(StockTrainer):
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
-        """Return the norm of all ranks' gradients, `grad_norm` if clipping gave it already."""
         return norm_of(self._facade.inner_model, self.world) if grad_norm is None else grad_norm
 
 

@@ -86,7 +86,6 @@ class GivenArguments:
         return self._bound.args, self._bound.kwargs
 
     def _argument_value(self, name: str, default: Any) -> Any:
-        """Return what is bound to a parameter of the constructor, or `default` if there is none of this name."""
         return self._bound.arguments.get(name, default)
 
     def _default_arguments(self) -> TrainingArguments:
@@ -109,7 +108,6 @@ def _signature(kind: type[Any]) -> inspect.Signature:
 
 
 def _parameter_names(signature: inspect.Signature) -> tuple[list[str], str, str]:
-    """Return the named parameters, and the names of *args and **kwargs, "" for one that is not there."""
     parameters = signature.parameters.values()
     variadic_names = {parameter.kind: parameter.name for parameter in parameters if parameter.kind in _VARIADIC}
     names = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
@@ -223,12 +221,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             model.forward = facade.__call__
 
     def _prepare_for_training(self, *args: Any) -> Any:
-        """Prepare the model before the Trainer makes an optimizer of its parameters."""
         self._prepare_once()
         return super()._prepare_for_training(*args)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """Return the facade as the model that the Trainer calls."""
         self._prepare_once()
         return self._facade
 
@@ -304,7 +300,6 @@ def _route_calls(prepared: Any, facade: Facade) -> None:
     kind = type(prepared)
 
     def call(model: Any, *args: Any, **batch: Any) -> Any:
-        """Run the prepared model on a shard, as longspan's steps call it; else answer by the facade."""
         return kind.__call__(model, *args, **batch) if "shard" in batch else facade(*args, **batch)
 
     # Python looks `__call__` up in the class, so the model gets a class of its own.

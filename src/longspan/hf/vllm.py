@@ -100,7 +100,6 @@ def replace_vllm(trainer: Any) -> Iterator[None]:
     modules = [module for module in modules_of_bases if vars(module).get("VLLMGeneration") is VLLMGeneration]
 
     def make_vllm(*args: Any, **keywords: Any) -> LongspanVLLM:
-        """Make the vLLM of this trainer with the arguments of TRL's."""
         return LongspanVLLM(trainer, *args, **keywords)
 
     for module in modules:

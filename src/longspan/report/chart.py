@@ -176,7 +176,6 @@ def _chart_elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Ite
 
 
 def _chart_drawing(chart: Chart, drawn: Sequence[Series]) -> str:
-    """Return the SVG of a chart, with the numbers that its crosshair shows."""
     frame = _fit_frame(chart, drawn)
     return tag(
         "svg",
@@ -225,7 +224,6 @@ def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
 
 
 def _draw_axes(chart: Chart, frame: _Frame) -> str:
-    """Draw grid lines, ticks and names of both axes."""
     parts, y_values = list[str](), _y_ticks(chart, frame)
     digits = _tick_digits(y_values)
     for value in y_values:
@@ -308,7 +306,6 @@ def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
 
 
 def _draw_notes(chart: Chart, frame: _Frame) -> Iterator[str]:
-    """Draw words below points, inside the drawing."""
     for x, y, words in chart.notes:
         width = LETTER_WIDTH * len(words)
         start = max(frame.left + 4, min(float(frame.to_x(x)) - width / 2, frame.right - width))

@@ -25,7 +25,6 @@ def eval_page(record: Mapping[str, Any]) -> str:
 
 
 def _eval_sections(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the sections: header, evaluations, differences from another model, and curves."""
     models = [record, *([record["compare"]] if "compare" in record else [])]
     yield _eval_header(record)
     yield section("Evaluations", scrolling_table(*_evaluations_table(models)))
@@ -37,7 +36,6 @@ def _eval_sections(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _eval_header(record: Mapping[str, Any]) -> str:
-    """Return the header: the checkpoint, its model, the ranks and their degrees, and which settings were changed."""
     degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
     lines = [" · ".join([_kind_text(record), plural(record["world"], "rank"), *degrees])]
     lines += [
@@ -48,7 +46,6 @@ def _eval_header(record: Mapping[str, Any]) -> str:
 
 
 def _kind_text(model: Mapping[str, Any]) -> str:
-    """Write the kind of weights: a Hugging Face folder, or a run or checkpoint with the step of all its evaluations."""
     if model["kind"] == "folder":
         return "Hugging Face folder"
     return f"{model['kind']}, step {model['evaluations'][0]['step']}"
@@ -99,7 +96,6 @@ def _difference_section(difference: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def _loss_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the loss by position and by document length: a curve for each model and set."""
     by_position, by_length = dict[str, Any](), dict[str, Any]()
     for model in models:
         for row in model["evaluations"]:
@@ -110,7 +106,6 @@ def _loss_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _set_label(row: Mapping[str, Any]) -> str:
-    """Return the name of an evaluation's set; held-out documents have none of their own."""
     return row.get("eval_name") or HELD_OUT
 
 

@@ -43,7 +43,6 @@ def _bucket_series(name: str, buckets: Buckets, firsts: Sequence[int], color: in
 
 
 def _start_text(first: int) -> str:
-    """Write where a bucket begins: multiples of 1,024 with K, of 1,024 squared with M."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if first >= size and first % size == 0:
             return f"{first // size}{unit}"
@@ -99,7 +98,6 @@ def chart_at_both_widths(chart: Callable[[int], Chart]) -> Iterator[str]:
 
 
 def _sets_chart(sets: dict[str, list[EvalRow]], width: int) -> Chart:
-    """Return the chart of the loss of each evaluation set over steps."""
     series = [
         Series(
             name or HELD_OUT, np.array([r.step for r in rows]), np.array([r.loss for r in rows]), i % COLORS, "marks"
@@ -112,7 +110,6 @@ def _sets_chart(sets: dict[str, list[EvalRow]], width: int) -> Chart:
 
 
 def _sets_table(sets: dict[str, list[EvalRow]]) -> str:
-    """Return a table of the last evaluation of every set, with a column for each metric that any of them has."""
     rows = [of_set[-1] for of_set in sets.values()]
     metrics = list(dict.fromkeys(name for row in rows for name, _ in row.metrics))
     names = ["set", "step", "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
@@ -128,7 +125,6 @@ def _sets_table(sets: dict[str, list[EvalRow]]) -> str:
 
 
 def _metric_text(name: str, value: float) -> str:
-    """Write the value of a metric: an accuracy in percent, others to five digits."""
     return f"{100 * value:.2f}%" if name == "token_accuracy" else number_text(value, 5)
 
 
@@ -180,7 +176,6 @@ def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
 
 
 def _column_class(name: str) -> str | None:
-    """Return the class of columns that narrow pages leave out."""
     return "minor" if name in ("perplexity", "tokens") else None
 
 
@@ -193,7 +188,6 @@ def samples_section(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _samples_table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of samples with images: what the model answered, and how many answers are right."""
     right_answers = sum(row["answer"] == row["predicted"] for row in rows)
     caption = tag(
         "p", text(f"{name or 'held-out documents'}: {right_answers} of {len(rows)} answers are right"), class_="note"
@@ -203,7 +197,6 @@ def _samples_table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sample_row(row: Mapping[str, Any]) -> str:
-    """Return the row of a sample: its images, its text, the true answer and the predicted one, coloured if right."""
     right = row["answer"] == row["predicted"]
     cells = [tag("td", *_image_tags(row["images"])), tag("td", text(row["text"])), tag("td", text(row["answer"]))]
     return tag("tr", *cells, tag("td", text(row["predicted"]), class_="good" if right else "bad"))
@@ -217,7 +210,6 @@ def _image_tags(pictures: Sequence[str]) -> Iterator[str]:
 
 
 def _is_base64(picture: object) -> bool:
-    """Return whether a value is base64: letters and digits, + and /, with = at the end."""
     return isinstance(picture, str) and picture.replace("+", "").replace("/", "").rstrip("=").isalnum()
 
 

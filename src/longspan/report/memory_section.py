@@ -102,5 +102,4 @@ def _bytes_table(device: Mapping[str, float], host: Mapping[str, float], peak: f
 
 
 def _bytes_cell(values: Mapping[str, float], kind: str) -> str:
-    """Write the bytes of a kind; "" where there are none."""
     return bytes_text(values[kind]) if values.get(kind) else ""

@@ -71,7 +71,6 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
 
 
 def _set_size(svg: str, width: float, height: float) -> str:
-    """Return an <svg> element with a width and a height, which it needs inside another drawing."""
     return svg.replace("<svg", f'<svg width="{width:g}" height="{height:g}"', 1)
 
 
@@ -81,7 +80,6 @@ def _legend_places(top: float) -> Iterator[tuple[int, int]]:
 
 
 def _plan_legend() -> str:
-    """Return the legend of a plan's picture, and a note on what its times are."""
     note = (
         "Times are predicted by the plan's cost model, not measured. Within a micro-batch the documents of the widest "
         "groups come first here, whatever a slot's own order."
@@ -91,7 +89,6 @@ def _plan_legend() -> str:
 
 
 def _legend_drawings() -> tuple[tuple[str, str], ...]:
-    """Return the drawing and the words of each entry of the legend."""
     box = {"width": 22, "height": 12}
     return (
         (

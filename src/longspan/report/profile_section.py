@@ -51,7 +51,6 @@ def _profile_rows(folder: Path, notes: list[str]) -> Iterator[tuple[str, dict[st
 
 
 def _is_profile(row: Any) -> bool:
-    """Return whether a row has what a profile needs: seconds of every part, and its kernels."""
     if not isinstance(row, Mapping) or not isinstance(row.get("parts"), Mapping):
         return False
     kernels = row.get("kernels")
@@ -63,7 +62,6 @@ def _is_profile(row: Any) -> bool:
 
 
 def _is_kernel(kernel: Any) -> bool:
-    """Return whether a value describes a kernel: its name, part, calls and seconds."""
     return (
         isinstance(kernel, Mapping)
         and all(isinstance(kernel.get(name), str) for name in ("name", "part"))

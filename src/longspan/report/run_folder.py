@@ -106,7 +106,6 @@ class EvalRow:
 
     @property
     def _has_several_degrees(self) -> bool:
-        """Whether its plan may have several degrees, as dynamic plans and those of other planners do."""
         return self.planner == "dynamic" or "." in self.planner  # a dotted name is a planner of the user's own
 
     @property
@@ -274,12 +273,10 @@ def read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """List the columns that every run has, then those of depths of multi-token prediction in these rows."""
     return [*TRAIN_COLUMNS, *sorted({name for row in rows for name in row if name.startswith(MTP_LOSS)})]
 
 
 def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
-    """Yield the evaluations among rows of a record. Rows that cannot be read are noted, equal notes once."""
     for row in rows if isinstance(rows, list) else []:
         try:
             evaluation = EvalRow.from_row(row) if isinstance(row, dict) else None
@@ -304,7 +301,6 @@ def read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _median_step(rows: Mapping[int, Mapping[str, Any]]) -> int:
-    """Return the step whose time is the median of all, the shorter of two middle ones; 0 where none was measured."""
     times = sorted((seconds, step) for step, row in rows.items() if (seconds := number(row.get("seconds"))) > 0)
     return times[(len(times) - 1) // 2][1] if times else 0
 
@@ -340,5 +336,4 @@ def _plan_name(stem: str) -> str:
 
 
 def _step_name(step: int) -> str:
-    """Name the plan of a step as `_plan_name` does."""
     return f"step {step:,}"

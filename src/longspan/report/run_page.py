@@ -115,7 +115,6 @@ def column_curves(run: RunFolder, name: str, color: int, window: int | None = No
 
 
 def _mean_curves(run: RunFolder, columns: Sequence[tuple[str, str]]) -> tuple[Series, ...]:
-    """Return a curve of running means for each of `columns`, pairs of the name to show and that of the column."""
     window = _averaging_window(run)
     curves = ((label, smooth(run.train[name], window)) for label, name in columns)
     return tuple(Series(label, run.step, values, i % COLORS) for i, (label, values) in enumerate(curves))
@@ -161,7 +160,6 @@ def _profile_part(run: RunFolder) -> str:
 
 
 def _run_header(run: RunFolder) -> str:
-    """Return the header of the page: the run's name, what it trained on what, its versions, and how it ended."""
     steps = f"steps {int(run.step[0]):,} to {int(run.step[-1]):,}" if len(run.step) else "no training step"
     title = tag("p", "longspan", class_="brand") + tag("h1", text(run.name))
     parts = [*configuration_parts(run), steps + _ending_text(run)]
@@ -174,7 +172,6 @@ def _run_header(run: RunFolder) -> str:
 
 
 def _outcome_words(run: RunFolder) -> Iterator[str]:
-    """Yield how the training loss went, and the loss on held-out documents, with whether degrees agree on it."""
     loss, seconds = finite(run.train["loss"]), finite(run.train["seconds"])
     if len(loss) > 1:
         duration = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
@@ -201,7 +198,6 @@ def configuration_parts(run: RunFolder) -> Iterator[str]:
     """Yield what was trained on what, by which plans, and how it was evaluated, from the configuration."""
 
     def value(section: str, key: str) -> object:
-        """Return a key's value; None if the file, which may be of another version, lacks it."""
         values = run.config.get(section)
         return values.get(key) if isinstance(values, dict) else None
 
@@ -221,13 +217,11 @@ def configuration_parts(run: RunFolder) -> Iterator[str]:
 
 
 def _fact_list(facts: RunFacts) -> str:
-    """Return what the run said before its first step, without the path of this report."""
     lines = (tag("dt", text(name)) + tag("dd", text(words)) for name, words in facts.lines() if name != "report")
     return tag("dl", *lines, class_="said")
 
 
 def _figure_cards(run: RunFolder) -> str:
-    """Return the key figures as cards, in rows of nearly equal length."""
     cards = [
         tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
         for name, value, detail in _key_figures(run)
@@ -252,7 +246,6 @@ def _small_figures(run: RunFolder) -> Iterator[str]:
 
 
 def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
-    """Yield name, value and detail of the figures at the top of the page."""
     loss, vocab = finite(run.train["loss"]), run.vocab_size()  # ln V is the loss of a uniform guess among V tokens
     if len(loss):
         mean = float(loss[-LAST:].mean())
@@ -305,5 +298,4 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
 
 
 def _flops_text(tflops: float) -> str:
-    """Write a rate given in 1e12 FLOP/s, below 1 in GFLOP/s, as CPUs have it."""
     return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"

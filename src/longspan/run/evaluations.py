@@ -75,7 +75,6 @@ def image_samples(
         tokens_at |= tokens
 
     def make_rows() -> list[dict[str, Any]]:
-        """Make the rows, on the first rank."""
         tokenizer = load_tokenizer(folder)
         sample_rows = (_sample_row(samples, number, tokenizer, tokens_at) for number in range(len(samples)))
         return [{"step": step, "name": name, **row} for row in sample_rows]
@@ -125,7 +124,6 @@ def _decode_ids(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
 
 
 def _encode_image(documents: ImageDocuments, number: int) -> str:
-    """Return image `number` of all documents' images as a PNG in base64, of at most LARGEST pixels a side."""
     image = documents.picture(number)
     image.thumbnail((LARGEST, LARGEST))
     buffer = io.BytesIO()
@@ -201,7 +199,6 @@ class Evaluations:
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
     def _write_samples(self, done: int) -> None:
-        """Write the model's answers for some documents of each set that has images."""
         run, rows = self.run, list[dict[str, Any]]()
         for entry in run.sets:
             choice = run.choice_of(entry.config)
@@ -274,7 +271,6 @@ class Evaluations:
 
 
 def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as JSON, one a line, in place of an older file; make its folder if need be."""
     file.parent.mkdir(exist_ok=True)
     write_atomically(file, "".join(as_json(row) + "\n" for row in rows))
 

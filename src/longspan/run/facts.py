@@ -119,7 +119,6 @@ class RunFacts:
             yield "caution", self.caution
 
     def _home_texts(self) -> Iterator[str]:
-        """Yield in words the number of slots, of several hosts also the slots of one, and each degree above 1."""
         host_text = f" ({self.node_size} a host)" if self.hosts > 1 and self.node_size else ""
         yield plural(self.home["slots"], "slot") + host_text
         yield from (f"{name} {degree}" for name, degree in self.home.items() if name != "slots" and degree > 1)
@@ -127,7 +126,6 @@ class RunFacts:
             yield "sequence-parallel"
 
     def _device_text(self) -> str:
-        """Return in words which devices, hosts and backend the run has, and the peak that MFU refers to."""
         if self.device == "CPU":
             cores = f"{plural(self.ranks, 'process', 'es')} on {plural(self.cores, 'CPU core')}"
             return f"{cores}{_hosts_text(self.hosts)}, {self.backend}"
@@ -174,12 +172,10 @@ def facts_text(facts: RunFacts) -> str:
 
 
 def _hosts_text(hosts: int) -> str:
-    """Write the number of hosts; "" for one, which is not worth a word."""
     return f", {hosts} hosts" if hosts > 1 else ""
 
 
 def _size_text(count: int) -> str:
-    """Return a number of parameters in words: 7.6 B, 120 M, or all digits."""
     for unit, scale in (("B", 1e9), ("M", 1e6)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"

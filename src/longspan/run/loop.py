@@ -290,7 +290,6 @@ def _agree_on_end(
 
 
 def _last_loss(file: Path, done: int) -> float:
-    """Return the mean loss of the last LAST_STEPS steps up to `done`, from metrics.jsonl; NaN where there is none."""
     rows = (row for row in read_metrics(file) if done - LAST_STEPS < row["step"] <= done)
     losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
     return math.fsum(losses) / len(losses) if losses else math.nan

@@ -149,11 +149,9 @@ class ProgressDisplay:
                 self.log(f"{self._work}: {now - self._begun:.0f} s so far")
 
     def _step_text(self, row: Mapping[str, Any]) -> str:
-        """Write the number of a step and of all steps, as wide for each step."""
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
     def _advance_bar(self, row: Mapping[str, Any]) -> None:
-        """Move the bar to a step, and start it at the first."""
         if self._progress is None:
             console = Console(file=self._stream)
             self._figures_shown, columns = _fit_to_width(row, self._steps, console.width)
@@ -231,21 +229,17 @@ def _metric_texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def _clock_text(seconds: int) -> str:
-    """Write a time: 1:05 for minutes and seconds, 1:05 h for hours and minutes."""
     minutes = f"{seconds // 60}:{seconds % 60:02d}"
     return minutes if seconds < 3600 else f"{seconds // 3600}:{seconds // 60 % 60:02d} h"
 
 
 def _short_number(value: float) -> str:
-    """Write a number as two digits and a power of ten: 6.0e-3."""
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def _norm_text(value: float) -> str:
-    """Write a gradient norm in a few characters, whatever its size."""
     return f"{value:.2f}" if 0.01 <= value < 100 else _short_number(value)
 
 
 def _memory_text(count: int) -> str:
-    """Write a number of bytes in GiB, or in MiB below one GiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

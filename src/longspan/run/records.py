@@ -75,7 +75,6 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
     file = run.dir / "plans" / f"{name}.json"
 
     def write() -> None:
-        """Write the file, on the first rank."""
         file.parent.mkdir(exist_ok=True)
         write_atomically(file, plan.to_json())
 

@@ -63,7 +63,6 @@ def check_paths_and_metrics(config: RunConfig, world: World, vocabulary: int) ->
     """Raise on every rank, before a corpus is built, for paths that do not exist and metrics that cannot be used."""
 
     def check_metrics_of_sets() -> None:
-        """Raise ConfigError for metrics of an evaluation set that cannot be loaded or do not fit the vocabulary."""
         for entry in (held_out_set(config), *config.eval):
             try:
                 check_metrics(load_metrics(entry.metrics, entry.metrics_key), {}, vocabulary, world.device)

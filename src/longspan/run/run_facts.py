@@ -57,7 +57,6 @@ def facts_of(run: TrainingRun) -> RunFacts:
 
 
 def _model_facts(run: TrainingRun) -> dict[str, Any]:
-    """Return the facts of the model: its name, its parameters and experts."""
     model = run.config.model
     parameters, parameters_of_rank, trained = _count_parameters(run)
     experts = read_experts(run.model.config)
@@ -72,7 +71,6 @@ def _model_facts(run: TrainingRun) -> dict[str, Any]:
 
 
 def _data_facts(run: TrainingRun) -> dict[str, int]:
-    """Return the facts of the documents: how many, how many held out, their tokens, the longest."""
     lengths = run.corpus.lengths
     return {
         "documents": len(lengths),
@@ -83,7 +81,6 @@ def _data_facts(run: TrainingRun) -> dict[str, int]:
 
 
 def _step_facts(run: TrainingRun) -> dict[str, Any]:
-    """Return the facts of the steps: how many there are and are done, their tokens, the optimizer and its rate."""
     train = run.config.train
     values = {name: getattr(train, name) for name in ("steps", "optimizer", "lr")}
     return {"done": run.done, "tokens_per_step": largest_step(run.config, run.order), **values}
@@ -117,7 +114,6 @@ def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
 
 
 def _dtype_names(execution: Execution) -> dict[str, str]:
-    """Return the dtypes of parameters, of arithmetic and of sums of gradients, by name."""
     names = ("parameter_dtype", "compute_dtype", "reduce_dtype")
     return {name: str(getattr(execution, name)).removeprefix("torch.") for name in names}
 
@@ -134,13 +130,11 @@ def mixers_text(execution: Execution, device: torch.device, partition: str) -> s
 
 
 def _mtp_text(mtp: MtpSection) -> str:
-    """Write the depths of multi-token prediction and their weight; "" if there are none."""
     depths = plural(mtp.depths, "depth")
     return f"{depths} of multi-token prediction, loss weight {mtp.loss_weight:g}" if mtp.depths else ""
 
 
 def _encoder_text(run: TrainingRun) -> str:
-    """Return in words which slots encode images, and which parts of the encoder are trained; "" without an encoder."""
     if not isinstance(run.model, MultimodalModel):
         return ""
     settings, count = run.config.encoder, run.corpus.manifest.images
@@ -153,7 +147,6 @@ def _encoder_text(run: TrainingRun) -> str:
 
 
 def _device_facts(world: World) -> dict[str, Any]:
-    """Return the facts of the ranks: their device, hosts, cores and backend; `node_size` is the slots of a host."""
     gpu, ranks = world.device.type == "cuda", len(world.home.ranks)
     return {
         "device": device_name(world),
@@ -173,7 +166,6 @@ def _home_degrees(world: World, virtual_stages: int) -> dict[str, int]:
 
 
 def _planning_text(run: TrainingRun) -> str:
-    """Return in words how steps are planned, and how evaluations if documents are held out."""
     free = ", free" if run.config.context.mode == "free" else ""
     cap = run.choice.options.max_tokens_per_slot
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"

@@ -61,7 +61,6 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
 
 
 def _lock_holder_text(directory: Path, file: TextIO) -> str:
-    """Return the message that another run is at work in the folder, which its lock file names; closes the file."""
     with file:
         file.seek(0)
         holder = file.read().strip() or "another process"

@@ -230,7 +230,6 @@ class BestCheckpoint:
         return True
 
     def _is_better(self, value: float) -> bool:
-        """Return whether a value is better than the best so far; the first value always is."""
         if not self._bests:
             return True
         best_value = self._bests[-1][1]
@@ -251,7 +250,6 @@ class BestCheckpoint:
             return []
 
     def _write_bests(self) -> None:
-        """Write the best steps and their values, and which figure they are of."""
         bests = [{"step": step, "value": value} for step, value in self._bests]
         write_atomically(self._file, json.dumps({**vars(self.figure), "bests": bests}, indent=1))
 

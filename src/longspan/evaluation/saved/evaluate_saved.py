@@ -356,7 +356,6 @@ def _progress_title(fit: _Fit, name: str, choice: PlanChoice) -> str:
 
 
 def _count_text_bytes(documents: CorpusDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
-    """Count the UTF-8 bytes of each document's predicted tokens, all except its first; () if bytes are not known."""
     if bytes_of_ids is None:
         return ()
     return tuple(int(bytes_of_ids[document[np.arange(1, len(document))]].sum()) for document in documents)

@@ -62,7 +62,6 @@ def _markup_or_note(make: Callable[[LiveRun], str], live: LiveRun, name: str) ->
 
 
 def _status_header(live: LiveRun) -> str:
-    """Return the name of the run, whether it is at work, and how far it is."""
     title = tag("p", "longspan", class_="brand") + tag("h1", text(live.run.name))
     state = tag("span", text(_WORDS[live.state]), class_=f"state {live.state}", role="status")
     story = tag("p", state, text(" · ".join(_progress_words(live))), class_="story")
@@ -92,7 +91,6 @@ def _progress_words(live: LiveRun) -> Iterator[str]:
 
 
 def _figure_cards(live: LiveRun) -> str:
-    """Return the key figures as cards; "" where there are none yet."""
     cards = [
         tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
         for name, value, detail in _figures(live)
@@ -101,7 +99,6 @@ def _figure_cards(live: LiveRun) -> str:
 
 
 def _figures(live: LiveRun) -> Iterator[tuple[str, str, str]]:
-    """Yield name, value and detail of the newest figures."""
     train = live.run.train
     loss, speed, seconds, peak = map(
         finite, (train[n] for n in ("loss", "tokens_per_second", "seconds", "memory_bytes"))
@@ -120,19 +117,16 @@ def _figures(live: LiveRun) -> Iterator[tuple[str, str, str]]:
 
 
 def _median_words(values: np.ndarray) -> str:
-    """Write over how many steps the median of these values is taken."""
     return f"median of the last {plural(min(RECENT, len(values)), 'step')}"
 
 
 def _loss_section(live: LiveRun) -> str:
-    """Return the chart of losses; "" before the first step and the first evaluation."""
     if not len(live.run.step) and not live.run.evaluations:
         return ""
     return section("Loss", *chart_at_both_widths(partial(loss_chart, live.run)))
 
 
 def _speed_section(live: LiveRun) -> str:
-    """Return the charts of tokens per second and seconds of each step; "" before the first step."""
     if not len(live.run.step):
         return ""
     charts = _column_chart(live, "Speed", "tokens_per_second", 0), _column_chart(live, "Time of a step", "seconds", 3)
@@ -149,7 +143,6 @@ def _column_chart(live: LiveRun, title: str, name: str, color: int) -> Chart:
 
 
 def _plan_part(live: LiveRun) -> str:
-    """Return the plan of the newest step: its groups by degree and type as a table, and its picture."""
     if live.plan is None:
         return ""
     step, plan = live.plan
@@ -165,7 +158,6 @@ def _plan_part(live: LiveRun) -> str:
 
 
 def _evaluation_section(live: LiveRun) -> str:
-    """Return the table of the newest evaluations; "" where there are none."""
     rows = live.run.evaluations[::-1]
     if not rows:
         return ""
@@ -188,7 +180,6 @@ def _evaluation_section(live: LiveRun) -> str:
 
 
 def _save_section(live: LiveRun) -> str:
-    """Return the checkpoints of the folder, and sizes and times of the last saves, the newest first; "" without any."""
     lines = list[str]()
     if live.checkpoints:
         lines.append(f"in the folder: {', '.join(f'step {step:,}' for step in live.checkpoints)}")
@@ -222,7 +213,6 @@ def _rank_section(live: LiveRun) -> str:
 
 
 def _rank_words(home: dict[str, int], ranks: int) -> str:
-    """Write how many ranks there are, in how many slots, and how many ranks a slot has if that is more than one."""
     of_slot = home.get("tp", 1) * home.get("pp", 1)
     return f"{ranks:,} in {plural(home['slots'], 'slot')}" + (f" of {of_slot}" if of_slot > 1 else "")
 

@@ -149,7 +149,6 @@ class LiveRecords:
             self._forget_records()
 
     def _forget_records(self) -> None:
-        """Forget all steps, evaluations and saves that were read, and what was noted of their rows."""
         self._step, self._columns = array("q"), {name: array("d") for name in COLUMNS}
         self._evaluations.clear()
         self._saves.clear()

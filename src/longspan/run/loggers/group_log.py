@@ -85,7 +85,6 @@ class GroupLog:
             self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")
 
     def _write_rows(self, rows: list[Row]) -> None:
-        """Append rows to the file, each with the number of plans so far."""
         if rows and self._path is not None:
             with name_file_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)

@@ -125,7 +125,6 @@ def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A tuple, as configurations have it, for a list of JSON."""
     return tuple(value) if isinstance(value, list) else value
 
 

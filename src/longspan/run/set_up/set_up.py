@@ -146,7 +146,6 @@ def set_up_model(
     check_image_keys(config, data.images)
 
     def load() -> Any:
-        """Make the model, without weights where a checkpoint has them all."""
         if resumed and not config.lora.rank:
             return unread_model(config, configuration=configuration, images=images)
         return load_run_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
@@ -275,7 +274,6 @@ def _run_memory(config: RunConfig, data: RunData, configuration: Any, world: Wor
 
 
 def _resolve_evaluations(run: TrainingRun, data: RunData, log: LogLine) -> TrainingRun:
-    """Return the run with its evaluation sets, and with numbers in place of "auto" degrees of evaluations."""
     lengths, heads = {s.name: s.documents.lengths for s in data.sets}, query_heads(data.model)
     config, why = choose_degrees(run.config, lengths, run.world, log, cost=run.cost, heads=heads)
     return replace(run, config=config, sets=with_eval_tables(data.sets, config), why_degrees=why)

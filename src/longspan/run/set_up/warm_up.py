@@ -246,7 +246,6 @@ def _evaluation_part(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int
 
 
 def _most_rows(plan: Plan) -> int:
-    """Return the most rows that a slot has in a micro-batch of a plan."""
     return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
 
 
@@ -282,7 +281,6 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
 
 
 def _peak_memory_text(device: torch.device) -> str:
-    """Return peak memory of the first rank, and the memory that its allocator has reserved."""
     line = f"at most {peak_memory_bytes(device) / 2**30:.1f} GiB"
     if device.type == "cuda":
         line += f" of {torch.cuda.memory_reserved(device) / 2**30:.1f} GiB reserved"
@@ -290,7 +288,6 @@ def _peak_memory_text(device: torch.device) -> str:
 
 
 def _out_of_memory_error(training: Training, work: WarmUp, error: BaseException) -> SlotRowsError:
-    """Return the error of a rank that has too little memory for the coming plans."""
     rows = _most_rows(work.kinds_of_training)
     cap = training.config.context.max_tokens_per_slot
     return SlotRowsError(

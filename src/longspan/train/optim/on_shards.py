@@ -74,7 +74,6 @@ def _shard_like(whole: Tensor, like: DTensor) -> DTensor:
 
 
 def _draw_normal(shape: Sequence[int], *, seed: int) -> Tensor:
-    """Draw normal numbers on the CPU, the same on every rank."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -152,13 +152,11 @@ def make_table(updates: Sequence[Update]) -> Any:
 
 
 def _triton_type(dtype: torch.dtype) -> Any:
-    """Return Triton's name of a type, which its kernels take as a constant."""
     return getattr(import_module("triton.language"), _DTYPES[dtype])
 
 
 @cache
 def _kernels() -> Any:
-    """Return the module of Triton kernels; None where Triton is not installed."""
     return None if find_spec("triton") is None else import_module("longspan.train.optim.adamw_kernels")
 
 

@@ -141,7 +141,6 @@ def parameter_groups(
 
 
 def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
-    """Raise ConfigError for a learning rate under a name that no module has."""
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     if unknown := [name for name in rates if name not in modules]:
         raise ConfigError(
@@ -253,13 +252,11 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _is_switch(parameter: inspect.Parameter) -> bool:
-    """Return whether an argument is true or false, by its default or its annotation ("bool | None" too)."""
     type_names = {*re.findall(r"\w+", str(parameter.annotation))} - {"class", "typing", "Optional", "Union", "None"}
     return isinstance(parameter.default, bool) or type_names == {"bool"}
 
 
 def _accepts_argument(kind: type[Optimizer], argument: str) -> bool:
-    """Return whether a class is made with an argument of this name, be it among others (**kwargs)."""
     parameters = inspect.signature(kind).parameters
     return argument in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 

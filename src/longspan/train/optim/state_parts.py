@@ -294,5 +294,4 @@ def _update_difference(
 
 
 def _are_equal(a: Any, b: Any) -> bool:
-    """Return whether two settings are equal; tensors bit by bit."""
     return torch.equal(a, b) if isinstance(a, Tensor) else a == b

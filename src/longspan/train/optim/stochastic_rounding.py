@@ -71,7 +71,6 @@ class StochasticRounding(Optimizer):
         self._bits.restart()
 
     def _update_parameter(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        """Update one parameter and its state in float32, and round both."""
         assert parameter.grad is not None
         wide_parameter = nn.Parameter(_widen_value(parameter.detach().clone()))
         wide_parameter.grad = _widen_value(parameter.grad)
@@ -103,7 +102,6 @@ class StochasticRounding(Optimizer):
 
 
 def _widen_value(value: Any) -> Any:
-    """Return a bfloat16 tensor in float32, and anything else as it is."""
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 

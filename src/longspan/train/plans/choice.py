@@ -134,7 +134,6 @@ class PlanChoice:
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
-        """Choose the planner and degree of a plan section, with these options; a degree "auto" becomes 0."""
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
@@ -269,7 +268,6 @@ def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[
 
 
 def _hashable_options(keywords: PlanKeywords) -> PlanOptions:
-    """Make options that can be hashed, as plans of an evaluation are remembered by them: lists become tuples."""
     values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in keywords.items()}
     return PlanOptions(**values)
 

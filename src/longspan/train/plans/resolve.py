@@ -73,11 +73,9 @@ def set_usual_partition(config: RunConfig) -> RunConfig:
 
 
 def _choose_fastest_partition(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
-    """Choose the partition and type under which these steps are predicted to be fastest."""
     widest = choice.widest_degree(home)
 
     def predict_seconds(options: PlanOptions) -> float:
-        """Return the predicted seconds of all these steps under a partition and type."""
         candidate = replace(choice, options=options)
         if not candidate.allows(widest, home):  # a later document may be long enough to need the widest group
             raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
@@ -93,7 +91,6 @@ def _set_evaluation_partitions(config: RunConfig, home: Layout | None, heads: in
     """
 
     def set_partition(entry: EvalConfig) -> EvalConfig:
-        """Set training's partition in the section of an evaluation, and its type if the degree allows it."""
         if entry.partition != AUTO:
             return entry
         entry = replace(entry, partition=config.context.partition)

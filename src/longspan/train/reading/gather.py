@@ -219,7 +219,6 @@ def number_column(name: str) -> str:
 
 
 def _one_run(start: int, stop: int) -> Integers:
-    """Return one run of rows as an array (1, 2), or (0, 2) if the run is empty."""
     return np.array([[start, stop]], dtype=np.int64)[: int(stop > start)]
 
 
@@ -256,8 +255,6 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
 
 
 def _read_local_documents(documents: Iterable[Any], world: World) -> "_Local":
-    """Read the documents that this rank brings; all raise DataError where one cannot."""
-
     def read_local() -> "_Local":
         local = _Local()
         for number, document in enumerate(_iterate_documents(documents)):
@@ -347,7 +344,6 @@ class _Local:
 
 
 def _document_digest(columns: Mapping[str, Integers]) -> bytes:
-    """Return the digest of a document: of the names of its columns, then of the columns."""
     digest = hashlib.blake2b(repr(sorted(columns)).encode(), digest_size=16)
     for name in sorted(columns):
         digest.update(columns[name].tobytes())
@@ -373,7 +369,6 @@ def _iterate_documents(local: Any) -> Iterable[Any]:
 
 
 def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
-    """Return the token ids of a whole document as `run_step` would read them; a tensor may be on any device."""
     if isinstance(document, torch.Tensor):
         return document.detach().cpu().numpy()
     return np.asarray(document) if isinstance(document, list | tuple) else np.asarray(document[positions])

@@ -70,7 +70,6 @@ class DocumentLoss:
 
 
 def _list_sets(sets: Any) -> list[Any]:
-    """Return the sets as a list. Raises LossError for what cannot be one."""
     try:
         return list(sets)
     except TypeError as error:
@@ -111,7 +110,6 @@ def set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Flo
 
 
 def _check_scalar(loss: Any, documents: tuple[int, ...]) -> Tensor:
-    """Return the loss as a scalar. Raises LossError for anything but a floating-point tensor of one number."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss.sum()
     shape = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -269,7 +267,6 @@ class DocumentPasses:
 
 
 def _head_is_adapted(model: nn.Module) -> bool:
-    """Return whether the head that makes logits on this rank has an adapter."""
     stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
     heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
     return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)

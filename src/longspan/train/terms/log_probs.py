@@ -52,7 +52,6 @@ class TokenLogProbs:
         return self._document_values(self.also[name], document)
 
     def _document_values(self, values: Floats, document: int) -> Floats:
-        """Return the part (length,) of numbers of all tokens that is a document's."""
         start = self._starts[document]
         return values[start : start + self.lengths[document]]
 

@@ -80,7 +80,6 @@ class PartClock:
         return sum(start.elapsed_time(end) for start, end in self._spans[part]) / 1e3
 
     def _record_event(self) -> torch.cuda.Event | None:
-        """Record an event on the device's stream; None on a CPU."""
         if not self._gpu:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -250,7 +249,6 @@ class ModalityPass:
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
     def _item_names(self, wave: _LocalWave) -> str:
-        """Name the first three items of a wave, for an error."""
         return ", ".join(map(self.items.item_text, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
     def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
@@ -360,7 +358,6 @@ class ModalityPass:
 
 @contextmanager
 def _add_note(purpose: Callable[[], str]) -> Iterator[None]:
-    """Add a note to an error of the caller's code: the purpose for which it was called."""
     try:
         yield
     except Exception as error:

@@ -104,7 +104,6 @@ _HINT = "Give every rank the same sets and divisor=, and all of them a loss= of 
 
 
 def _text_digest(text: str) -> str:
-    """Return a hexadecimal digest of a text, for ranks to compare."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
