@@ -95,7 +95,8 @@ class Measured:
 
 def measured_rows() -> list[Measured]:
     """All rows, in the order of records."""
-    rows = [*_steps(), *_research_steps(), *_adapters(), *_images(), *_emulated_nodes(), *_evaluations(), *_layers()]
+    rows = [*_steps(), *_research_steps(), *_adapters(), *_images(), *_emulated_nodes(), *_evaluations()]
+    rows += [*_many_micro_batches(), *_layers()]
     return [replace(row, older=_older(row)) for row in rows]
 
 
@@ -537,3 +538,44 @@ def _layer(
         seconds=seconds,
         predict=predict,
     )
+
+
+def _many_micro_batches() -> Iterator[Measured]:
+    """Steps of many short micro-batches, whose time is the host's: in lockstep gathered once, or free."""
+    record = _read("many-micro-batches-2xH100")
+    lengths = json.loads((HERE / "training" / "lengths_5123.json").read_text())
+    config = preset_config("qwen3-4b", vocab_size=151936)
+    config.num_hidden_layers = 12
+    for row in record["rows"]:
+        planner, mode = row["name"].split()[-1], row["mode"]
+        yield Measured(
+            record="many-micro-batches-2xH100",
+            name=row["name"],
+            model="qwen3-4b, 12 layers",
+            slots=2,
+            rows=f"{_rows_text(lengths)}, {row['max_tokens_per_slot']:,} a slot",
+            kind="auto",
+            settings=f"{planner}, {mode}, recomputation none, compiled, FSDP2",
+            seconds=row["seconds"],
+            predict=partial(
+                _predict_many,
+                config=config,
+                lengths=lengths,
+                planner=planner,
+                mode=mode,
+                cap=row["max_tokens_per_slot"],
+            ),
+        )
+
+
+def _predict_many(machine: Machine, *, config: Any, lengths: list[int], planner: str, mode: Any, cap: int) -> float:
+    free = mode == "free"
+    settings = CostSettings(shards=2, gathered_once=True, compiled="layers", free=free)
+    cost = machine.cost(config, settings)
+    if free:
+        cost = cost.with_closing(ModelShape.of(config).stored_weights, Layout(2))
+    options = PlanOptions(max_tokens_per_slot=cap, cp_comm_type="auto", heads=32, cost=cost, mode=mode)
+    if planner == "dynamic":
+        return plan_dynamic(lengths, Layout(2), options=options).predicted_seconds
+    least = 2 if max(lengths) > cap else 1
+    return min(plan_fixed(lengths, Layout(2), cp, options=options).predicted_seconds for cp in (least, 2))

@@ -11,9 +11,8 @@ takes is shown term by term:
 
 - *Seconds that depend only on the group*, such as latencies: its slots together hold R ≤ d · cap rows. A document of L
   rows is charged L / cap of the seconds of one slot, all together R / cap ≤ d times.
-- *Bytes that nothing hides*: a slot sends b · R / d bytes in a message, at most b · cap. On a wire, seconds over bytes
-  of a message are nowhere less than at the ends of its pieces, so that L rows are charged L / cap of a message of
-  b · cap bytes at the cheapest rate of any shorter message (`_least_seconds`).
+- *Bytes that nothing hides*: a slot sends b · R / d bytes in a message, at most b · cap. Seconds over bytes of
+  a message fall with its bytes, so that L rows are charged L / cap of a message of b · cap bytes.
 - *Bytes that kernels hide*, W seconds behind C seconds: max(C, W) is at least any mixture (1 − s) · C + s · W, whose
   terms add up over documents. Shares s are those of `MIXTURES`.
 - *More slots* never make a charge smaller: a ring of more members has more steps, and an exchange is charged the least
@@ -32,7 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 from longspan.plan import Plan
 from longspan.plan.cost.bound import ROUNDING, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
-from longspan.plan.cost.links import Network, Wire
+from longspan.plan.cost.links import Network
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -175,8 +174,7 @@ class MessageBound:
         across, copies = self.network.across, self._copies(exchanging)
         seconds = np.zeros(len(exchanging))
         for size in (self._block, self._block, self._gradients) if self._has_backward else (self._block,):
-            wires = (self._least_seconds(wire, size * copies * self.cap) for wire in (across.point, across.point_alone))
-            seconds += np.minimum(*wires)
+            seconds += across.point.seconds(size * copies * self.cap)
         return self.network.layers * seconds / self.cap
 
     @property
@@ -208,9 +206,9 @@ class MessageBound:
         network, rows = self.network, self.cap
         received = self._block * (degree - 1) * rows
         most_together = max(1, min(self.node_size, degree // 2)) if crosses else degree  # on the host with fewest slots
-        gather = float(self._least_seconds(network.inside.gather, received))
+        gather = float(network.inside.gather.seconds(received))
         if crosses:
-            gather = max(gather, float(self._least_seconds(network.across.gather, received / self.node_size)))
+            gather = max(gather, float(network.across.gather.seconds(received / self.node_size)))
         back = 0.0
         if self._has_backward:
             near: Ints = np.arange(1 if crosses else most_together, most_together + 1)
@@ -271,23 +269,10 @@ class MessageBound:
         """
         network = self.network
         inside, across = (
-            self._least_seconds(network.inside.exchange, near),
-            self._least_seconds(network.across.exchange, far),
+            network.inside.exchange.seconds(near),
+            network.across.exchange.seconds(far),
         )
         return float(np.maximum(inside, across).min())
-
-    @staticmethod
-    def _least_seconds(wire: Wire, size: ArrayLike) -> Floats:
-        """Return the seconds of `size` bytes at the cheapest rate of any message of at most `size` bytes.
-
-        Seconds rise evenly between the samples of a wire, so seconds over bytes are least at a sample or at `size`.
-        """
-        size = np.asarray(size, dtype=np.float64)
-        rate = np.where(size > 0, wire.seconds(size) / np.maximum(size, 1e-300), 0.0)
-        for sample, seconds in wire.samples:
-            if sample > 0:
-                rate = np.where(size >= sample, np.minimum(rate, seconds / sample), rate)
-        return rate * size
 
     def _copies(self, members: ArrayLike) -> Floats:
         """Return how often a key/value head is sent at least, by `members`: each member needs at least one head."""

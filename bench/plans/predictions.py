@@ -51,7 +51,7 @@ class Choice(NamedTuple):
 
     chosen: Prediction
     best: Prediction
-    count: int
+    plans: int
     regret: float
 
     @property
@@ -115,7 +115,7 @@ def text_of(predictions: Sequence[Prediction], peaks: Sequence[Any]) -> Iterator
     yield from ("", "## Choices", "")
     yield markdown_table(
         ("record", "rows", "settings", "of", "chosen", "best", "regret", ""),
-        [(c.best.row.record, c.best.row.rows, c.best.row.settings, str(c.count), *_outcome(c)) for c in chosen],
+        [(c.best.row.record, c.best.row.rows, c.best.row.settings, str(c.plans), *_outcome(c)) for c in chosen],
     )
     yield from ("", "## Seconds", "")
     yield (

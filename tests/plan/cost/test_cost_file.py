@@ -14,7 +14,7 @@ from longspan.config.sections import RunConfig, RunSection
 from longspan.errors import ConfigError
 from longspan.plan import Cost, Machine
 from longspan.plan.cost import model_cost as cost_file
-from longspan.plan.cost.links import Link, Wire
+from longspan.plan.cost.links import Link
 from longspan.train.plans import read_cost
 
 BAD = [  # what is in the place of the file, what is said of it
@@ -54,21 +54,20 @@ def test_a_file_with_a_cost_is_read(tmp_path: Path) -> None:
 
 
 def test_a_machine_is_read_back_by_file_and_by_name(tmp_path: Path) -> None:
-    path, wire = tmp_path / "machine.json", Wire.of(1e-5, 1e11)
-    link = replace(Link.of(2e-5, 1e11), sharded_gather=wire, sharded_reduce=wire)
-    machine = Machine(inside=link, assumed_parts=("across",), world=4, date="2026-01-01", fit_error=0.03)
+    path = tmp_path / "machine.json"
+    machine = Machine(inside=Link.of(2e-5, 1e11), assumed_parts=("across",), world=4, date="2026-01-01")
     path.write_text(json.dumps(machine.to_json()))
     assert cost_file.read_machine(str(path), "--machine") == replace(machine, source=str(path))
     assert cost_file.read_machine("A100-80", "--machine") == Machine.known("a100-80")
     values = machine.to_json()
-    del values["inside"]["sharded_gather"]
+    del values["inside"]["gather"]
     path.write_text(json.dumps(values))
     with pytest.raises(
-        ConfigError, match=r"--machine \S+ holds no machine: a link is an object with samples for each of"
+        ConfigError, match=r"--machine \S+ holds no machine: a link is an object with seconds of a message and"
     ):
         cost_file.read_machine(str(path), "--machine")
-    path.write_text(json.dumps(machine.to_json() | {"machine": 9}))
-    with pytest.raises(ConfigError, match=r"holds no machine: the machine's file has version 9"):
+    path.write_text(json.dumps(machine.to_json() | {"machine": 1}))
+    with pytest.raises(ConfigError, match=r"the machine's file has version 1, and this longspan reads 2; measure"):
         cost_file.read_machine(str(path), "--machine")
 
 

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longspan.plan import Cost
 from longspan.plan.cost.cost_changes import with_recomputation
-from longspan.plan.cost.machine import Machine
+from longspan.plan.cost.machine import LAYER_BYTES, LOGIT_BYTES, UPDATE_BYTES, Machine
 from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.shape.model_shape import ModelShape
 
@@ -28,12 +28,14 @@ CONFIG = Qwen3Config(
 def test_on_h200_attention_and_all_else_have_rates_of_their_own() -> None:
     cost, shape, h200 = cost_on_h200(CONFIG), ModelShape.of(CONFIG), Machine.known("H200")
     assert cost.attention_seconds == pytest.approx(3 * 7 * 64 / h200.attention_flops_per_second)
-    passes = 3 * 64 * h200.layer_pass_seconds + 128 * h200.logit_pass_seconds
+    passes = (3 * 64 * LAYER_BYTES + 128 * LOGIT_BYTES) / h200.memory_bytes_per_second
     assert cost.linear_seconds == pytest.approx(6 * shape.weights / h200.product_flops_per_second + passes)
-    assert cost.ring_step_seconds == pytest.approx(3 * 2 * h200.ring_wait_seconds)
+    assert cost.ring_step_seconds == pytest.approx(3 * 2 * h200.step_seconds)
     weights = shape.weights + 64 * 128  # the embedding multiplies nothing
     assert shape.stored_weights == weights
-    assert cost.update_seconds == pytest.approx(h200.update_seconds + weights * h200.weight_update_seconds)
+    assert cost.update_seconds == pytest.approx(
+        h200.micro_batch_seconds + weights * UPDATE_BYTES / h200.memory_bytes_per_second
+    )
 
 
 def flops(recomputed: int) -> int:

@@ -53,7 +53,7 @@ def test_the_chosen_of_a_set_is_the_one_of_least_predicted_seconds(predictions: 
     layers = [p for p in rows if p.row.record == "attention-2xH200" and p.row.rows == "65,536"]
     slow = [p._replace(row=replace(p.row, seconds=p.row.seconds * (1 + (p.row.kind == "a2a")))) for p in layers]
     (choice,) = predictions.choices(slow)
-    assert choice.chosen.row.kind == "a2a" != choice.best.row.kind and choice.count == 3
+    assert choice.chosen.row.kind == "a2a" != choice.best.row.kind and choice.plans == 3
     assert choice.regret == pytest.approx(choice.chosen.row.seconds / choice.best.row.seconds - 1) and choice.is_off
     assert predictions.choices(layers[:1]) == [] == predictions.choices([layers[0]] * 2)
 

@@ -208,10 +208,6 @@ def test_machines_know_their_memory() -> None:
     assert Machine.known("H100").memory_bytes == 80 * GIB and Machine.known("a100-40").memory_bytes == 40 * GIB
     values = Machine().to_json()
     assert Machine.from_json(values) == Machine()
-    older = {
-        name: value for name, value in values.items() if name not in ("memory_bytes", "host_copy_bytes_per_second")
-    }
-    assert Machine.from_json(older) == replace(Machine(), memory_bytes=0)
     with pytest.raises(PlanError, match="memory_bytes of a machine"):
         Machine(memory_bytes=-1)
 

@@ -18,7 +18,7 @@ from longspan.train.plans.resolve import use_machine
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 MODEL["vocab_size"] = 1000
-MEASURED = replace(Machine.cpus(), world=2, node_size=2, assumed=False, inside=Link.of(1e-3, 1e8), fit_error=0.02)
+MEASURED = replace(Machine.cpus(), world=2, node_size=2, assumed=False, inside=Link.of(1e-3, 1e8))
 
 
 def _write(path: Path, machine: Machine) -> str:

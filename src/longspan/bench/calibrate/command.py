@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longspan.bench.benches import BenchFlags
-from longspan.bench.calibrate.fit import Calibration, Sample, fit_samples, mean_errors
-from longspan.bench.calibrate.ranks import CalibrationSettings, Measured, calibrate_ranks
+from longspan.bench.calibrate.fit import Calibration, fit_samples
+from longspan.bench.calibrate.trials import CalibrationSettings, Measured, calibrate_ranks
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import is_reporting, run_on_ranks
@@ -43,12 +43,11 @@ class CalibrateFlags(BenchFlags):
     """Measure what this machine and its network sustain, and write it to a file: a Machine, which prices any model.
 
     Runs one process for each GPU of this machine, or torchrun's on any number of hosts, or --world local processes; all
-    of them work at the same time. Measured are steps of a model with random weights, attention by the length of
-    documents, passes over memory, messages of each kind and size inside a host and between hosts, the gathers and sums
-    of sharded parameters, and each type of attention over a host and over all. Which ranks share a host is found by
-    messages between pairs of ranks, and has to agree with the launcher. At least a quarter of the measurements decide
-    nothing: the error on them is printed and written into the file. The file is for run.machine of a run and --machine
-    of longspan plan; a run on another device, or on hosts of another size, refuses it.
+    of them work at the same time. Measured are steps of a model with random weights, what the host takes to launch a
+    layer, a group and a document, attention by the length of documents, passes over memory, messages of each kind
+    inside a host and between hosts, and each type of attention over a host and over all. Which ranks share a host is
+    what the launcher says. The file is for run.machine of a run and --machine of longspan plan; a run on another
+    device, or on hosts of another size, refuses it.
     """
 
     preset: str = ""
@@ -160,8 +159,7 @@ def write_machine(machine: Machine, path: Path) -> None:
 def make_record(
     calibration: Calibration, measured: Measured, settings: CalibrationSettings, command: Sequence[str]
 ) -> dict[str, Any]:
-    """Make the record as a JSON object: what was measured, and where, the machine that was fitted, and its errors."""
-    overheads = {name: getattr(calibration, name) for name in ("step_seconds", "call_seconds", "pass_seconds")}
+    """Make the record as a JSON object: what was measured, and where, and the machine that was fitted."""
     return {
         "bench": "calibrate",
         "model": settings.model or settings.preset,
@@ -173,82 +171,40 @@ def make_record(
         "command": " ".join(command),
         "machine": machine_facts(),
         "versions": versions(),
-        "hosts": measured.hosts,
+        "node_size": measured.node_size,
         "seconds": measured.seconds,
         "measured": calibration.machine.to_json(),
-        "overheads": overheads,
-        "errors": mean_errors(calibration, measured.samples),
-        "samples": [_sample_row(calibration, sample) for sample in measured.samples if sample.part != "product"],
-        "products": [
-            {"what": s.name, "measured_seconds": s.seconds, "flops_per_second": s.weight_flops / s.seconds}
-            for s in measured.samples
-            if s.part == "product"
+        "mean_error": calibration.mean_error,
+        "samples": [
+            {"what": sample.name, "part": sample.part, "measured_seconds": sample.seconds, "fitted_seconds": seconds}
+            for sample, seconds in zip(calibration.samples, calibration.fitted_seconds, strict=True)
         ],
     }
 
 
-def _sample_row(calibration: Calibration, sample: Sample) -> dict[str, Any]:
-    """Return a sample, with its measured and its predicted seconds, as a JSON object."""
-    return {
-        "what": sample.name,
-        "part": sample.part,
-        "measured_seconds": sample.seconds,
-        "predicted_seconds": calibration.predict(sample),
-        "relative_error": calibration.relative_error(sample),
-        "fitted": sample.fitted,
-    }
-
-
 def calibration_text(record: dict[str, Any]) -> str:
-    """Write a record for a terminal: predicted against measured, products, the machine, assumptions, and the errors."""
+    """Write a record for a terminal: measured and fitted seconds, the machine with what is assumed, and the error."""
     layers = f" ({plural(record['layers'], 'layer')})" if record["layers"] else ""
     head = (
         f"{record['model']}{layers} in {record['dtype']} on {plural(record['ranks'], 'rank')} ({record['backend']}), "
-        f"{machine_text(record['machine'])}\n{record['hosts']}"
+        f"hosts of {record['node_size']} as the launcher counts them, {machine_text(record['machine'])}"
     )
     rows = [
-        (
-            row["what"],
-            *(f"{1e3 * row[name]:.3f}" for name in ("measured_seconds", "predicted_seconds")),
-            f"{100 * row['relative_error']:+.1f} %",
-            "" if row["fitted"] else "held out",
-        )
+        (row["what"], *(f"{1e3 * row[name]:.3f}" for name in ("measured_seconds", "fitted_seconds")))
         for row in record["samples"]
     ]
-    products = [(row["what"], f"{row['flops_per_second'] / 1e12:.4g}") for row in record["products"]]
-    measured_machine = Machine.from_json(record["measured"])
+    machine = Machine.from_json(record["measured"])
+    figures = [(name, f"{value:.4g}") for name, value in machine.rates().items()]
+    for level in LEVELS:
+        for kind, wire in getattr(machine, level).wires().items():
+            figures.append((f"{level} {kind}", f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"))
+    marked = [(*row, "assumed" * (row[0].split()[0] in machine.assumed_parts)) for row in figures]
+    error = f"mean error of the fit {100 * record['mean_error']:.1f} %, measured in {record['seconds']:.0f} s"
     return "\n\n".join(
         [
             head,
-            text_table(("what", "measured ms", "predicted ms", "error", ""), rows),
-            text_table(("what", "TFLOP/s"), products),
-            _figure_table(measured_machine),
-            _fit_errors_line(record),
-            f"measured in {record['seconds']:.0f} s",
+            text_table(("what", "measured ms", "fitted ms"), rows),
+            text_table(("figure", "value", ""), marked),
+            error,
         ]
     )
-
-
-def _figure_table(machine: Machine) -> str:
-    """Write the figures of a machine, and speeds of its links in bytes/s for long messages."""
-    rows = [(name, f"{value:.4g}", _assumption_mark(machine, name)) for name, value in machine.rates().items()]
-    for level in LEVELS:
-        for kind, wire in getattr(machine, level).wires().items():
-            figures = f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"
-            rows.append((f"{level} {kind}", figures, _assumption_mark(machine, level)))
-    return text_table(("figure", "value", ""), rows)
-
-
-def _assumption_mark(machine: Machine, name: str) -> str:
-    """Return "assumed" for a figure that no sample decided, else ""."""
-    return "assumed" if name in machine.assumed_parts else ""
-
-
-def _fit_errors_line(record: dict[str, Any]) -> str:
-    """Write a line of the mean errors on the measurements that were held out, by part; or that none was held out."""
-    held_out = sum(not row["fitted"] for row in record["samples"])
-    parts = [f"{part} {100 * error:.1f} %" for part, error in record["errors"].items() if part != "all"]
-    if not held_out:
-        return "nothing was held out, so the error of predictions is not known; give longer lists of sizes"
-    share = f"{held_out} of {plural(len(record['samples']), 'measurement')}"
-    return f"held out: {share}; mean error {100 * record['errors']['all']:.1f} %: {', '.join(parts)}"

@@ -13,6 +13,7 @@ Large exchanges and gathers go in two slices of heads, of which one travels whil
 shows, and what is longer than the kernels of a slice.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -217,9 +218,9 @@ def _network_seconds(cost: AttentionRates, rows: Rows, around: Floats, computed:
         if kind == "all_gather":
             received = block * (degree - 1)
             near, far = inside.gather.seconds(received), across.gather.seconds(received / together)
-            travels = np.where(rows.inside, near, np.maximum(near, far))
-            travels = travels if forward else travels + exchange(gradients, degree)
-            seconds = seconds + _shown_seconds(travels, kernels, block * degree >= GATHER_SLICE_BYTES)
+            messages = [np.where(rows.inside, near, np.maximum(near, far))]
+            messages += [] if forward else [exchange(gradients, degree)]
+            seconds = seconds + _shown_seconds(messages, kernels, block * degree >= GATHER_SLICE_BYTES)
             continue
         sizes = [block * copies] if forward else [block * copies, gradients * copies]
         if rows.foreign is None:
@@ -229,11 +230,12 @@ def _network_seconds(cost: AttentionRates, rows: Rows, around: Floats, computed:
             seconds = seconds + sum(step((around - 1) * size) for size in sizes)
         if "a2a" in kind:
             leaves, returns = (queries + keys, queries) if forward else (queries, queries + back)
-            travels = exchange(leaves / exchanging, exchanging) + exchange(returns / exchanging, exchanging)
-            seconds = seconds + _shown_seconds(travels, kernels, queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES)
+            messages = [exchange(size / exchanging, exchanging) for size in (leaves, returns)]
+            seconds = seconds + _shown_seconds(messages, kernels, queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES)
     return network.layers * seconds + latency_seconds(cost, degree)
 
 
-def _shown_seconds(travels: Floats, kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
-    """Return what shows of messages, all of them or of two slices, one beside the kernels of the other."""
-    return np.where(sliced, np.maximum(travels / 2, travels - kernels / 2), travels)
+def _shown_seconds(messages: Sequence[Floats], kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
+    """Return what shows of messages, all of each or, of one in two slices, what is beside no kernels of the other."""
+    parts = [np.where(sliced, np.maximum(sent / 2, sent - kernels / 2), sent) for sent in messages]
+    return np.sum(np.broadcast_arrays(*parts), axis=0)

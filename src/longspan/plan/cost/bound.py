@@ -56,10 +56,9 @@ def lower_bound_seconds(
     rows, widest = np.asarray(lengths, dtype=np.int64), min(max_cp or slots, slots)
     attention = math.fsum(rows.astype(np.float64) ** 2 * cost.attention_seconds)
     work = math.fsum(rows * _row_seconds(cost)) + attention
-    area = work / slots + cost.micro_batch_seconds * _least_micro_batches(
-        int(rows.sum()), slots, max_tokens_per_slot, mode
-    )
-    area /= cost.stages
+    launches = _least_micro_batches(int(rows.sum()), slots, max_tokens_per_slot, mode)
+    # Every micro-batch takes its launches beside its work, and no less than the host needs.
+    area = max(work / slots + cost.micro_batch_seconds * launches, cost.launch_seconds * launches) / cost.stages
     if not len(rows):
         return Bound(area, 0.0)
     longest = _longest_seconds(int(rows.max()), widest, max_tokens_per_slot, cost, node_size)

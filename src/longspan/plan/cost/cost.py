@@ -18,7 +18,7 @@ from longspan.errors import PlanError
 from longspan.layout import Floats, Layout
 from longspan.plan.check import COMM_TYPES, check_choice, check_count, check_number
 from longspan.plan.cost.attention_price import Rows, exchanging_members, latency_seconds, price_attention
-from longspan.plan.cost.links import SHARDED_KINDS, Network, fewest_together
+from longspan.plan.cost.links import Network, fewest_together
 from longspan.plan.cost.model_flops import FORWARD_SHARES, ModelRates, check_rate, price_model
 from longspan.plan.cost.state_cost import StateCost
 from longspan.plan.shape.model_shape import ModelShape
@@ -47,9 +47,10 @@ class Cost:
     of each micro-batch. `sharding_seconds` are those of FSDP2's messages in a micro-batch that hide behind its work: in
     lockstep it takes no less. `closing_seconds` are added to a step in free mode: sharded parameters are gathered
     before it and gradients summed after it (`with_closing`). `launch_seconds` is the least that a micro-batch takes in
-    lockstep, however few its rows, for the host to launch it. `update_seconds` are added to every step: the optimizer,
-    and a step's ends. `source` names the
-    constants' model and machine, for reports; "" means no machine: seconds only show how the parts of plans compare.
+    lockstep, however few its rows, for the host to launch it; each group of a slot and each document in it takes
+    `group_launch_seconds` and `document_launch_seconds` more of the host. `update_seconds` are added to every step: the
+    optimizer, and a step's ends. `source` names the constants' model and machine, for reports; "" means no machine:
+    seconds only show how the parts of plans compare.
     `passes` "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were
     measured. `cp_comm_type` is the type under which groups are priced; "auto" is the fastest for each group, of those
     that `heads` query heads of a rank allow (0: unknown, and types that exchange heads are left out). Under a2a+p2p
@@ -76,6 +77,8 @@ class Cost:
     real_row_seconds: float = 0.0
     closing_seconds: float = 0.0
     launch_seconds: float = 0.0
+    group_launch_seconds: float = 0.0
+    document_launch_seconds: float = 0.0
     update_seconds: float = 0.0
     source: str | None = field(default=None, compare=False)
     passes: Passes = "forward and backward"
@@ -268,21 +271,20 @@ class Cost:
         """
         copies, width, share_host = home.dp_replicate, home.slots // home.dp_replicate, home.slots <= node_size
         in_host = share_host or node_size % width == 0  # all slots of a replica
-        gather, reduce = (self._link_speed(in_host, kind) for kind in SHARDED_KINDS)
-        gathered = weights * gather_bytes * (width - 1) / width / gather
+        speed = self._link_speed(in_host)
+        gathered = weights * gather_bytes * (width - 1) / width / speed
         forward = self.forward_only()
         forward = dataclasses.replace(forward, closing_seconds=forward.micro_batch_seconds + gathered)
         if self.passes == "forward":
             return forward
-        reduced = weights * reduce_bytes * (width - 1) / width / reduce
+        reduced = weights * reduce_bytes * (width - 1) / width / speed
         summed = weights / width * reduce_bytes * 2 * (copies - 1) / copies / self._link_speed(share_host)
         closing = self.micro_batch_seconds + gathered + reduced + summed
         return dataclasses.replace(self, closing_seconds=closing, forward=forward)
 
-    def _link_speed(self, inside: bool, kind: str = "") -> float:
-        """Return the bytes/s inside a host or across: of `kind` (`SHARDED_KINDS`) if measured, else of any message."""
-        measured = self.network.sharding_speed(kind, inside=inside) if kind and self.network else None
-        return measured or (self.inside_bytes_per_second if inside else self.across_bytes_per_second)
+    def _link_speed(self, inside: bool) -> float:
+        """Return the bytes/s inside a host or across."""
+        return self.inside_bytes_per_second if inside else self.across_bytes_per_second
 
     def shared_by(self, tp: int) -> "Cost":
         """Return the cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""

@@ -6,10 +6,12 @@ a file; `Machine.known` holds figures of GPUs that were measured here, or follow
 """
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import math
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from longspan.errors import PlanError
+from longspan.plan.check import check_count
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.cost_changes import (
     CostSettings,
@@ -17,44 +19,97 @@ from longspan.plan.cost.cost_changes import (
     resolve_compiled_parts,
     with_recomputation,
 )
-from longspan.plan.cost.links import LEVELS, Level, Link, Network
-from longspan.plan.cost.machine_figures import KNOWN, MachineFigures
+from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, Level, Link, Network
 from longspan.plan.cost.model_flops import price_model
-from longspan.plan.cost.shared_weights import SharedWeights
 from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_group, price_type, ring_share, type_ways
 from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape
 
-# Passes over memory of a layer that runs forward twice, over those of forward and backward together (predictions.md).
-RECOMPUTED_PASSES = 0.75
+VERSION = 2  # of the file
+# Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across; GiB.
+KNOWN: dict[str, tuple[float, float, float, float, int] | None] = {
+    "H200": None,
+    "A100-40": (312 / 989, 1.555 / 4.8, 120e9, 20e9, 40),
+    "A100-80": (312 / 989, 2.039 / 4.8, 120e9, 20e9, 80),
+    "H100": (1.0, 3.35 / 4.8, 180e9, 40e9, 80),
+    "B200": (2250 / 989, 8.0 / 4.8, 360e9, 40e9, 180),
+}
+# Bytes of memory that layers read and write besides their products, of H200s (bench/records/predictions.md):
+LAYER_BYTES, COMPILED_SHARE = 520, 0.73  # norms, gates, sums, for each row and number of its width
+LOGIT_BYTES = 34  # of the loss, for each row and logit
+MERGE_BYTES, GATHER_BYTES = 44, 32  # a ring's step adds to its output, a gather lays out rows: for each row and number
+CHANNEL_BYTES = 160  # a state-space layer's convolution, norms and gates, for each row and channel
+WEIGHT_COPY_BYTES, UPDATE_BYTES = 2.2, 11.2  # FSDP2's copies of a weight, and the optimizer's
+# Rates over that of dense products in bfloat16: float8 with its conversions, scans of state-space layers, and their
+# passes that make a run's states for others.
+FLOAT8_SPEED, SCAN_SPEED, SUMMARY_SPEED = 1350 / 700, 60 / 700, 100 / 700
+SHARDING_SHARE = 0.47  # of FSDP2's messages in a micro-batch, that shows
+SHARDED_LAUNCHES = 0.3  # of a layer's launches, that FSDP2 adds in every micro-batch (many-micro-batches-2xH100.md)
+FORWARD_LAUNCHES = 1 / 4  # a forward pass alone, of a layer's launches (evaluations-2xH100.md)
+RECOMPUTED_PASSES = 0.75  # passes over memory of a layer that runs forward twice, over those of both passes
 FORWARD_PASSES = 1 / 6  # the same of a forward pass alone, which keeps nothing (evaluations-2xH100.md)
 
 
-class _RowSeconds(NamedTuple):
-    """Seconds of a row besides the products of its weights, without recomputation.
-
-    `layer_passes` and `logit_passes` are passes over memory, `unused_head` forward's products of logits of rows that
-    predict nothing. `saved` is what float8 saves for each FLOP: of a weight's 6 not for the 2 of its own gradient.
-    """
-
-    layer_passes: float
-    logit_passes: float
-    unused_head: float
-    saved: float
-
-
 @dataclass(frozen=True, kw_only=True)
-class Machine(MachineFigures):
-    """What one device sustains, and the links between slots: its figures, and what follows from them.
-
-    The defaults are H200s as they were measured; `MachineFigures` says what each figure is.
+class Machine:
+    """What one device, its host and the links between slots sustain; the defaults are H200s as they were measured.
 
     >>> machine = Machine.known("H200").with_link("across", bytes_per_second=2.65e9)
     >>> call = AttentionCall(heads=32, kv_heads=8, head_dim=128)
     >>> prices = machine.attention_seconds(Group(tuple(range(8)), (0,), (131072,)), call, node_size=4)
     >>> min(prices, key=lambda kind: prices[kind].seconds)
     'a2a'
+
+    `product_flops_per_second`: of products with weights; `expert_flops_per_second`: of those of experts, with the moves
+    of rows to them (bench/records/experts-H200.md). `attention_flops_per_second`: of a kernel on long pieces; on pieces
+    of `half_speed_rows` it reaches half (bench/records/attention-pieces-H200.md). All else that a device computes goes
+    by `memory_bytes_per_second`. `step_seconds` is what a batch of messages takes with the launches around it, however
+    well it hides; `micro_batch_seconds` what a micro-batch adds, and the end of a step.
+
+    The host launches one layer, forward and backward, in `layer_seconds`, and `group_seconds` more for each group that
+    a slot is in, `document_seconds` for each of their documents (bench/records/many-micro-batches-2xH100.md).
+    A device holds `memory_bytes` (0: not known), and copies to its host's memory and back at
+    `host_copy_bytes_per_second` each way. `inside` and `across` are the links of hosts of `node_size` slots.
+
+    `assumed`: figures of a data sheet, not of a measurement; `assumed_parts` names the figures that a measured machine
+    took from another. `world` is the number of ranks that were measured, `date` the day.
     """
+
+    device: str = "H200"
+    product_flops_per_second: float = 700e12
+    expert_flops_per_second: float = 315e12
+    attention_flops_per_second: float = 618e12
+    half_speed_rows: float = 1070.0
+    memory_bytes_per_second: float = 4e12
+    step_seconds: float = 40e-6
+    micro_batch_seconds: float = 5e-3
+    layer_seconds: float = 8e-3
+    group_seconds: float = 0.4e-3
+    document_seconds: float = 10e-6
+    host_copy_bytes_per_second: float = 55e9
+    memory_bytes: int = 143771 << 20
+    inside: Link = field(default_factory=lambda: Link.of(0.0, 180e9, INSIDE_SPEEDS))
+    across: Link = field(default_factory=lambda: Link.of(50e-6, 40e9))
+    node_size: int = 8
+    assumed: bool = False
+    assumed_parts: tuple[str, ...] = ()
+    source: str = "the model on H200s"
+    world: int = 0
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the counts and the rates: finite and at least 0, speeds above."""
+        check_count("node_size of a machine", self.node_size)
+        check_count("memory_bytes of a machine", self.memory_bytes, least=0)
+        for name, value in self.rates().items():
+            good = isinstance(cast(object, value), (int, float)) and not isinstance(value, bool)
+            if not good or not math.isfinite(value) or value < 0 or (value == 0 and name.endswith("_per_second")):
+                least = "above 0" if name.endswith("_per_second") else "of at least 0"
+                raise PlanError(f"{name} of a machine is {value!r}; give a finite number {least}")
+
+    def rates(self) -> dict[str, float]:
+        """Return the figures that are floats by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is float}
 
     @classmethod
     def known(cls, name: str) -> "Machine":
@@ -65,11 +120,49 @@ class Machine(MachineFigures):
 
         Raises PlanError for another name.
         """
-        for known, scale in KNOWN.items():
-            if known.lower() == name.lower():
-                return cls() if scale is None else cls().scale_figures(known, *scale)
-        raise PlanError(
-            f"no figures of {name!r}; known are {', '.join(KNOWN)}, or measure with longspan bench calibrate"
+        name = next((known for known in KNOWN if known.lower() == name.lower()), name)
+        if name not in KNOWN:
+            raise PlanError(
+                f"no figures of {name!r}; known are {', '.join(KNOWN)}, or measure with longspan bench calibrate"
+            )
+        usual, scale = cls(), KNOWN[name]
+        if scale is None:
+            return usual
+        products, memory, inside, across, gib = scale
+        rates = {key: value * products for key, value in usual.rates().items() if key.endswith("flops_per_second")}
+        return dataclasses.replace(
+            usual,
+            **rates,
+            device=name,
+            memory_bytes_per_second=usual.memory_bytes_per_second * memory,
+            memory_bytes=gib << 30,
+            inside=Link.of(0.0, inside, INSIDE_SPEEDS),
+            across=Link.of(50e-6, across),
+            assumed=True,
+            source=f"the model on {name}s, by data sheet",
+        )
+
+    @classmethod
+    def cpus(cls) -> "Machine":
+        """Make the machine of CPUs with gloo, by orders of magnitude: none is measured, they only rank plans."""
+        rate, link = 0.02e12, Link.of(500e-6, 1e9)
+        return cls(
+            device="cpu",
+            product_flops_per_second=rate,
+            expert_flops_per_second=rate,
+            attention_flops_per_second=rate,
+            half_speed_rows=0.0,
+            memory_bytes_per_second=1e12,  # caches hold what a layer passes over
+            step_seconds=0.0,
+            layer_seconds=0.0,
+            group_seconds=0.0,
+            document_seconds=0.0,
+            host_copy_bytes_per_second=5e9,
+            memory_bytes=0,
+            inside=link,
+            across=link,
+            assumed=True,
+            source="",
         )
 
     def with_link(
@@ -89,6 +182,21 @@ class Machine(MachineFigures):
         link = Link.of(latency, bytes_per_second) if inside else Link.host_link(latency, bytes_per_second, network)
         return dataclasses.replace(self, **{level: link})
 
+    @property
+    def sharding_bytes_per_second(self) -> float:
+        """Bytes a second that a slot of a host gets from FSDP2, of which `sharding_share` of the time shows."""
+        return self.inside.gather.bytes_per_second
+
+    @property
+    def sharding_share(self) -> float:
+        """The share of FSDP2's messages that shows in a micro-batch."""
+        return SHARDING_SHARE
+
+    @property
+    def weight_copy_seconds(self) -> float:
+        """Seconds of FSDP2's copies of one weight, for each gather and each sum."""
+        return WEIGHT_COPY_BYTES / self.memory_bytes_per_second
+
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
         """Return the cost of a model on this machine; `model` is a transformers configuration, its file or its folder.
 
@@ -98,66 +206,115 @@ class Machine(MachineFigures):
         """
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
-        cost, row = self._shape_cost(shape, settings.bytes_per_number), self._row_seconds(shape, settings)
         kind, count = settings.recomputation, settings.recomputed_layers
-        cost = dataclasses.replace(cost, forward=self._forward_cost(cost, row, shape, settings))
-        cost = with_recomputation(cost, model, kind, count, frozen=settings.frozen, depths=settings.depths)
         share = recomputation_share(shape, kind, count)
-        layer_passes = (1 + RECOMPUTED_PASSES * share) * row.layer_passes
-        unused_head = (2 if settings.frozen else 3) * row.unused_head  # forward, gradients of rows, and of weights
-        # In float8 are forward's 2 FLOPs of each weight, backward's 2 for gradients of rows, and 2 of recomputation.
-        saved = row.saved * (4 + 2 * share * shape.recomputed_weights / max(1, shape.weights))
-        cost = dataclasses.replace(
-            cost,
-            linear_seconds=cost.linear_seconds + layer_passes + row.logit_passes - unused_head - saved,
-            real_row_seconds=max(0.0, cost.real_row_seconds - saved * _expert_share(shape))
-            + self._head_seconds(shape, settings),
+        both = self._shape_cost(shape, settings.bytes_per_number)
+        forward = self._add_rows(both, shape, settings, passes=3 * FORWARD_PASSES, products=3, saved=6, head=6)
+        forward = dataclasses.replace(forward, micro_batch_seconds=0.0).forward_only()
+        # Such passes are short: what the host takes to launch them counts, in place of a micro-batch's seconds.
+        forward = self._share_weights(forward, shape, settings, 0.0)
+        both = with_recomputation(
+            dataclasses.replace(both, forward=forward),
+            model,
+            kind,
+            count,
+            frozen=settings.frozen,
+            depths=settings.depths,
         )
-        shared_weights = SharedWeights(self, shape, settings)
-        cost = shared_weights.add_messages(cost, recomputed_share=share)
-        cost = dataclasses.replace(cost, update_seconds=shared_weights.update_seconds()).shared_by(settings.tp)
+        # In float8 are forward's 2 FLOPs of each weight, backward's 2 for gradients of rows, and 2 of recomputation.
+        saved = 4 + 2 * share * shape.recomputed_weights / max(1, shape.weights)
+        products = 2 if settings.frozen else 3  # of logits: forward, gradients of rows, and of weights
+        passes, head = 1 + RECOMPUTED_PASSES * share, 2 * products
+        both = self._add_rows(both, shape, settings, passes=passes, products=products, saved=saved, head=head)
+        cost = self._share_weights(both, shape, settings, share).shared_by(settings.tp)
         return cost.forward_only() if settings.forward else cost
 
-    def _row_seconds(self, shape: ModelShape, settings: CostSettings) -> _RowSeconds:
-        """Return what a row takes besides the products of its weights, without recomputation."""
+    def _add_rows(
+        self,
+        cost: Cost,
+        shape: ModelShape,
+        settings: CostSettings,
+        *,
+        passes: float,
+        products: float,
+        saved: float,
+        head: int,
+    ) -> Cost:
+        """Return a cost with what rows take besides the products of their weights, and without logits of no target.
+
+        A layer makes `passes` of the passes over memory of forward and backward. Logits have `products` of 2 FLOPs a
+        weight, of a row that predicts a token `head` FLOPs; float8 saves `saved` FLOPs a weight of the layers.
+        """
         tp = max(settings.tp, settings.weight_ranks)  # runs set only weight_ranks, to their tp
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
-        pass_seconds = self.layer_pass_seconds * (self.compiled_share if compiled else 1.0)
-        return _RowSeconds(
-            # Half of a layer's passes are attention's, half an MLP's; those of experts are in the rate of experts.
-            layer_passes=(shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds,
-            logit_passes=settings.target_share * shape.logits * self.logit_pass_seconds,
-            unused_head=(1 - settings.target_share) * 2 * shape.hidden * shape.logits / self.product_flops_per_second,
-            saved=self._float8_seconds(shape) if settings.float8 else 0.0,
-        )
-
-    def _forward_cost(self, cost: Cost, row: _RowSeconds, shape: ModelShape, settings: CostSettings) -> Cost:
-        """Return the cost of forward passes without backward, which recompute nothing.
-
-        `forward_only` takes a third of both passes, so 6 FLOPs a weight are in float8 here, 2 of which are forward's.
-        Such passes are short, so that what the host takes to launch them counts, in place of a micro-batch's seconds.
-        """
-        row_seconds = cost.linear_seconds + 3 * FORWARD_PASSES * row.layer_passes + row.logit_passes
-        row_seconds -= 3 * row.unused_head
-        saved = 3 * 2 * row.saved
-        real_row_seconds = max(0.0, cost.real_row_seconds - saved * _expert_share(shape))
-        real_row_seconds += self._head_seconds(shape, dataclasses.replace(settings, frozen=False))
-        forward = dataclasses.replace(cost, linear_seconds=row_seconds - saved, real_row_seconds=real_row_seconds)
-        forward = dataclasses.replace(forward, micro_batch_seconds=0.0)
+        pass_seconds = LAYER_BYTES * (COMPILED_SHARE if compiled else 1.0) / self.memory_bytes_per_second
+        # Half of a layer's passes are attention's, half an MLP's; those of experts are in the rate of experts.
+        layers = (shape.layers + shape.dense_layers) / 2 * shape.hidden * pass_seconds * passes
+        head_weights, rate = shape.hidden * shape.logits, self.product_flops_per_second
+        logits = settings.target_share * shape.logits * LOGIT_BYTES / self.memory_bytes_per_second
+        unused = (1 - settings.target_share) * products * 2 * head_weights / rate
+        layer_weights = shape.weights - head_weights
+        saves = saved * layer_weights * (1 - 1 / FLOAT8_SPEED) / rate if settings.float8 else 0.0
+        expert_share = shape.expert_weights / max(1, layer_weights)
+        real = max(0.0, cost.real_row_seconds - saves * expert_share)
         return dataclasses.replace(
-            SharedWeights(self, shape, settings).add_messages(forward.forward_only()),
-            launch_seconds=shape.decoder_layers * self.layer_launch_seconds,
-            update_seconds=self.update_seconds,
+            cost,
+            linear_seconds=cost.linear_seconds + layers + logits - unused - saves,
+            real_row_seconds=real + settings.target_share * head * head_weights / rate + logits,
         )
 
-    def _head_seconds(self, shape: ModelShape, settings: CostSettings) -> float:
-        """Return the seconds of a row's logits and loss, which only rows that predict a token have."""
-        products = (4 if settings.frozen else 6) * shape.hidden * shape.logits / self.product_flops_per_second
-        return settings.target_share * (products + shape.logits * self.logit_pass_seconds)
+    def _share_weights(self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float) -> Cost:
+        """Return a cost with what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts.
 
-    def _float8_seconds(self, shape: ModelShape) -> float:
-        """Return the seconds that float8 saves a row for each FLOP of all weights of the layers; the head has none."""
-        return _layer_weights(shape) * (1 / self.product_flops_per_second - 1 / self.float8_flops_per_second)
+        Each of w slots gets (w − 1) / w of the weights in each gather (forward, and backward unless weights stay
+        gathered), and of their gradients in the sum, in float32 at least; a share of these always shows. In free mode
+        they come once a step, which `Cost.with_closing` prices. The optimizer updates a slot's shard, and a ring over c
+        copies brings it 2 (c − 1) / c of its gradients. Rows go to the ep slots that have their experts, and come back:
+        a layer exchanges twice forward, twice again if it is recomputed, and twice backward, with nothing to hide it.
+        """
+        forward, number, memory = cost.passes == "forward", settings.bytes_per_number, self.memory_bytes_per_second
+        tp, ep, width = settings.weight_ranks or settings.tp, settings.ep, settings.shards
+        dense, experts = (shape.stored_weights - shape.stored_experts) / tp, shape.stored_experts / ep
+        expert_ranks = tp / ep  # over which FSDP2 shards a rank's experts in a slot, below 1 where slots share experts
+        launches, micro_batch, hidden = 1.0, cost.micro_batch_seconds, 0.0
+        if width and not settings.free:
+            gathers, sums = 2 - (forward or settings.gathered_once), 1 - (forward or settings.frozen)
+            sent = dense * (width - 1) / width
+            sent += experts * max(0.0, width * expert_ranks - 1) / (width * expert_ranks)
+            speed = self.sharding_bytes_per_second
+            if width > self.node_size:  # a ring of all slots crosses each boundary once, for the slots of a host
+                speed = min(speed, self.across.gather.bytes_per_second * self.node_size)
+            wire = sent * (gathers * number + sums * max(4, number)) / speed
+            micro_batch += self.weight_copy_seconds * (dense + experts) * (gathers + sums) + SHARDING_SHARE * wire
+            hidden, launches = (1 - SHARDING_SHARE) * wire, 1 + SHARDED_LAUNCHES * (sums * width > 1)
+        rows = 0.0
+        if ep > 1 and shape.expert_layers:
+            exchanges, near = 2.0 if forward else 4.0 + 2.0 * recomputed, min(ep, self.node_size)
+            row_bytes = exchanges * shape.routed_numbers * number / ep
+            inside, across = self.inside.exchange, self.across.exchange
+            rows = max(
+                row_bytes * (near - 1) / inside.bytes_per_second, row_bytes * (ep - near) / across.bytes_per_second
+            )
+            micro_batch += exchanges * shape.expert_layers * (inside if near == ep else across).latency
+        update = self.micro_batch_seconds
+        if not settings.frozen:
+            weights = (dense + experts / expert_ranks) / max(1, width)
+            copies = 1 if settings.free else settings.dp_replicate
+            link = self.inside if copies * width <= self.node_size else self.across
+            update += UPDATE_BYTES / memory * weights
+            update += weights * 4 * 2 * (copies - 1) / copies / link.gather.bytes_per_second
+        host = shape.decoder_layers * (FORWARD_LAUNCHES if forward else 1)
+        return dataclasses.replace(
+            cost,
+            linear_seconds=cost.linear_seconds + rows,
+            real_row_seconds=cost.real_row_seconds + rows,
+            micro_batch_seconds=micro_batch,
+            sharding_seconds=hidden,
+            launch_seconds=host * self.layer_seconds * launches,
+            group_launch_seconds=host * self.group_seconds,
+            document_launch_seconds=host * self.document_seconds,
+            update_seconds=self.micro_batch_seconds if forward else update,
+        )
 
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
         """Return the cost of a model of this shape, without what settings change.
@@ -165,14 +322,15 @@ class Machine(MachineFigures):
         Experts run at another rate than dense products, so their weights get the difference. `turns` are the bytes that
         a ring moves of a number of a key or value: twice itself, and its gradient, in float32 at least.
         """
+        tflops, memory = self.product_flops_per_second / 1e12, self.memory_bytes_per_second
         constants = price_model(
             shape,
-            tflops=self.product_flops_per_second / 1e12,
+            tflops=tflops,
             attention_tflops=self.attention_flops_per_second / 1e12,
-            scan_tflops=self.scan_flops_per_second / 1e12,
-            summary_tflops=self.summary_flops_per_second / 1e12,
-            channel_seconds=self.channel_seconds,
-            ring_step_latency=self.ring_wait_seconds,
+            scan_tflops=tflops * SCAN_SPEED,
+            summary_tflops=tflops * SUMMARY_SPEED,
+            channel_seconds=CHANNEL_BYTES / memory,
+            ring_step_latency=self.step_seconds,
             bytes_per_value=bytes_per_number,
         )
         expert_extra = 1 / self.expert_flops_per_second - 1 / self.product_flops_per_second
@@ -193,17 +351,13 @@ class Machine(MachineFigures):
             **constants,
             inside_bytes_per_second=self.inside.point.bytes_per_second,
             across_bytes_per_second=self.across.point.bytes_per_second,
-            merge_seconds=shape.layers * self._pass_seconds(self.merge_passes, shape.query_width),
-            copy_seconds=shape.layers * self._pass_seconds(self.gather_passes, 2 * shape.key_width),
+            merge_seconds=shape.layers * MERGE_BYTES * shape.query_width / memory,
+            copy_seconds=shape.layers * GATHER_BYTES * 2 * shape.key_width / memory,
             micro_batch_seconds=self.micro_batch_seconds,
             node_size=self.node_size,
             source=self.source,
             network=network,
         )
-
-    def _pass_seconds(self, passes: float, width: float) -> float:
-        """Return the seconds of so many passes over a row of this width, in float32."""
-        return passes * width * 4 / self.memory_bytes_per_second
 
     def _model_network(self, **model: Any) -> Network:
         """Return this machine's links as a model's attention uses them; `model` are the model's fields of `Network`."""
@@ -261,7 +415,7 @@ class Machine(MachineFigures):
         shows; backward has 5. `turns` are as in `_shape_cost`. `keys` are the numbers of a row's keys and values,
         `queries` those of its queries and outputs.
         """
-        has_both, number = call.passes == "both", call.bytes_per_number
+        has_both, number, memory = call.passes == "both", call.bytes_per_number, self.memory_bytes_per_second
         keys, queries = call.kv_heads * call.width, call.heads * call.width
         turns = 2 * number + max(4, number)
         pair, share = 2 * queries / self.attention_flops_per_second / 2, 1.0 if has_both else 2 / 7
@@ -270,8 +424,8 @@ class Machine(MachineFigures):
             attention_seconds=pair * (3.5 if has_both else 1.0),
             ring_bytes=float(keys * (turns if has_both else number)),
             exchange_bytes=float((2 if has_both else 1) * number * (queries + keys)),
-            merge_seconds=share * self._pass_seconds(self.merge_passes, queries / 2),  # an output: half of both
-            copy_seconds=share * self._pass_seconds(self.gather_passes, keys),
+            merge_seconds=share * MERGE_BYTES * queries / 2 / memory,  # an output: half of both
+            copy_seconds=share * GATHER_BYTES * keys / memory,
             ring_step_seconds=0.0,
             micro_batch_seconds=0.0,
             source="one layer",
@@ -285,15 +439,30 @@ class Machine(MachineFigures):
             ),
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures by name, for a JSON document; `from_json` gives an equal machine back."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in LEVELS}
+        values["assumed_parts"] = list(self.assumed_parts)
+        return {"machine": VERSION} | values | {level: getattr(self, level).to_json() for level in LEVELS}
 
-def _layer_weights(shape: ModelShape) -> int:
-    """Return the weights that multiply a row in the layers, without the output head."""
-    return shape.weights - shape.hidden * shape.logits
-
-
-def _expert_share(shape: ModelShape) -> float:
-    """Return the share of experts in the weights of the layers."""
-    return shape.expert_weights / max(1, _layer_weights(shape))
+    @classmethod
+    def from_json(cls, values: Any) -> "Machine":
+        """Read a machine from a JSON object. Raises PlanError for another version, and for other figures."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or "machine" not in values:
+            raise PlanError(
+                f"a machine is an object with {', '.join(sorted(names))}; got {str(cast(object, values))[:80]}"
+            )
+        fields = dict(cast(dict[str, Any], values))
+        if (version := fields.pop("machine")) != VERSION:
+            raise PlanError(
+                f"the machine's file has version {version!r}, and this longspan reads {VERSION}; measure again"
+            )
+        if differ := sorted(names ^ set(fields)):
+            raise PlanError(f"a machine has {', '.join(sorted(names))}; missing or unknown: {', '.join(differ)}")
+        links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
+        fields["assumed_parts"] = tuple(fields["assumed_parts"])
+        return cls(**fields | links)
 
 
 def is_known(name: str) -> bool:

@@ -25,6 +25,8 @@ _MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # whose images have
 _WHOLE = ("llava", "gemma3", "paligemma")  # whose images have one size
 _GEMMA_ROWS = 256  # of an image, if a configuration has no number
 _HEAD_MULTIPLE = 32  # to which kernels pad a head (attention/kernels/fa4.py)
+ENCODER_SPEED = 240 / 700  # of narrow products and rotary angles in float32, over a decoder's (vision-step-4xH200)
+WAVE_SECONDS = 2e-3  # of the launches of a wave on GPUs (bench/records/vision-step-4xH200.md)
 _GATED = ("qwen2_5_vl",)  # whose MLPs have three products
 
 
@@ -136,10 +138,10 @@ class EncoderShape:
         patches_per_row = (self.patch_count(rows) + self.class_rows) / rows
         flops = self._weight_flops(rows, trained) + again * self._weight_flops(rows, "none")
         return Cost(
-            linear_seconds=flops / rows / machine.encoder_flops_per_second
+            linear_seconds=flops / rows / ((ENCODER_SPEED if gpu else 1) * machine.product_flops_per_second)
             + pair * patches_per_row * self.window_layers * self.window**2,
             attention_seconds=pair * self.full_layers * patches_per_row**2,
-            micro_batch_seconds=machine.wave_seconds,
+            micro_batch_seconds=WAVE_SECONDS if gpu else machine.micro_batch_seconds,
             source=machine.source,
         )
 
@@ -246,7 +248,7 @@ def encoder_cost(
     window: int = 0,
     patches_per_row: int = 1,
     flops_per_second: float = USUAL_FLOPS,
-    wave_seconds: float = 2e-3,
+    wave_seconds: float = WAVE_SECONDS,
 ) -> Cost:
     """Price an encoder whose patches see each other, forward and backward, for `Encoder(cost=…)`.
 

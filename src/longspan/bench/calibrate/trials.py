@@ -1,0 +1,377 @@
+"""What each rank times for `bench calibrate`: steps, the host's launches, attention, memory, messages.
+
+Steps are those of a model whose parameters are not sharded, so that they contain no messages. Hosts are those of the
+launcher, and all are timed at once.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from longspan.attention import attend
+from longspan.bench.calibrate.fit import Part, Sample
+from longspan.bench.layers import change_layer_count
+from longspan.comm import World, bind
+from longspan.comm.groups.channel import Channel
+from longspan.errors import ConfigError
+from longspan.layout import Layout
+from longspan.model import load_model, prepare
+from longspan.model.prepared import vocabulary_size
+from longspan.model.presets import preset_config
+from longspan.model.sharding import drop_unsummed_gradients, keep_parameters_whole
+from longspan.plan import AttentionCall, Plan, plan_fixed
+from longspan.plan.cost.links import Level
+from longspan.plan.micro_batch import Group, MicroBatch
+from longspan.plan.shape.model_shape import ModelShape
+from longspan.train import run_step
+from longspan.train.plans.resolve import device_name
+
+VOCABULARY = 2048  # of a preset, which has no tokenizer to take it from
+MOST_SECONDS = 200.0  # after which no round begins
+PASS_NUMBERS = {"cuda": (1 << 22, 1 << 24, 1 << 26, 1 << 28), "cpu": (1 << 14, 1 << 17, 1 << 19, 1 << 21)}
+MESSAGE_BYTES = {"cuda": (1 << 16, 1 << 20, 1 << 23, 1 << 26), "cpu": (1 << 12, 1 << 15, 1 << 18, 1 << 20)}
+TURNS = {1 << 18: 16, 1 << 22: 4}  # how often messages of at most so many bytes are sent in a row; longer ones once
+LONG_OVER_LONGEST = 4  # of attention's longest document on GPUs, after which their clocks are those of training
+FEW_ROWS, MANY = 8, 4  # rows of a document whose launches are timed, and documents or groups of a slot
+BOTH_OVER_FORWARD = 3.5  # products of attention in forward (2) and backward (5), over those in forward
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """What the ranks measure, as `CalibrateFlags` describe it; `layers` 0: all of the preset's."""
+
+    preset: str
+    model: str
+    layers: int
+    dtype: str
+    tokens: tuple[int, ...]
+    lengths: tuple[int, ...]
+    document: int
+    micro_batches: tuple[int, ...]
+    warmup: int
+    repeats: int
+    ranks: int
+    backend: str
+    timeout_seconds: float
+
+
+class Measured(NamedTuple):
+    """The samples, and facts of the world that was measured."""
+
+    samples: list[Sample]
+    device: str
+    node_size: int
+    seconds: float
+
+
+class Trial(NamedTuple):
+    """What is timed: a sample without its seconds, what runs, and how often in a row (short messages often)."""
+
+    sample: Sample
+    run: Callable[[], object]
+    turns: int = 1
+
+
+def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
+    """Open a world and measure everything; returns the same on every rank."""
+    backend = None if settings.backend == "nccl" else "gloo"
+    with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
+        bench = _Bench(settings, world)
+        return Measured(bench.measure_samples(), device_name(world.device), world.node_size, bench.seconds)
+
+
+class _Bench:
+    """The trials of a world, by what they time, and the model whose steps are timed first."""
+
+    def __init__(self, settings: CalibrationSettings, world: World) -> None:
+        self.began = time.perf_counter()
+        self.settings, self.world, self.device = settings, world, world.device.type
+        # each rank is a replica: nothing is gathered in a step
+        self.replicas = world.open_inner(Layout(settings.ranks, dp_replicate=settings.ranks))
+        model = _load_timed_model(settings)
+        self.shape = ModelShape.of(model.config)
+        if self.shape.mixer_layers:
+            raise ConfigError(
+                "products are measured in the steps of a model without state-space layers, and this one has "
+                f"{self.shape.mixer_layers} of them; leave --preset and --model out"
+            )
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.call = AttentionCall(
+            heads=self.shape.heads,
+            kv_heads=self.shape.kv_heads,
+            head_dim=self.shape.query_width // self.shape.heads,
+            bytes_per_number=self.dtype.itemsize,
+        )
+        self.vocabulary = vocabulary_size(model) or 1  # without an embedding, only token id 0
+        self.model: nn.Module | None = prepare(model, self.replicas)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the bench began."""
+        return time.perf_counter() - self.began
+
+    def measure_samples(self) -> list[Sample]:
+        """Time everything that a machine has a figure for, part after part."""
+        samples = self._time_trials([*self._step_trials(), *self._host_trials()], "steps of a model")
+        self.model = None  # its memory is free for what follows
+        samples += self._time_trials([*self._attention_trials(), *self._memory_trials()], "attention and memory")
+        if self.world.home.slots > 1:
+            samples += self._time_trials([*self._message_trials()], "messages between slots")
+            samples += self._time_trials([*self._type_trials()], "types of attention")
+        return samples
+
+    def _time_trials(self, trials: list[Trial], label: str) -> list[Sample]:
+        """Return the samples of trials, with the slowest rank's seconds in the median of rounds.
+
+        Every round has all trials, so that what disturbs the machine for a while disturbs no sample in most rounds. No
+        round but the first timed one begins once the time is over. Seconds are above 0, as errors are relative to them.
+        """
+        times: list[list[float]] = []
+        warmup, repeats = self.settings.warmup, self.settings.repeats
+        for i in range(warmup + repeats):
+            if i > warmup and self.world.control.any_rank(self.seconds > MOST_SECONDS):
+                break
+            times.append([self._measure_seconds(trial) for trial in trials])
+        if self.world.rank == self.world.home.ranks[0]:
+            line = f"{self.seconds:5.1f} s  {label}: {len(trials)} measurements, {len(times)} rounds"
+            print(line, file=sys.stderr, flush=True)
+        of_ranks = self.world.control.gather_objects(times[warmup:])  # (ranks, rounds, trials)
+        seconds = np.median(np.array(of_ranks).max(axis=0), axis=0).tolist()
+        return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
+
+    def _measure_seconds(self, trial: Trial) -> float:
+        """Measure the seconds of one turn of a trial on this rank; all ranks begin together."""
+        self.world.control.barrier()
+        self._wait_for_device()
+        began = time.perf_counter()
+        for _ in range(trial.turns):
+            trial.run()
+        self._wait_for_device()
+        return (time.perf_counter() - began) / trial.turns
+
+    def _wait_for_device(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+    def _step_trials(self) -> Iterator[Trial]:
+        """Yield steps of the model over rising numbers of tokens and of micro-batches, of short documents.
+
+        Attention of layers with windows is not counted: its seconds lower the rate of products that is fitted.
+        """
+        tokens, counts, shape = self.settings.tokens, self.settings.micro_batches, self.shape
+        full = shape.layers - shape.window_layers - shape.chunk_layers
+        for some, count in [*((n, 1) for n in tokens), *((tokens[0], count) for count in counts if count > 1)]:
+            length = min(self.settings.document, some)
+            per_slot = some // length
+            rows = per_slot * length * count
+            attention = full * self._flops(rows * length)
+            sample = Sample(
+                part="step",
+                name=f"step: {count} x {per_slot * length:,} tokens a slot, documents of {length:,}",
+                counts={
+                    "steps": 1,
+                    "micro-batches": count,
+                    "flops": 6.0 * shape.weights * rows,
+                    "attention flops": attention,
+                    "attention flops a row": attention / length,
+                    "passes": rows * (shape.layers + shape.dense_layers) / 2 * shape.hidden,
+                },
+            )
+            yield Trial(sample, self._step_call(self._plan_step(length, per_slot, count)))
+
+    def _host_trials(self) -> Iterator[Trial]:
+        """Yield steps of so few rows that the host decides their time: of micro-batches, documents and groups."""
+        for name, batches, documents, groups in (
+            ("a document", 1, 1, 1),
+            (f"{MANY} micro-batches", MANY, 1, 1),
+            (f"{MANY} documents in a group", 1, MANY, 1),
+            (f"{MANY} groups", 1, MANY, MANY),
+        ):
+            plan = self._plan_step(FEW_ROWS, documents, batches)
+            if groups > 1:
+                split = [
+                    Group(group.slots, (d,), (n,))
+                    for group in plan.micro_batches[0].groups
+                    for d, n in zip(group.documents, group.lengths, strict=True)
+                ]
+                plan = replace(plan, micro_batches=(MicroBatch(tuple(split)),))
+            layers = self.shape.decoder_layers * batches
+            counts = {"steps": 1, "layers": layers, "groups": layers * groups, "documents": layers * documents}
+            yield Trial(Sample(part="host", name=f"host: {name}", counts=counts), self._step_call(plan))
+
+    def _plan_step(self, length: int, per_slot: int, count: int) -> Plan:
+        """Plan `count` micro-batches with `per_slot` documents of this length on every slot."""
+        home = self.replicas.home
+        plan = plan_fixed([length] * (per_slot * count * home.slots), home, 1, max_tokens_per_slot=per_slot * length)
+        assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
+        return plan
+
+    def _step_call(self, plan: Plan) -> Callable[[], object]:
+        """Return a call that runs a step of this plan over random tokens, without the sum of gradients over ranks.
+
+        That sum is a message: between hosts it would take most of the step.
+        """
+        self.replicas.prepare(plan)
+        random = np.random.default_rng(0)
+        documents = [random.integers(0, self.vocabulary, length) for length in plan.lengths]
+        model = self.model
+        assert model is not None, "steps are measured first"
+
+        def run() -> None:
+            with keep_parameters_whole(model):
+                run_step(model, plan, documents, self.replicas)
+            drop_unsummed_gradients(model)
+
+        return run
+
+    def _attention_trials(self) -> Iterator[Trial]:
+        """Yield attention over as many rows as the longest document has, and the second longest, cut into documents.
+
+        Two numbers of rows tell a call's own seconds from those of its rows.
+        """
+        lengths = self.settings.lengths
+        pieces = [*((n, lengths[-1]) for n in lengths), *((n, lengths[-2]) for n in lengths[:-1])]
+        pieces += [(LONG_OVER_LONGEST * lengths[-1],) * 2] * (self.device == "cuda")
+        for length, rows in pieces:
+            count = rows // length
+            plan = plan_fixed([length] * (count * self.world.home.slots), self.world.home, 1)
+            flops = self._flops(count * length**2)
+            counts = {"calls": 1, "flops": flops, "flops a row": flops / length}
+            name = f"attention: {count * length:,} rows in pieces of {length:,}"
+            yield Trial(Sample(part="attention", name=name, counts=counts), self._attend_call(plan))
+
+    def _memory_trials(self) -> Iterator[Trial]:
+        """Yield passes that read and write numbers in float32."""
+        for count in PASS_NUMBERS[self.device]:
+            x = torch.zeros(count, device=self.world.device)
+            name, counts = f"memory: {8 * count:,} bytes read and written", {"calls": 1, "bytes": 8.0 * count}
+            yield Trial(Sample(part="memory", name=name, counts=counts), lambda x=x: x.mul_(2.0), turns=4)
+
+    def _type_trials(self) -> Iterator[Trial]:
+        """Yield each type of attention of a document over a host's slots and over all.
+
+        A degree that does not divide the slots is left out, as not all of them would take part; so are types that the
+        heads do not allow, and a2a+p2p if one of its levels is 1: that is a2a or p2p.
+        """
+        slots, node_size = self.world.home.slots, self.world.node_size
+        degrees: dict[Level, int] = {"inside": min(slots, node_size), "across": slots}
+        for level, degree in degrees.items():
+            if degree == 1 or slots % degree or (level == "across" and slots <= node_size):
+                continue
+            for length in (n * degree for n in self.settings.lengths):
+                plan = plan_fixed([length] * (slots // degree), self.world.home, degree)
+                group = plan.micro_batches[0].groups[0]
+                prices = self.world.machine.attention_seconds(group, self.call, node_size=node_size)
+                for kind, price in sorted(prices.items()):
+                    if price.impossible or (kind == "a2a+p2p" and min(price.sizes) == 1):
+                        continue
+                    sizes = price.sizes if kind == "a2a+p2p" else None
+                    sample = Sample(
+                        part="type",
+                        name=f"{price.name} {level}: a document of {length:,} over {degree} slots",
+                        level=level,
+                        group=replace(group, hierarchical_context_parallel_sizes=sizes),
+                        call=self.call,
+                        cp_comm_type=kind,
+                    )
+                    yield Trial(sample, self._attend_call(plan, kind, sizes))
+
+    def _attend_call(self, plan: Plan, kind: str = "p2p", sizes: Sequence[int] | None = None) -> Callable[[], object]:
+        """Return a call that computes attention of the plan's first micro-batch, forward and backward."""
+        self.world.prepare(plan)
+        shard = bind(plan.micro_batches[0], self.world)
+        heads = self.call.heads, self.call.kv_heads, self.call.kv_heads
+        q, k, v = (self._draw_rows(shard.local_rows, count) for count in heads)
+        gradient = self._draw_rows(shard.local_rows, self.call.heads).detach()
+        arguments: dict[str, Any] = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": sizes}
+        return lambda: torch.autograd.grad(attend(q, k, v, shard, **arguments), (q, k, v), gradient)
+
+    def _draw_rows(self, rows: int, heads: int) -> Tensor:
+        size = (rows, heads, self.call.head_dim)
+        return torch.randn(size, device=self.world.device).to(self.dtype).requires_grad_()
+
+    def _flops(self, squares: float) -> float:
+        """Count the FLOPs of one layer's attention, forward and backward, by the sum of squared lengths.
+
+        Forward has two products of 2 FLOPs for each feature and each causal pair, which are half of the squares.
+        """
+        return BOTH_OVER_FORWARD * 2 * self.call.heads * self.call.head_dim * squares
+
+    def _message_trials(self) -> Iterator[Trial]:
+        """Yield exchanges, gathers and messages from slot to slot: between the slots of a host, and between hosts.
+
+        Sizes are what `Link` counts, the bytes that a slot sends or receives itself. Of a gather between hosts they are
+        a slot's share of what arrives at its host. In `point` each slot sends to the next of its host, or to the slot
+        at its place in the next host.
+        """
+        world, size = self.world, self.world.node_size
+        slots, place = world.home.slots, world.slot % size
+        hosts = [tuple(range(first, min(first + size, slots))) for first in range(0, slots, size)]
+        host, smallest = hosts[world.slot // size], min(map(len, hosts))
+        for degree in {len(host) if slots % size == 0 else 1, slots}:
+            world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
+        find = world.channels.find_channel
+        if size > 1:
+            neighbours = find(host)
+            yield from self._sizes("inside", "exchange", lambda n: self._exchange(neighbours, n // (size - 1), {*host}))
+            yield from self._sizes("inside", "gather", lambda n: self._gather(neighbours, n // (size - 1)))
+            yield from self._sizes("inside", "point", lambda n: self._shift(neighbours, n))
+        if len(hosts) > 1:
+            everyone, others = find(range(slots)), {*range(slots)} - {*host}
+            in_place = [h[place] for h in hosts if len(h) > place]
+            ring = find(in_place) if len(in_place) > 1 else None
+            far = slots - smallest
+            yield from self._sizes("across", "exchange", lambda n: self._exchange(everyone, n // far, others))
+            yield from self._sizes("across", "gather", lambda n: self._gather(everyone, n * smallest // (slots - 1)))
+            yield from self._sizes("across", "point", lambda n: self._shift(ring, n))
+
+    def _sizes(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
+        """Yield a trial of one kind of message for each size; `make` gives the call to time, of a size in bytes."""
+        part: Part = "link"
+        for size in MESSAGE_BYTES[self.device]:
+            turns = next((count for limit, count in TURNS.items() if size <= limit), 1)
+            name, counts = f"{kind} {level}: {size:,} bytes", {"messages": 1, "bytes": float(size)}
+            yield Trial(Sample(part=part, name=name, counts=counts, level=level, kind=kind), make(size), turns)
+
+    def _exchange(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
+        """Return a call that sends `block` bytes to each partner but this slot, and receives as much from each.
+
+        Other members of the channel enter the call as well, with no bytes.
+        """
+        slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
+        rows = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
+        x = self._bytes(sum(rows))
+        return lambda: channel.all_to_all_rows(x, rows, rows, "bench calibrate").wait()
+
+    def _gather(self, channel: Channel, block: int) -> Callable[[], object]:
+        """Return a call in which each member of a channel sends `block` bytes (at least one) to all other members."""
+        x = self._bytes(max(1, block))
+        return lambda: channel.all_gather(x, [len(x)] * channel.degree, "bench calibrate").wait()
+
+    def _shift(self, channel: Channel | None, size: int) -> Callable[[], object]:
+        """Return a call that sends `size` bytes to the next member of a channel; nothing without another member."""
+        if channel is None or channel.degree == 1:
+            return lambda: None
+        x, into = self._bytes(size), self._bytes(size)
+        return lambda: channel.shift(x, into, "bench calibrate").wait()
+
+    def _bytes(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.world.device)
+
+
+def _load_timed_model(settings: CalibrationSettings) -> Any:
+    """Load the model that is timed: from a folder, or random weights of a preset at the vocabulary of the bench."""
+    if settings.model:
+        return load_model(settings.model, dtype=settings.dtype)
+    # Tiny presets are made for a vocabulary; published ones bring their own, which is replaced.
+    configuration = preset_config(settings.preset, vocab_size=VOCABULARY if "tiny" in settings.preset else None)
+    configuration.get_text_config().vocab_size = VOCABULARY
+    if settings.layers:
+        configuration = change_layer_count(configuration, settings.layers)
+    return load_model(config=configuration, dtype=settings.dtype)
