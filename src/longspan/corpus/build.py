@@ -90,9 +90,10 @@ class _CorpusOfRun:
             tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
         recorded = self._old_record
-        is_same = recorded is not None and not changes and recorded.key == recipe.key
-        if is_same and _is_whole(self._folder / recorded.documents):
-            return Corpus(self._folder)
+        if recorded is not None and not changes:
+            is_same = recorded.key == recipe.key
+            if is_same and _is_whole(self._folder / recorded.documents):
+                return Corpus(self._folder)
         if resumed and recorded is not None and recorded.key != recipe.key:
             raise DataError(_describe_changes(self._run_dir, ["its rows become other tokens than they did"]))
         return self._build_corpus(recipe, tokenizer)
