@@ -20,7 +20,6 @@ from longspan.plain_text import markdown_table
 
 RECORDS = Path(__file__).parents[1] / "records"
 MODELS = ("qwen3-4b", "qwen3-8b", "qwen3-30b-a3b")
-COLUMNS = ("none", "selective", "full", "auto")
 
 
 def main() -> None:
@@ -41,7 +40,7 @@ def main() -> None:
 
 
 def _longest(model: str, kind: str, gpus: str) -> dict[str, Any]:
-    """Tokens of the longest document under each measure; 0 where nothing fits."""
+    """Tokens of the longest document; 0 where nothing fits."""
     with TemporaryDirectory() as folder:
         values = {"model_type": PRESETS[model].model_type, **PRESETS[model].values}
         (Path(folder) / "config.json").write_text(json.dumps(values))
@@ -50,18 +49,16 @@ def _longest(model: str, kind: str, gpus: str) -> dict[str, Any]:
             [sys.executable, "-m", "longspan", "plan", *words], capture_output=True, text=True, check=False
         )
     answer = json.loads(run.stdout)
-    return {name: ((answer.get("columns") or {}).get(name) or {}).get("longest", 0) for name in COLUMNS}
+    return {"auto": answer["longest"]}
 
 
 def _page(rows: list[dict[str, Any]], command: str) -> str:
-    cells = [
-        (row["model"], row["gpu"], str(row["gpus"]), *(f"{row.get(name) or 0:,}" for name in COLUMNS)) for row in rows
-    ]
+    cells = [(row["model"], row["gpu"], str(row["gpus"]), f"{row['auto']:,}") for row in rows]
     settings = " ".join((__doc__ or "").rpartition("\n\n")[2].split())
     return (
         "# What fits where: tokens of the longest document\n\n"
         f"Command: `{command}`. {settings}\n\n"
-        f"{markdown_table(('model', 'GPU', 'GPUs', *COLUMNS), cells)}\n"
+        f"{markdown_table(('model', 'GPU', 'GPUs', 'longest'), cells)}\n"
     )
 
 

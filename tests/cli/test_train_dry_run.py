@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from longspan.cli import machine, processes
-from longspan.cli.gpu_plans import dry_run
-from longspan.cli.gpu_plans.positions import can_scale, position_limit
 from longspan.cli.main import main
+from longspan.cli.plans import ask
+from longspan.cli.plans.gpu_run import can_scale, position_limit
 from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
 from longspan.model.seams import rope
@@ -81,7 +81,7 @@ def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixt
     for more, message in (
         (
             ["--train.memory_bytes", "1200000000"],
-            "does not fit 4 H200s: at least .* no number of such GPUs|GPUs would do",
+            "(no number of such GPUs|GPUs would do).* does not fit 4 H200s: at least ",
         ),
         (["--context.context_parallel_size", "3"], "context_parallel_size 3 does not divide 4 slots"),
         (["--data.path", "nowhere"], "data.path 'nowhere' does not exist"),
@@ -97,8 +97,8 @@ def test_a_gpu_that_is_here_has_its_own_bytes(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "usable_gpus", lambda: 2)
-    monkeypatch.setattr(dry_run, "find_first_gpu", lambda: ("NVIDIA A100-SXM4-40GB", 42_000_000_000))
-    monkeypatch.setattr(dry_run, "free_host_bytes", lambda: 100_000_000_000)
+    monkeypatch.setattr(ask, "find_first_gpu", lambda: ("NVIDIA A100-SXM4-40GB", 42_000_000_000))
+    monkeypatch.setattr(ask, "free_host_bytes", lambda: 100_000_000_000)
     assert main(["train", config, "--dry-run", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["gpus"], answer["gpu_bytes"], answer["gpu"]) == (2, 42_000_000_000, "NVIDIA A100-SXM4-40GB")

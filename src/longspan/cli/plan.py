@@ -1,7 +1,7 @@
 """`longspan plan`: document lengths to a plan: a table, JSON, a page, a trace, a picture. Imports no torch.
 
-With `--gpu` it says what fits GPUs and how long it takes (`ask_gpus.py`), with `--compare` it prices planners and
-degrees (`compare.py`).
+With `--gpu` it says what fits GPUs and how long it takes (`plans/ask.py`), with `--compare` it prices planners and
+degrees (`plans/compare.py`).
 """
 
 import sys
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from longspan.cli.flags import check_least, parse_flags
-from longspan.cli.gpu_plans.ask_gpus import answer_gpu_question
-from longspan.cli.gpu_plans.gpu_flags import GpuFlags, asks_for_gpus, parse_question
+from longspan.cli.plans.ask import answer_gpu_question
 from longspan.cli.plans.compare import CompareFlags, check_comparison_flags, run_comparison
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
@@ -27,6 +26,7 @@ from longspan.cli.plans.planning import (
     plan_options,
     read_price,
 )
+from longspan.cli.plans.question import GpuFlags, asks_for_gpus, parse_question
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded

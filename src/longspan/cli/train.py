@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     save_on = [number for number in NOTICES if number.name in config.run.save_on]
     disregard_signals(save_on)  # until there is a step to save
     if flags.dry_run:
-        from longspan.cli.gpu_plans.dry_run import dry_run
+        from longspan.cli.plans.ask import dry_run
 
         ranks, on_gpus = count_ranks(flags.world, flags.device), flags.device != "cpu"
         return dry_run(config, argv, flags.config, ranks=ranks, on_gpus=on_gpus, as_json=flags.json)

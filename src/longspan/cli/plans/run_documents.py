@@ -6,7 +6,7 @@ for the run. Without one, tokens are estimated. No weights and no world are need
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -139,8 +139,3 @@ def sample_steps(steps: int, most: int) -> list[int]:
     [0, 2, 5, 7]
     """
     return [i * steps // most for i in range(most)] if steps > most else [*range(steps)]
-
-
-def set_one_epoch(config: RunConfig) -> RunConfig:
-    """Set the length of a run to one epoch."""
-    return replace(config, train=replace(config.train, epochs=1.0))

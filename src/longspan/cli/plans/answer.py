@@ -1,0 +1,461 @@
+"""The answer to "which layout for my lengths" on GPUs: fits or not, the fastest way, the others beside it, the keys.
+
+A question is about the longest document, one step, or a run of data; `fit.py` finds the ways. No torch.
+"""
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from longspan.cli.plans.fit import (
+    BY_HAND,
+    DOUBLINGS,
+    UNIT,
+    Choices,
+    Documents,
+    Fit,
+    find_fits,
+    find_longest,
+    find_way_out,
+    fit_run,
+)
+from longspan.cli.plans.gpu_run import RunOnGpus
+from longspan.cli.plans.run_documents import RunDocuments, sample_steps
+from longspan.config.defaults import encoder_default
+from longspan.config.keys import NOT_GIVEN, key_value
+from longspan.config.sections import RunConfig, section_kinds
+from longspan.errors import ConfigError, PlanError, plural
+from longspan.plain_text import seconds_text, text_table
+from longspan.plan import EncoderLoad, EncoderShape, Plan, group_counts, model_flops, peak_tflops, slot_rows
+from longspan.plan.memory.bytes import Bytes, gib_text
+from longspan.plan.memory.moments import step_moments
+from longspan.plan.ways import plan_type_text
+
+WIDTH = 110  # characters of a command's line
+PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of one degree and of dynamic ones
+GATHERS = "parallel.reshard_after_forward"
+LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
+HIGHEST_DEGREE = "context.max_dynamic_context_parallel_size"
+SHOWN = ("train", "lora", "parallel", "context", "mtp", "encoder")  # sections whose keys an answer repeats
+OF_MODELS = ("model.dtype", "model.compute_dtype")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was asked (`title`) of the GPUs of `run`, and the ways that were compared, the best first.
+
+    Where nothing `fits`, the first way is the leanest, and `way_out` would do: the same GPUs without measures by hand,
+    or more GPUs; None if neither. `longest` is the longest document that fits, in tokens. `steps` are those of a run
+    (None: one step was asked about), of which `sampled` were planned; `seconds` are of a step of the first way.
+    """
+
+    title: str
+    run: RunOnGpus
+    ways: tuple[Fit, ...]
+    given_keys: frozenset[str]
+    longest: int
+    way_out: Fit | None = None
+    seconds: float | None = None
+    steps: int | None = None
+    sampled: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the first way fits."""
+        return self.ways[0].seconds is not None
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of all steps of a run."""
+        return None if self.seconds is None or self.steps is None else self.seconds * self.steps / 3600
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Return the keys of the way that fits, or of the way out without the measures that prevent it; {} for none."""
+        if self.fits:
+            return run_keys(self.ways[0].run, self.given_keys)
+        if self.way_out is None:
+            return {}
+        by_hand = {f"train.{key}" for key in BY_HAND} | {GATHERS}
+        is_freed = self.way_out.run.gpus.count == self.run.gpus.count
+        return run_keys(self.way_out.run, self.given_keys - by_hand if is_freed else self.given_keys)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU.
+
+        `device` is the moment at which a GPU holds most, `largest` has each part at its own largest. Where nothing
+        fits, `keys` are those that were asked about, and `would_fit` has those that would do.
+        """
+        gpus, best = self.run.gpus, self.ways[0]
+        values: dict[str, Any] = {
+            "device": best.memory.device.to_json(),
+            "host": best.memory.host.to_json(),
+            "measures": list(best.memory.measures),
+            "longest": self.longest,
+            "fits": self.fits,
+            "keys": self.keys if self.fits else run_keys(best.run, self.given_keys),
+            "steps": self.steps,
+            "step_seconds": self.seconds,
+            "hours": self.hours,
+            "gpu_hours": None if self.hours is None else self.hours * gpus.count,
+            "largest": largest_parts(best),
+            **way_figures(best),
+            "degrees": count_degrees(best.plans) if self.fits else [],
+            "alternatives": [way_figures(way) for way in self.ways],
+            "gpu": gpus.name,
+            "gpus": gpus.count,
+            "gpu_bytes": gpus.bytes,
+            "host_bytes": gpus.host_bytes,
+            "assumed": list(gpus.assumed),
+            "notes": list(self.notes),
+        }
+        if not self.fits:
+            other = self.way_out
+            count = {} if other is None else {"gpus": other.run.gpus.count, "keys": self.keys}
+            values["would_fit"] = None if other is None else other.memory.to_json() | count
+        return values
+
+
+def way_figures(way: Fit) -> dict[str, Any]:
+    """Return the figures of a way by name: layout, rows, time and bytes; None for what a way that does not fit lacks.
+
+    MFU is None for a GPU whose peak is not known, and for a model whose FLOPs are not.
+    """
+    planner, degree, ep = way.layout
+    per_gpu, mfu, gpus = None, None, way.run.gpus
+    if way.seconds is not None:
+        per_gpu = sum(plan.tokens for plan in way.plans) / len(way.plans) / way.seconds / gpus.count
+        peak, frozen = peak_tflops(gpus.machine.device, "bfloat16"), way.run.config.lora.rank > 0
+        flops = sum(model_flops(way.run.shape, plan.lengths, frozen=frozen) for plan in way.plans) / len(way.plans)
+        mfu = flops / way.seconds / gpus.count / 1e12 / peak if peak else None
+    types = dict.fromkeys(filter(None, map(plan_type_text, way.plans)))
+    return {
+        "planner": planner,
+        "degree": degree or None,
+        "ep": ep,
+        "cp_comm_type": "; ".join(types),
+        "rows": max(int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max()) for plan in way.plans),
+        "micro_batches": max(len(plan.micro_batches) for plan in way.plans),
+        "seconds": way.seconds,
+        "tokens_per_second_per_gpu": per_gpu,
+        "mfu": mfu,
+        "device_bytes": way.memory.device.total,
+        "host_bytes_used": way.memory.host.total,
+    }
+
+
+def largest_parts(way: Fit) -> dict[str, int]:
+    """Return the bytes of each part of a GPU's memory at the moment at which that part is largest."""
+    memory, needs = way.memory, way.run.memory_needs(way.plans)
+    names = ("gathered_once", "offload_states", "mlp_tile_rows", "segment_layers")
+    needs = needs.with_settings(replace(needs.places[0].settings, **{name: getattr(memory, name) for name in names}))
+    moments = [m for place in needs.places for m in step_moments(place, needs.loads, memory.measures)]
+    return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
+
+
+def count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Count the groups of each degree in some plans, and the share of all tokens that they have."""
+    groups, tokens = Counter[int](), Counter[int]()
+    for row in (row for plan in plans for row in group_counts(plan)):
+        groups[row["degree"]] += row["count"]
+        tokens[row["degree"]] += row["tokens"]
+    total = tokens.total() or 1
+    return [{"degree": d, "groups": groups[d], "share": tokens[d] / total} for d in sorted(groups)]
+
+
+def run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
+    """Return the keys of a run that an answer shows, with their values, as `longspan train` takes them.
+
+    These are those of the question in a section of SHOWN or in OF_MODELS (model and data are named elsewhere), the keys
+    of [lora], [mtp] and [parallel] that differ from their defaults (GATHERS only if it is given: train.memory decides
+    it), those of planner, degree, communication type, rows and memory, and `model.rope_scaling` where it is set. A
+    dynamic plan's highest degree is all slots where it has no limit.
+    """
+    config, one_degree = run.config, run.choice.has_one_degree
+    names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
+    for section, kind in section_kinds().items():
+        if section in ("lora", "mtp", "parallel"):
+            values, defaults = vars(getattr(config, section)), vars(kind())
+            names |= {f"{section}.{key}" for key in values if values[key] != defaults[key]}
+    names -= {GATHERS} - given_keys
+    names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
+    names |= {"context.context_parallel_size"} if one_degree else {LOWEST_DEGREE, HIGHEST_DEGREE}
+    names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
+    keys = {name: _read_key(config, name) for name in sorted(names)}
+    if not one_degree and not keys[HIGHEST_DEGREE]:
+        keys[HIGHEST_DEGREE] = run.home.slots
+    return keys
+
+
+def _read_key(config: RunConfig, name: str) -> Any:
+    """Return the value of "section.key" in a configuration, a tuple as a list."""
+    section, _, key = name.partition(".")
+    value = key_value(getattr(config, section), key)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def answer_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices) -> Answer:
+    """Answer how long a document may be on the GPUs."""
+    tokens, longest_run = find_longest(run, choices)
+    if not tokens:
+        tokens = UNIT * run.home.slots
+        return _answer_steps(f"a document of {tokens:,} tokens", run, [Documents((tokens,))], given_keys, choices)
+    fit = fit_run(longest_run.scale_positions(tokens), [Documents((tokens,))])
+    title, notes = f"the longest document has {tokens:,} tokens", tuple(fit.run.position_notes(tokens))
+    return Answer(
+        title=title, run=run, ways=(fit,), given_keys=given_keys, longest=tokens, seconds=fit.seconds, notes=notes
+    )
+
+
+def answer_step(
+    run: RunOnGpus, lengths: Sequence[int], source: str, given_keys: frozenset[str], choices: Choices
+) -> Answer:
+    """Answer whether one step of these documents fits, and with which keys; `source` names them in the title."""
+    title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {source}"
+    return _answer_steps(title, run, [Documents(tuple(lengths))], given_keys, choices)
+
+
+def answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[str], choices: Choices) -> Answer:
+    """Answer whether a run of these documents fits, with which keys, and how long it takes.
+
+    The way is searched on two steps: of a sample the one with most attention, and a step of only the longest document.
+    Then the sampled steps are planned that way for the seconds. The keys that set the number of steps are always shown.
+    """
+    sample = _sample_run_documents(documents, PRICED[False])  # the smaller sample is enough for a search
+    longest = Documents((documents.longest,))
+    searched = [max(sample, key=lambda step: sum(n * n for n in step.lengths)), longest]
+    title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
+    shown = given_keys | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
+    answer = replace(_answer_steps(title, run, searched, shown, choices), steps=documents.steps)
+    if not answer.fits:
+        return answer
+    best = answer.ways[0].run
+    sample = _sample_run_documents(documents, PRICED[best.choice.has_one_degree])
+    plans = tuple(best.plan(step.lengths, step.targets) for step in sample)
+    memory = best.plan_memory([*plans, best.plan(longest.lengths)])
+    encoding, note = _encoding_seconds(best, documents, plans)
+    seconds = best.seconds(plans, memory) + encoding
+    ways = (Fit(best, plans, memory, seconds), *answer.ways[1:])
+    return replace(answer, ways=ways, seconds=seconds, sampled=len(sample), notes=(*note, *answer.notes))
+
+
+def _answer_steps(
+    title: str, run: RunOnGpus, steps: Sequence[Documents], given_keys: frozenset[str], choices: Choices
+) -> Answer:
+    """Answer which layouts these steps fit; where none does, what the leanest holds, and what would do."""
+    try:
+        ways = find_fits(run, steps, choices)
+    except PlanError:  # the limit of rows that is given is below what the longest document needs
+        without = run.set_context(max_tokens_per_slot=0)
+        plans = tuple(without.plan(step.lengths, step.targets) for step in steps)
+        ways = [Fit(run, plans, without.leanest_memory(plans), None)]
+    longest = max(n for step in steps for n in step.lengths)
+    fits = ways[0].seconds is not None
+    ways = [replace(way, run=way.run.scale_positions(longest)) for way in ways]
+    other = None if fits else find_way_out(run, steps, choices)
+    return Answer(
+        title=title,
+        run=run,
+        ways=tuple(ways),
+        given_keys=given_keys,
+        longest=find_longest(run, choices)[0],
+        way_out=other and replace(other, run=other.run.scale_positions(longest)),
+        seconds=ways[0].seconds,
+        notes=tuple(ways[0].run.position_notes(longest)) if fits else (),
+    )
+
+
+def _sample_run_documents(documents: RunDocuments, most: int) -> list[Documents]:
+    """Return the documents of at most `most` steps of a run, evenly apart."""
+    order = documents.order
+    steps = sample_steps(documents.steps, most)
+    return [Documents(tuple(order.lengths_of_step(step)), order.targets_of_step(step)) for step in steps]
+
+
+def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) -> tuple[float, Sequence[str]]:
+    """Return the mean seconds that encoding a step's images takes, and a note of at most one line about it.
+
+    It is 0.0 without images, where the encoder cannot be priced, and for packs, whose images are not listed by step.
+    """
+    if not documents.image_rows:
+        return 0.0, ()
+    config, rows = run.config, f"images: {documents.image_rows:,.0f} rows in a step"
+    try:
+        cost = EncoderShape.of(run.model).cost(trained=config.encoder.train or encoder_default(config))
+    except PlanError as error:
+        return 0.0, (f"{rows}, whose encoding is not in the seconds: {error}",)
+    images = [documents.list_images(step) for step in sample_steps(documents.steps, len(plans))]
+    if not any(images):
+        return 0.0, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
+    most_rows = config.encoder.max_rows or None
+    loads = [
+        EncoderLoad.of(plan, step_images, cost, max_rows=most_rows).seconds if any(step_images) else 0.0
+        for plan, step_images in zip(plans, images, strict=True)
+    ]
+    seconds = sum(loads) / len(loads)
+    return seconds, (f"{rows}, encoded in {seconds:.3g} s of these on H200s",)
+
+
+def show_answer(answer: Answer, command: Sequence[str], *, as_json: bool, write: str = "") -> int:
+    """Print an answer, and write its keys to a file; returns the exit code.
+
+    `command` is that of a run, behind which the keys stand. Raises PlanError where nothing fits, without JSON.
+    """
+    if as_json:
+        print(json.dumps(answer.to_json(), ensure_ascii=False))
+    elif not answer.fits:
+        raise PlanError(_refusal_line(answer))
+    else:
+        lines = [answer.title, f"on {answer.run.gpus.title}", "", *_time_lines(answer), "", _ways_table(answer), ""]
+        lines += [_bytes_table(answer.ways[0]), *_table_notes(answer), *answer.notes, "", "the keys to write:"]
+        print("\n".join([*lines, *_command_lines(command, answer.keys)]))
+    if write and answer.fits:
+        _write_keys(write, answer)
+    return 0
+
+
+def _time_lines(answer: Answer) -> Iterator[str]:
+    """Yield what layers keep, seconds of a step, hours of a run, and degrees that occur."""
+    best, figures = answer.ways[0], way_figures(answer.ways[0])
+    assert answer.seconds is not None
+    yield best.memory.summary_line(best.run.budget)
+    speed = f"{figures['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
+    speed += f", MFU {figures['mfu']:.0%}" if figures["mfu"] else ""
+    if answer.steps is None:
+        yield f"a step is predicted to take {seconds_text(answer.seconds)}: {speed}"
+    else:
+        hours, gpus = answer.hours or 0.0, answer.run.gpus.count
+        total = f"{hours:,.2f} hours" if hours >= 1 else seconds_text(hours * 3600)
+        sample = f", the mean of {answer.sampled} of them" if answer.sampled < answer.steps else ""
+        yield (
+            f"{plural(answer.steps, 'step')} of {seconds_text(answer.seconds)}{sample}: {total}, "
+            f"{hours * gpus:,.2f} GPU-hours, without evaluations and checkpoints; {speed}"
+        )
+    degrees = count_degrees(best.plans)
+    if len(degrees) == 1:
+        yield f"degree {degrees[0]['degree']} for all documents"
+    else:
+        shares = (f"{row['degree']}: {row['share']:.1%}" for row in degrees)
+        yield f"tokens by degree: {', '.join(shares)}"
+
+
+def _ways_table(answer: Answer) -> str:
+    """Write time and memory of each layout that was compared; the chosen one is first."""
+    experts = len({way.layout[2] for way in answer.ways}) > 1
+    names = ["layout", *["ep"] * experts, "type", "rows", "micro-batches", "a step", "tokens/s", "MFU", "GPU", "host"]
+    rows = list[tuple[str, ...]]()
+    for way in answer.ways:
+        of = way_figures(way)
+        layout = f"{of['planner']}, cp {of['degree']}" if of["degree"] else str(of["planner"])
+        timed = of["seconds"] is not None
+        rows.append(
+            (
+                layout,
+                *[f"{of['ep']}"] * experts,
+                of["cp_comm_type"],
+                f"{of['rows']:,}",
+                f"{of['micro_batches']}",
+                seconds_text(of["seconds"]) if timed else "does not fit",
+                f"{of['tokens_per_second_per_gpu']:,.0f}" if timed else "",
+                f"{of['mfu']:.0%}" if of["mfu"] else "",
+                gib_text(of["device_bytes"]),
+                gib_text(of["host_bytes_used"]),
+            )
+        )
+    return text_table(names, rows, left=2 + experts)
+
+
+def _bytes_table(way: Fit) -> str:
+    """Write the bytes of a GPU and its host by part, in GiB: each part at its largest, and at the fullest moment."""
+    columns = largest_parts(way), way.memory.device.to_json(), way.memory.host.to_json()
+    rows = [
+        (name, *(f"{sizes[name] / 2**30:,.2f}" if name in sizes else "" for sizes in columns)) for name in columns[1]
+    ]
+    return text_table(["GiB of one GPU", "at its largest", "at the fullest moment", "host"], rows)
+
+
+def _table_notes(answer: Answer) -> Iterator[str]:
+    budget = answer.run.budget
+    yield (
+        f"a GPU may be filled up to {gib_text(budget.device)} (train.memory_fraction), the host up to "
+        f"{gib_text(budget.host)} for each GPU"
+    )
+    if max(max(plan.lengths) for plan in answer.ways[0].plans) != answer.longest:
+        yield f"the longest document that fits: {answer.longest:,} tokens"
+
+
+def _refusal_line(answer: Answer) -> str:
+    """Write in one line what would fit, and why what was asked does not: the bytes that are missing."""
+    run, memory, other = answer.run, answer.ways[0].memory, answer.way_out
+    if other is None:
+        way_out = f"no number of such GPUs up to {run.gpus.count << DOUBLINGS} would do with these keys"
+    else:
+        released = " if train.memory may choose" if other.run.gpus.count == run.gpus.count else ""
+        measures = other.memory.summary_line().removeprefix("memory: ")
+        keys = " ".join(_key_words(answer.keys))
+        way_out = f"{plural(other.run.gpus.count, 'GPU')} would do{released} ({measures}), with {keys}"
+    line = f"{way_out}: {answer.title} does not fit {run.gpus.words}: at least {gib_text(memory.device.total)} "
+    line += f"({memory.device.total:,} bytes) are needed of a GPU that may be filled up to "
+    line += gib_text(run.budget.device)
+    line += f", and {gib_text(memory.host.total)} of the host's {gib_text(run.budget.host)}"
+    return line + (f"; the longest document that fits has {answer.longest:,} tokens" if answer.longest else "")
+
+
+def repeat_words(words: Sequence[str], file: str, keys: Collection[str]) -> list[str]:
+    """Repeat a command from the `words` behind `longspan train`: verb and file, then each flag with its values.
+
+    Flags of `keys`, which the answer gives anew, --dry-run and --json are left out with their values.
+    """
+    repeated, is_left_out = [f"longspan train {shlex.quote(file)}" if file else "longspan train"], False
+    for word in words:
+        name = word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
+        if name:
+            is_left_out = name in keys or name in ("dry_run", "json")
+        if not is_left_out and name:
+            repeated.append(shlex.quote(word))
+        elif not is_left_out and word != file:  # which stands behind the verb already
+            repeated[-1] += f" {shlex.quote(word)}"
+    return repeated
+
+
+def _command_lines(command: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
+    """Write a command, a verb and its flags, and these keys over lines for a shell, with a backslash between lines."""
+    lines, line = list[str](), command[0]
+    for word in [*command[1:], *_key_words(keys)]:
+        if len(line) + len(word) + 3 > WIDTH:
+            lines.append(f"{line} \\")
+            line = "   "
+        line += f" {word}"
+    return [*lines, line]
+
+
+def _key_words(keys: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each key and its values as words of a command line."""
+    for key, value in keys.items():
+        values = value if isinstance(value, list) else [value]
+        words = (str(x).lower() if isinstance(x, bool) else shlex.quote(str(x)) for x in values)
+        yield f"--{key} {' '.join(words)}"
+
+
+def _write_keys(path: str, answer: Answer) -> None:
+    """Write the keys of an answer, and the model and data that were named, as a file that `longspan train` takes."""
+    config = answer.ways[0].run.config
+    named = {name for name in answer.given_keys if name.partition(".")[0] in ("model", "data", "run")}
+    named |= {f"model.{key}" for key in ("path", "preset", "config") if getattr(config.model, key)}
+    named |= {"train.lr"} if config.train.lr != NOT_GIVEN else set()
+    values = {name: _read_key(config, name) for name in named} | answer.keys
+    lines = ["# keys of longspan plan; the rest is chosen or has a default"]
+    for section in dict.fromkeys(name.partition(".")[0] for name in sorted(values)):
+        lines += ["", f"[{section}]"]
+        # JSON of strings, numbers, true and false, and lists of them is TOML too.
+        of_section = {name.partition(".")[2]: values[name] for name in sorted(values) if name.startswith(f"{section}.")}
+        lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in of_section.items()]
+    try:
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,257 @@
+"""Flags of `longspan plan` that ask what fits GPUs, the keys of runs behind them, and the GPUs that they name.
+
+With `--gpu` or `--gpu-bytes` every key of `longspan train` stands on the command line by its own name, and flags of
+plans that mean the same as a key are read as that key. Imports no torch.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from longspan.cli.flags import Switch, TrainFlags, check_flag_names, check_least, flag_types, parse_flags
+from longspan.cli.plans.planning import PlanningFlags, find_machine
+from longspan.config.sections import RunConfig, section_kinds
+from longspan.errors import ConfigError, plural
+from longspan.plan import Machine
+from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint, gib_text
+
+AnyFlags = TypeVar("AnyFlags", bound="GpuFlags")
+PROG = "longspan plan"
+HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
+ASKING = ("--gpu", "--gpu_bytes")  # one of them makes a question of memory and time
+# Flags of plans, and the keys of training that they stand for here.
+KEYS = {
+    "--data": "--data.path",
+    "--tokenizer": "--data.tokenizer",
+    "--max_document_tokens": "--data.max_document_tokens",
+    "--tokens_per_step": "--train.tokens_per_step",
+    "--epochs": "--train.epochs",
+    "--machine": "--run.machine",
+    "--mtp_depths": "--mtp.depths",
+    "--dp_replicate": "--parallel.dp_replicate",
+    "--tp": "--parallel.tp",
+    "--pp": "--parallel.pp",
+    "--vpp": "--parallel.vpp",
+    "--planner": "--context.planner",
+    "--cp": "--context.context_parallel_size",
+    "--min_cp": "--context.min_dynamic_context_parallel_size",
+    "--max_cp": "--context.max_dynamic_context_parallel_size",
+    "--max_tokens_per_slot": "--context.max_tokens_per_slot",
+    "--cp_comm_type": "--context.cp_comm_type",
+    "--hierarchical_context_parallel_sizes": "--context.hierarchical_context_parallel_sizes",
+    "--partition": "--context.partition",
+    "--mode": "--context.mode",
+    "--node_size": "--context.node_size",
+}
+OF_QUESTIONS = ("gpu", "gpus", "gpu_bytes", "host_bytes", "tflops", "longest", "model", "json", "write", "help")
+OF_DOCUMENTS = ("lengths", "same", "distribution", "tokens", "longest_document", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFlags(PlanningFlags):
+    """Whether a run fits GPUs, with which keys, and how long it takes: flags that only such a question has."""
+
+    gpu: str = ""
+    """GPUs to plan memory and time for: a100-40, a100-80, h100, h200, b200, or a file of longspan bench calibrate.
+    Every key of longspan train may stand behind it, as --lora.rank 16."""
+    gpus: int = 1
+    """With --gpu or --gpu-bytes: how many of them."""
+    gpu_bytes: int = 0
+    """Bytes of a GPU, in place of those of --gpu; of another GPU with --tflops. 0: those of --gpu."""
+    host_bytes: int = 0
+    """With --gpu or --gpu-bytes: bytes of the host's memory that are free for each GPU; 0: 128 GiB, an assumption."""
+    longest: Switch = False
+    """With --gpu or --gpu-bytes: the most tokens of one document over all of them, and what takes which bytes."""
+    tokens_per_step: int = 0
+    """With --gpu and --data: as train.tokens_per_step; 0: its default."""
+    epochs: float = 0.0
+    """With --gpu and --data: as train.epochs; 0: one, unless train.steps is given."""
+    write: str = ""
+    """With --gpu or --gpu-bytes: write the keys of the answer to this file, which longspan train takes."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a command line asks of GPUs: the configuration of its keys without defaults, and the keys that it gives."""
+
+    config: RunConfig
+    given_keys: frozenset[str]
+
+    def gives_any(self, *keys: str) -> bool:
+        """Return whether one of these keys is given."""
+        return not self.given_keys.isdisjoint(keys)
+
+
+def asks_for_gpus(argv: Sequence[str]) -> bool:
+    """Return whether the words of a command name GPUs, and so ask whether a run fits them.
+
+    Raises ConfigError, if no GPUs are named, for flags and keys that only such a question has.
+    """
+    names = [name for name, _ in _split_words(argv)]
+    if not set(names).isdisjoint(ASKING):
+        return True
+    of_gpus = {"--gpus", "--host_bytes", "--longest", "--tokens_per_step", "--epochs", "--write"}
+    for name in names:
+        if name in of_gpus or "." in name:
+            flag = name if "." in name else name.replace("_", "-")
+            raise ConfigError(f"{flag} is of a question about GPUs; name them with --gpu, such as --gpu h100 --gpus 4")
+    return False
+
+
+def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags, Question]:
+    """Parse the flags and the keys of a command line that names GPUs; some keys also have a short flag (KEYS).
+
+    Raises ConfigError for an unknown flag, for a key that is given by both of its names, for a flag of plans that such
+    a question does not read, and where no model is named, or two are.
+    """
+    types = flag_types(kind) | {name: hint for name, hint in flag_types(TrainFlags).items() if "." in name}
+    check_flag_names(argv, types, PROG)
+    words, keys, flag_of = list[str](), list[str](), dict[str, str]()
+    for name, values in _split_words(argv):
+        key = name if "." in name else KEYS.get(name, "")
+        if not key:
+            if name and name[2:] not in (*OF_QUESTIONS, *OF_DOCUMENTS):
+                instead = "; --gpus N is how many GPUs there are" if name in ("--slots", "--world") else ""
+                flag = name.replace("_", "-")
+                raise ConfigError(
+                    f"{flag} is of plans without memory, and --gpu asks what fits GPUs; leave it out{instead}"
+                )
+            words += [name, *values]
+            continue
+        if (other := flag_of.get(key, name)) != name:
+            both = " and ".join(flag if "." in flag else flag.replace("_", "-") for flag in (other, name))
+            raise ConfigError(f"{both} are the same key, and both are given; leave one out")
+        flag_of[key] = name
+        keys += [key, *values]
+    flags = parse_flags(kind, words, PROG)
+    key_flags = parse_flags(TrainFlags, keys, PROG, TrainFlags())
+    sections: dict[str, Any] = {name: getattr(key_flags, name) for name in section_kinds()}
+    model = sections["model"]
+    named = [key for key in ("path", "config", "preset") if getattr(model, key)]
+    if flags.model and named:
+        raise ConfigError(f"--model {flags.model} and model.{named[0]} {getattr(model, named[0])!r} both name a model")
+    if not flags.model and not named:
+        raise ConfigError(
+            "which model? give --model FOLDER (its config.json is enough), or --model.preset NAME, such as qwen3-8b"
+        )
+    sections["model"] = replace(model, path=flags.model) if flags.model else model
+    return flags, Question(RunConfig(**sections), frozenset(key[2:] for key in flag_of))
+
+
+def _split_words(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag with underscores, and the words behind it; first "" and the words before any flag."""
+    name, values = "", list[str]()
+    for word in argv:
+        if not word.startswith("--"):
+            values.append(word)
+            continue
+        if name or values:
+            yield name, values
+        flag, equals, value = word.partition("=")
+        name, values = "--" + flag[2:].replace("-", "_"), [value] * bool(equals)
+    if name or values:
+        yield name, values
+
+
+def find_source(flags: GpuFlags, question: Question) -> str:
+    """Find which documents are asked about: "longest", "data", or the flag of their lengths.
+
+    >>> find_source(PlanFlags(same="1x262144"), question)  # doctest: +SKIP
+    'same'
+    """
+    sources = [name for name in ("lengths", "same", "distribution") if getattr(flags, name)]
+    sources += ["data"] * question.gives_any("data.path")
+    if flags.longest and sources:
+        raise ConfigError(
+            f"--longest asks for the longest document, and --{sources[0]} names documents; leave one of them out"
+        )
+    if len(sources) > 1:
+        raise ConfigError(f"--{' and --'.join(sources)} are both given; give one of them")
+    if not sources and not flags.longest:
+        raise ConfigError(
+            "what shall fit? give --longest, documents of a step (--same 1x262144, --lengths FILE.json, "
+            "--distribution NAME), or a run's --data PATH"
+        )
+    for key in ("data.tokenizer", "train.epochs", "train.tokens_per_step"):
+        if question.gives_any(key) and "data" not in sources:
+            raise ConfigError(f"{key} is of a run, whose documents --data names; add --data PATH, or leave it out")
+    return sources[0] if sources else "longest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpus:
+    """GPUs of one kind: `count` of them, the bytes of each, and those of its host that are free for each.
+
+    `assumed` names what was not measured.
+    """
+
+    machine: Machine
+    count: int
+    bytes: int
+    host_bytes: int
+    name: str
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Return what they are, in a line."""
+        words = (
+            f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {gib_text(self.host_bytes)} of the host for each"
+        )
+        return f"{words} (assumed: {', '.join(self.assumed)})" if self.assumed else words
+
+    @property
+    def words(self) -> str:
+        """Their number and name, as in "4 H100s" or "2 GPUs of 85,899,345,920 bytes"."""
+        kind, of, size = self.name.partition(" of ")
+        return f"{plural(self.count, kind)}{of}{size}"
+
+
+def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
+    """Read the GPUs that flags name; `run_machine` is the key run.machine.
+
+    >>> read_gpus(PlanFlags(gpu="h100", gpus=4), "").title  # doctest: +SKIP
+    '4 x H100, 80.0 GiB each, 128.0 GiB of the host for each (assumed: its speed by data sheet, its bytes, the host)'
+
+    The speed is that of run.machine or of --tflops, else that of --gpu; with only --gpu-bytes that of an H200. Raises
+    ConfigError for an unknown name, and for numbers below what is possible.
+    """
+    check_least(flags, gpus=1, gpu_bytes=0, host_bytes=0)
+    for name, size in (("gpu-bytes", flags.gpu_bytes), ("host-bytes", flags.host_bytes)):
+        if 0 < size < LEAST_OF_GPU:
+            raise ConfigError(f"--{name} is {size}: {bytes_hint(size)}")
+    if not 0 <= flags.tflops < math.inf or (flags.tflops and run_machine):
+        reason = f"run.machine {run_machine} has its own speed" if run_machine else "a speed is above 0"
+        raise ConfigError(f"--tflops {flags.tflops:g}: {reason}; give --tflops N, such as 400, or --machine")
+    named = find_machine(flags.gpu, "--gpu") if flags.gpu else None
+    machine, of_size = named or Machine(), f" of {flags.gpu_bytes:,} bytes" * bool(flags.gpu_bytes)
+    name, assumed = f"{machine.device if named else 'GPU'}{of_size}", list[str]()
+    size, speed = flags.gpu_bytes or machine.memory_bytes, machine
+    if run_machine:
+        speed = find_machine(run_machine, "run.machine")
+    elif flags.tflops:
+        scale = flags.tflops * 1e12 / machine.product_flops_per_second
+        rates = {key: value * scale for key, value in machine.rates().items() if key.endswith("flops_per_second")}
+        speed = replace(machine, **rates, source=f"the model on GPUs of {flags.tflops:g} TFLOP/s")
+    elif named is None:
+        assumed.append("the speed of an H200, --tflops N is another")
+    if speed.assumed and not flags.tflops:
+        assumed.append("its speed by data sheet")
+    if not size:
+        raise ConfigError(
+            f"--gpu {flags.gpu} does not say how many bytes a GPU has: longspan bench calibrate wrote it before it "
+            "measured them; give --gpu-bytes, or measure again"
+        )
+    if not flags.gpu_bytes and machine.assumed:
+        assumed.append("its bytes")
+    if not flags.host_bytes:
+        assumed.append("the host")
+    return Gpus(
+        machine=replace(speed, memory_bytes=machine.memory_bytes),
+        count=flags.gpus,
+        bytes=size,
+        host_bytes=flags.host_bytes or HOST_BYTES,
+        name=name,
+        assumed=tuple(assumed),
+    )
