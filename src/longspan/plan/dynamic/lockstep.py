@@ -332,7 +332,8 @@ class _Placing:
         widths, classes = width.tolist(), self.table.item_class[items]
         across, in_block = (self._long_seconds(items, width[classes], inside).tolist() for inside in (0, 1))
         for row, (item, item_class) in enumerate(zip(items, classes.tolist(), strict=True)):
-            for m in order[item_class][: possible[item_class]]:
+            best_first: list[int] = order[item_class][: possible[item_class]]
+            for m in best_first:
                 free, degree = self.free[m], widths[item_class][m]
                 if degree > free.total:
                     continue
