@@ -32,7 +32,6 @@ from longspan.errors import ConfigError, PlanError, plural
 from longspan.plain_text import seconds_text, text_table
 from longspan.plan import EncoderLoad, EncoderShape, Plan, group_counts, model_flops, peak_tflops, slot_rows
 from longspan.plan.memory.bytes import Bytes, gib_text
-from longspan.plan.memory.moments import step_moments
 from longspan.plan.ways import plan_type_text
 
 WIDTH = 110  # characters of a command's line
@@ -154,7 +153,7 @@ def largest_parts(way: Fit) -> dict[str, int]:
     memory, needs = way.memory, way.run.memory_needs(way.plans)
     names = ("gathered_once", "offload_states", "mlp_tile_rows", "segment_layers")
     needs = needs.with_settings(replace(needs.places[0].settings, **{name: getattr(memory, name) for name in names}))
-    moments = [m for place in needs.places for m in step_moments(place, needs.loads, memory.measures)]
+    moments = [m for place in needs.places for m in place.moments(needs.loads, memory.measures)]
     return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 
 
