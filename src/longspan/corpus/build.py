@@ -25,7 +25,6 @@ from longspan.corpus.tokenizer import (
     check_vocabulary,
     load_tokenizer,
     reload_with_config,
-    tokenizer_folder,
     train_tokenizer,
 )
 from longspan.data.documents import Corpus
@@ -34,6 +33,7 @@ from longspan.data.manifest import FILE, Record, read_record
 from longspan.errors import DataError, plural
 from longspan.files import name_file_in_errors, write_atomically
 from longspan.model import PRESETS
+from longspan.model.weights.file_names import tokenizer_folder
 
 
 def ensure_corpus(
@@ -290,7 +290,9 @@ def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> No
     """Raise DataError if a tokenizer has more ids (`size`) than the embedding of this configuration has rows."""
     source = config.model.source
     tokenizer = (
-        config.data.tokenizer or (tokenizer_folder(config) and source) or "trained on the corpus (data.vocab_size)"
+        config.data.tokenizer
+        or (tokenizer_folder(config.data.tokenizer, config.model.source) and source)
+        or "trained on the corpus (data.vocab_size)"
     )
     rows = model.get_text_config().vocab_size
     check_vocabulary(size, rows, tokenizer=str(tokenizer), model=source or config.model.preset_name)
@@ -308,7 +310,7 @@ def check_largest_id(corpus: Corpus, model: PreTrainedConfig, source: str) -> No
 
 def configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
     """Load the tokenizer that data.tokenizer names, else the model folder's; None: one must be trained."""
-    if (folder := tokenizer_folder(config)) is not None:
+    if (folder := tokenizer_folder(config.data.tokenizer, config.model.source)) is not None:
         return load_tokenizer(folder)
     if config.model.path:
         raise DataError(

@@ -21,32 +21,13 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from longspan.config.sections import RunConfig
 from longspan.corpus.images.without_torchvision import FILES
 from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pieces, encode_with_spans
 from longspan.errors import DataError, short_text
 from longspan.files import read_json
 from longspan.layout import Integers
-from longspan.model.weights.file_names import FAST_TOKENIZER, TOKENIZER_FILES, VOCABULARIES
+from longspan.model.weights.file_names import FAST_TOKENIZER, TOKENIZER_FILES, vocabulary_files
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS, refusal_reason
-
-
-def vocabulary_files(folder: Path) -> list[str]:
-    """List the vocabulary files of a folder, of any kind of tokenizer; empty if it has no tokenizer."""
-    return [name for name in VOCABULARIES if (folder / name).is_file()]
-
-
-def tokenizer_folder(config: RunConfig) -> Path | None:
-    """Return the folder of the tokenizer that data.tokenizer names, or the model's (that of its config.json).
-
-    None if neither has one, and for a preset.
-    """
-    if config.data.tokenizer:
-        return Path(config.data.tokenizer).expanduser()
-    source = Path(config.model.source).expanduser()
-    folder = source.parent if source.is_file() else source
-    return folder if config.model.source and vocabulary_files(folder) else None
-
 
 GENERATION = "generation_config.json"
 

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from longspan.cli.plans.lengths import BYTES_PER_TOKEN, cut_lengths
 from longspan.config.sections import RunConfig
 from longspan.corpus.files import STDLIB, CorpusFile, find_files, text_sizes
-from longspan.corpus.tokenizer import tokenizer_folder
 from longspan.data.manifest import SHORTEST
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, plural
+from longspan.model.weights.file_names import tokenizer_folder
 from longspan.train.plans.order import documents_line, largest_step, make_step_order, order_lengths, set_epoch_steps
 
 Log = Callable[[str], None]
@@ -63,7 +63,7 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
 
     Without `estimate` a tokenizer is trained, as the run does. Raises ConfigError and DataError as the run does.
     """
-    if estimate and tokenizer_folder(config) is None:
+    if estimate and tokenizer_folder(config.data.tokenizer, config.model.source) is None:
         yield _estimate_documents(config, log)
         return
     from longspan.corpus.build import configured_tokenizer, ensure_corpus

@@ -24,7 +24,7 @@ from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
 from longspan.corpus.image_documents import with_images
-from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes, vocabulary_files
+from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
 from longspan.data.documents import CorpusDocuments
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.evaluation.auto_degree import choose_degree_on_ranks
@@ -44,6 +44,7 @@ from longspan.evaluation.saved.results import SetResult, SubjectResult
 from longspan.model import load_model
 from longspan.model.load import check_folder
 from longspan.model.seams.rope import position_limit, smallest_factor
+from longspan.model.weights.file_names import vocabulary_files
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost
 from longspan.train.long_documents import scale_positions

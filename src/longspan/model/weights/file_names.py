@@ -1,4 +1,6 @@
-"""What the files of a tokenizer are called in a Hugging Face folder. No torch."""
+"""What the files of a tokenizer are called in a Hugging Face folder, and which folder has them. No torch."""
+
+from pathlib import Path
 
 FAST_TOKENIZER = "tokenizer.json"
 VOCABULARIES = (  # of tokenizers of any kind
@@ -22,3 +24,20 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "additional_chat_templates",
 )
+
+
+def vocabulary_files(folder: Path) -> list[str]:
+    """List the vocabulary files of a folder, of any kind of tokenizer; empty if it has no tokenizer."""
+    return [name for name in VOCABULARIES if (folder / name).is_file()]
+
+
+def tokenizer_folder(tokenizer: str, model: str) -> Path | None:
+    """Return the folder of a run's tokenizer: the one named, else the model's (that of its config.json), if it has one.
+
+    `model` is "" for a preset.
+    """
+    if tokenizer:
+        return Path(tokenizer).expanduser()
+    source = Path(model).expanduser()
+    folder = source.parent if source.is_file() else source
+    return folder if model and vocabulary_files(folder) else None
