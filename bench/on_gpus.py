@@ -32,11 +32,8 @@ CHOICES = {"auto": "auto --train.memory_bytes 51539607552"} | {
     name.replace(" ", "-"): f"none --train.activation_checkpointing {keys}"
     for name, keys in {
         "selective": "selective",
-        "selective of 6": "selective --train.recompute_layers 6",
-        "selective of 5": "selective --train.recompute_layers 5",
-        "selective of 5 on the host": "selective --train.recompute_layers 5 --train.offload_activations true",
+        "selective on the host": "selective --train.offload_activations true",
         "full": "full",
-        "full of 5": "full --train.recompute_layers 5",
     }.items()
 }
 ATTENTION = "{python} bench/attention/attention_types.py --types p2p,all_gather,a2a --no_peers --out {out}"

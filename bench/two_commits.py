@@ -23,7 +23,7 @@ YARN = ("--model.rope_scaling", "yarn")
 BENCHES = {
     "attention": ["attention", "--no-peers", "--lengths"],
     "packed": ["attention", "--no-peers", "--documents", "8", "--types", "p2p,a2a", "--lengths"],
-    "step": [*("step", "--planners", "fixed"), *YARN, "--train.recompute_layers", "4", "--sequences"],
+    "step": [*("step", "--planners", "fixed"), *YARN, "--train.activation_checkpointing", "selective", "--sequences"],
     # of a model that one GPU holds
     "small-step": ["step", "--planners", "fixed", "--model.preset", "qwen3-4b", "--repeats", "9", "--sequences"],
 }

@@ -252,7 +252,7 @@ def _kept_in_layers(record: dict[str, Any]) -> tuple[str, int, CostSettings]:
     A record with a plan of memory is of compiled layers unless it says otherwise; of these some recompute nothing, and
     the others all the same.
     """
-    recompute, layers = record["recompute"], record["recompute_layers"]
+    recompute, layers = record["recompute"], record.get("recompute_layers", 0)
     if not record.get("memory"):
         return recompute, layers, CostSettings(recomputation=_kind(recompute), recomputed_layers=layers)
     words = [word.removesuffix("+host") for word in record["memory"]["measures"] if word != "none"]

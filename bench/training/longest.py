@@ -9,7 +9,7 @@ second one's seconds and peak are written next to what was planned, and the byte
 leaves on the device for backward. `--small 16` runs a document of 1/16 of the length first, with what the long one
 keeps: these bytes must be the same. `--history` prints what was alive at the peak of the second step on a GPU, by the
 line of longspan that asked for it. Further arguments are keys of a run, such as --train.mlp_tile_rows 16384
---train.segment_layers 4 --train.activation_checkpointing selective.
+--train.mlp_tile_rows 16384 --train.activation_checkpointing selective.
 """
 
 import argparse
@@ -180,7 +180,7 @@ def main() -> None:
         set_gpu_environment()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if len(others) % 2:
-        parser.error(f"{' '.join(others)} are to be keys and values in turn, such as --train.segment_layers 4")
+        parser.error(f"{' '.join(others)} are to be keys and values in turn, such as --train.mlp_tile_rows 16384")
     if flags.rows < ranks * max(1, flags.small):
         parser.error(f"--rows {flags.rows} on {ranks} ranks; give at least {ranks * max(1, flags.small)}")
     keys: dict[str, Any] = {"model.preset": flags.preset, "model.dtype": flags.dtype, "train.lr": 1e-5}

@@ -62,7 +62,6 @@ def _cases() -> list[Case]:
         Case("dense, selective", {**dense, recompute: "selective"}, (16384,), layers=12),
         Case("dense, selective, long", {**dense, recompute: "selective"}, (131072,), layers=12),
         Case("dense, full", {**dense, recompute: "full"}, (65536,), layers=12),
-        Case("dense, some layers", {**dense, recompute: "selective", "train.recompute_layers": 6}, (16384,), layers=12),
         Case("dense, offloaded", {**dense, recompute: "full", "train.offload_activations": True}, (65536,), layers=12),
         Case("dense, two micro-batches", {**dense, recompute: "none"}, (8192, 8192), layers=12, cap=8192),
         Case("adapters, none", {**lora, recompute: "none"}, (8192,)),

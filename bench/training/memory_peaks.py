@@ -73,7 +73,7 @@ def _step(record: str, values: dict[str, Any], row: dict[str, Any]) -> Peak:
     layers = len(MemoryNeeds.for_loads(config, Layout(1), (), MemorySettings()).places[0].numbers.kinds)
     # What was exchanged was kept when these records were made.
     word = {"selective": "exchanged"}.get(words[0], words[0])
-    first = values["recompute_layers"] or layers
+    first = values.get("recompute_layers") or layers
     measures = [word if layer < first else "none" for layer in range(layers)]
     parameters = 2 if values["parameters"] == "bfloat16" else 4
     settings = MemorySettings(

@@ -249,7 +249,7 @@ def test_parts_add_up_and_count_once() -> None:
         (["--lengths", "40", "--context.max_tokens_per_slot", "auto", "--context.planner", "fixed"], "no CONFIG.toml"),
         (["--context.mode", "free", "--parallel.ep", "2"], 'context.mode is "free" and parallel.ep is 2'),
         (["--lengths", "40000"], "the model knows 32768 positions"),
-        (["--train.recompute_layer", "1"], "did you mean '--train.recompute_layers'?"),
+        (["--train.mlp_tile_row", "1"], "did you mean '--train.mlp_tile_rows'?"),
         (["--layers", "3", "--model.path", "nowhere"], "nowhere"),
     ],
 )

@@ -261,7 +261,6 @@ REFUSED = [
         "the home has ep 2, but qwen3 has no experts to deal out; use ep 1",
     ),
     (["--gpu", "h100", "--longest", "--tflops", "-3"], "a speed is above 0"),
-    (["--gpu", "h100", "--longest", "--train.recompute_layers", "2"], "train.recompute_layers is 2"),
     (["--gpu-bytes", "80", "--longest"], "--gpu-bytes is 80: it is a number of bytes.* 80 GiB are 85899345920"),
     (["--gpu", "h100", "--gpu-bytes", "81920", "--longest"], "--gpu-bytes is 81920: .* 80 GiB are 85899345920"),
     (["--gpu", "h100", "--host-bytes", "256", "--longest"], "--host-bytes is 256: .* 256 GiB are 274877906944"),

@@ -245,13 +245,8 @@ IMPOSSIBLE = [
     ),
     (
         4,
-        {"train.recompute_layers": 2, "train.memory": "none"},
-        r'train.recompute_layers is 2: .* "auto", which is "none" under train.memory "none"; use "full"',
-    ),
-    (
-        4,
-        {"train.recompute_layers": 2},
-        r'train.recompute_layers is 2: .* train.activation_checkpointing "auto" train.memory chooses how many',
+        {"train.offload_activations": True, "train.memory": "none"},
+        r'train.offload_activations is true: .* "auto", which is "none" under train.memory "none"; use "full"',
     ),
     (4, {"parallel.pp": 2, "context.eval_context_parallel_size": 4}, r"size 4 does not divide 2 slots .*pp 2"),
     (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),

@@ -318,14 +318,9 @@ class TrainConfig:
     """auto: choose what each layer keeps, recomputes or moves to the host, how often parameters are gathered and where
     the optimizer's states are, the fastest that fits; on GPUs, and on CPUs where memory_bytes is given. Keys that are
     given win. none: the keys as they are (docs/memory.md)."""
-    recompute_layers: NonNegativeInt = 0
-    """Recompute this many of a stage's layers, the first ones, and keep the others' activations; 0: each."""
     mlp_tile_rows: NonNegativeInt = 0
     """Run MLPs and experts over tiles of at most this many rows, backward too, so that what they make in between is of
     one tile; some percent slower. 0: whole, or as train.memory chooses."""
-    segment_layers: NonNegativeInt = 0
-    """Of this many layers in a row that recompute, keep the first one's input only; the others' are made again in
-    backward, which runs those layers forward once more. 0: each layer's."""
     memory_fraction: Annotated[float, Above(0, most=1)] = 0.92
     """Of a GPU's free memory, what a run may fill, where train.memory or max_tokens_per_slot = "auto" decide."""
     memory_bytes: NonNegativeInt = 0
@@ -494,29 +489,11 @@ def check_measures(train: TrainConfig, *, gpu: bool | None = None) -> None:
     kind = train.activation_checkpointing
     if gpu and 0 < train.memory_bytes < LEAST_OF_GPU:
         raise ConfigError(f"train.memory_bytes is {train.memory_bytes}: {bytes_hint(train.memory_bytes)}")
-    if kind == "none":
-        _check_keys_of_recomputation(train, '"none"')
-    if kind != AUTO:
-        return
-    if not chooses_measures(train, gpu=gpu is not False):  # None: as on a GPU, where more keys are allowed
+    where = ""
+    if kind == AUTO and not chooses_measures(train, gpu=gpu is not False):  # None: as on a GPU, where more is allowed
         where = "on CPUs without train.memory_bytes" if train.memory == AUTO else 'under train.memory "none"'
-        _check_keys_of_recomputation(train, f'"{AUTO}", which is "none" {where}')
-    if train.recompute_layers and train.memory == AUTO:
-        raise ConfigError(
-            f"train.recompute_layers is {train.recompute_layers}: that many layers are recomputed, and under "
-            'train.activation_checkpointing "auto" train.memory chooses how many are; use "full" or "selective" with '
-            "it, or 0 layers"
-        )
-
-
-def _check_keys_of_recomputation(train: TrainConfig, kind: str) -> None:
-    """Raise ConfigError for keys that need recomputed layers, where there are none because of `kind`."""
-    if train.recompute_layers:
-        raise ConfigError(
-            f"train.recompute_layers is {train.recompute_layers}: that many layers are recomputed, and "
-            f'train.activation_checkpointing is {kind}; use "full" or "selective", or 0 layers'
-        )
-    if train.offload_activations:
+    if train.offload_activations and (kind == "none" or where):
+        kind = f'"{AUTO}", which is "none" {where}' if where else '"none"'
         raise ConfigError(
             "train.offload_activations is true: it moves what checkpointed layers keep, and "
             f'train.activation_checkpointing is {kind}; use "full" or "selective"'

@@ -141,7 +141,7 @@ def prepare_run_model(
         fused_norms=config.train.fused_norms,
         float8=_float8_products(config, world, training=training),
         compiled=config.train.compiled,
-        segment_layers=_segment_layers(config, memory, training=training),
+        segment_layers=_segment_layers(memory),
         mlp_tile_rows=config.train.mlp_tile_rows if memory is None else memory.mlp_tile_rows,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,
@@ -171,16 +171,13 @@ def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: b
     options = {"reshard_after_forward": config.parallel.reshard_after_forward}
     checkpointing = key_checkpointing(config.train) or "none"
     if training and checkpointing != "none":
-        options |= {"recompute_layers": config.train.recompute_layers}
         options |= {"offload_activations": config.train.offload_activations}
     return options | {"activation_checkpointing": checkpointing}
 
 
-def _segment_layers(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> int:
-    """Return how many layers a recomputed segment has; 0 where a plan of memory, or an evaluation, recomputes none."""
-    if memory is not None:
-        return memory.segment_layers if any(word != "none" for word in memory.measures) else 0
-    return config.train.segment_layers if training else 0
+def _segment_layers(memory: MemoryPlan | None) -> int:
+    """Return how many layers a recomputed segment has, as a plan of memory chose; 0 where none recomputes."""
+    return memory.segment_layers if memory is not None and set(memory.measures) != {"none"} else 0
 
 
 def _freeze_encoder(config: RunConfig, model: PreTrainedModel) -> None:

@@ -87,7 +87,7 @@ def test_more_layers_of_the_slower_measure_where_the_host_is_small(slow: str, fa
         {"offload": False},
         {"offload_states": False},
         {"measure": "selective"},
-        {"measure": "full", "layers": 5},
+        {"measure": "full"},
         {"mlp_tile_rows": 16384},
         {"segment_layers": 4},
     ],
@@ -106,7 +106,7 @@ def test_is_the_first_of_the_fastest_of_all_plans_that_fit(
         plans = [_fit_fewest_layers(*choice, budget, by_hand) for choice in choices]
         for (choice, slow, fast), memory in zip(choices, plans, strict=True):
             if memory is not None:
-                assert prices.least_seconds(choice, (slow, fast, *memory.measures)) <= prices.seconds(memory)
+                assert prices.least_seconds(choice, (slow, fast)) <= prices.seconds(memory)
         if fitting := [memory for memory in plans if memory is not None]:
             fastest = min(fitting, key=prices.seconds)
             break
@@ -121,8 +121,7 @@ def test_keys_given_by_hand_win() -> None:
     assert set(chosen(4096, measure="full").measures) == {"full"} | (
         {"full+host"} & set(chosen(4096, measure="full").measures)
     )
-    some = chosen(4096, measure="selective", layers=5, offload=False)
-    assert some.measures[5:] == ("none",) * 31 and set(some.measures[:5]) <= {"selective", "exchanged"}
+    assert set(chosen(4096, measure="selective", offload=False).measures) <= {"selective", "exchanged"}
     assert all("+host" in word for word in chosen(4096, measure="full", offload=True).measures)
     assert not chosen(4096, gathered_once=False).gathered_once
     assert chosen(4096, offload_states=True).offload_states

@@ -38,12 +38,9 @@ def run_of(config: RunConfig, *, gpus: int = 2, gpu: bool = True) -> RunMemory:
     ("keys", "fixed"),
     [
         ({}, FixedMemory()),
-        ({"train.activation_checkpointing": "selective"}, FixedMemory(measure="selective", layers=0)),
-        ({"train.activation_checkpointing": "none"}, FixedMemory(measure="none", layers=0)),
-        (
-            {"train.activation_checkpointing": True, "train.recompute_layers": 3},
-            FixedMemory(measure="full", layers=3),
-        ),
+        ({"train.activation_checkpointing": "selective"}, FixedMemory(measure="selective")),
+        ({"train.activation_checkpointing": "none"}, FixedMemory(measure="none")),
+        ({"train.activation_checkpointing": True}, FixedMemory(measure="full")),
         ({"train.offload_activations": True}, FixedMemory(offload=True)),
         ({"parallel.reshard_after_forward": False}, FixedMemory(gathered_once=True)),
         ({"train.offload_states": True}, FixedMemory(offload_states=True)),
@@ -52,7 +49,6 @@ def run_of(config: RunConfig, *, gpus: int = 2, gpu: bool = True) -> RunMemory:
             {"train.memory": "none"},
             FixedMemory(
                 measure="none",
-                layers=0,
                 offload=False,
                 gathered_once=False,
                 offload_states=False,
@@ -163,26 +159,16 @@ def test_rows_auto_are_those_whose_steps_are_fastest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "layers", "word"),
+    ("keys", "word"),
     [
-        ({"train__activation_checkpointing": "selective"}, 36, "selective"),
-        ({"train__activation_checkpointing": "full", "train__recompute_layers": 5}, 5, "full"),
-        ({"train__activation_checkpointing": "full", "train__offload_activations": True}, 36, "full+host"),
-        ({"train__memory": "none"}, 0, "none"),
+        ({"train__activation_checkpointing": "selective"}, "selective"),
+        ({"train__activation_checkpointing": "full", "train__offload_activations": True}, "full+host"),
+        ({"train__memory": "none"}, "none"),
     ],
 )
-def test_the_plan_of_keys_as_they_are(keys: dict[str, object], layers: int, word: str) -> None:
+def test_the_plan_of_keys_as_they_are(keys: dict[str, object], word: str) -> None:
     memory = run_of(config_of(**keys)).plan_memory()
-    assert memory.measures == (word,) * layers + ("none",) * (36 - layers)
-
-
-def test_recomputed_layers_are_those_of_each_stage() -> None:
-    config = config_of(
-        train__activation_checkpointing="full", train__recompute_layers=1, parallel__pp=2, context__cp_comm_type="p2p"
-    )
-    ahead = ComingSteps(lengths_of_step, Layout(ranks=4, pp=2), 32, 0, 20)
-    words = RunMemory(config=config, model=QWEN3_8B, ahead=ahead, gpu=True).plan_memory().measures
-    assert [index for index, word in enumerate(words) if word == "full"] == [0, 18]
+    assert memory.measures == (word,) * 36
 
 
 def test_a_model_that_cannot_be_counted_trains_by_its_keys() -> None:

@@ -70,11 +70,8 @@ def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -
     assert PlanChoice.evaluation(config, cost=found).options.cost == found.forward_only()
     with plan_steps(PlanChoice.training(run_of(DYNAMIC), cost=found), order(), HOME, ahead=2) as plans:
         assert plans.plan(0).cost == found
-    again = replace(config, train=TrainConfig(activation_checkpointing="full", recompute_layers=1))
-    halves = replace(again, parallel=ParallelConfig(pp=2))  # one layer of each of two stages
-    full = replace(again, train=TrainConfig(activation_checkpointing="full"))
-    some, most, all_ = (find_run_cost(c, model, said.append, gpu=True).attention_seconds for c in (again, halves, full))
-    assert found.attention_seconds < some < most == all_
+    full = replace(config, train=TrainConfig(activation_checkpointing="full"))
+    assert found.attention_seconds < find_run_cost(full, model, said.append, gpu=True).attention_seconds
     assert find_run_cost(config, model | {"kv_lora_rank": 8}, said.append, gpu=True) == Cost()
     assert "priced as for a Qwen3-8B: dict has latent attention" in said[0]
 

@@ -73,13 +73,12 @@ def _record_title(record: dict[str, Any]) -> str:
     offloaded = " offloaded" if record["offload"] else ""
     rows = f"{record['partition']} rows, " if record["partition"] != "zigzag" else ""
     kernels = _NORMS[record["fused_norms"]] + _COMPILED[record.get("compiled", "none")]
-    recompute_text = f" of {record['recompute_layers']} layers" if record["recompute_layers"] else ""
     return (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "
         f"{record['ranks']} ranks ({record['backend']}): {_documents_text(record)}; "
         f"{record['mode']}, {record['cp_comm_type']}, "
         f"{rows}at most {record['max_tokens_per_slot'] or 'any'} rows a slot, "
-        f"recomputation {record['recompute']}{recompute_text}{offloaded}{kernels}, "
+        f"recomputation {record['recompute']}{offloaded}{kernels}, "
         f"{record['parameters']}{' computed in ' + record['compute'] if record['compute'] else ''}"
     )
 

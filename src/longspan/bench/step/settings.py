@@ -81,9 +81,7 @@ _RECORDED = {
     "parallel": ("tp", "pp", "ep", "dp_replicate"),
     "context": ("cp_comm_type", "partition", "mode", "node_size"),
     "train": (
-        "recompute_layers",
         "mlp_tile_rows",
-        "segment_layers",
         "fused_norms",
         "float8",
         "compiled",

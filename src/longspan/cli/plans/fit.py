@@ -24,11 +24,9 @@ WAYS = {True: 5, False: 3}  # limits of rows that are compared, of plans of one 
 BY_HAND = (
     "memory",
     "activation_checkpointing",
-    "recompute_layers",
     "offload_activations",
     "offload_states",
     "mlp_tile_rows",
-    "segment_layers",
 )
 
 

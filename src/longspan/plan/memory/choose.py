@@ -81,8 +81,7 @@ def _fastest_of_choices(
     of a plan that fits. Of equally fast plans that of the first choice wins.
     """
     choices = list(_choices(needs, fixed))
-    others: tuple[Measure, ...] = () if fixed.layers is None else ("none",)  # of layers beyond the fixed number
-    bounds = [prices.least_seconds(choice, (slow, fast, *others)) for choice, slow, fast in choices]
+    bounds = [prices.least_seconds(choice, (slow, fast)) for choice, slow, fast in choices]
     fastest, best = None, (math.inf, len(choices))  # seconds, and the number of the choice
     for bound, number in sorted(zip(bounds, range(len(choices)), strict=True)):
         if (bound, number) > best:
@@ -195,15 +194,9 @@ def _fit_fewest_layers(
     """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
 
     More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;
-    then the fewest that fit the device take least of the host. So halving finds the fewest. With a fixed number of
-    layers, whose others keep all, there is one plan for each measure, which the pair of the measure with itself stands
-    for.
+    then the fewest that fit the device take least of the host. So halving finds the fewest.
     """
     most_layers = max(len(place.stage.layers) for place in needs.places)
-    if fixed.layers is not None:
-        if slow != fast:
-            return None
-        return _plan_if_fits(needs.under(needs.measures_of_layers(slow, fixed.layers)), budget)
     if slow == fast:
         return _plan_if_fits(needs.under(slow), budget)
     host_rises = "+" in slow and "+" not in fast
@@ -236,7 +229,7 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
     segmented = _set_segments(needs, max(_segment_choices(needs, fixed)))
     for changed_needs in reversed(list(_needs_by_setting(segmented, leanest_settings))):  # states on the host first
         for word in words:
-            yield changed_needs.under(changed_needs.measures_of_layers(word, fixed.layers))
+            yield changed_needs.under(word)
 
 
 def _refusal_text(leanest: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:

@@ -192,20 +192,26 @@ class LayerTable:
         if load.exchanged_rows and groups > 1:
             groups = load.exchange_slices
         buffers = (blocks + sums + wide_queries) / groups
-        keys = (load.rows - load.exchanged_rows + load.exchanged_key_rows) * key * number
-        gradients = out + 2 * keys
         if not load.exchanged_rows:
             local_gradients = 2 * out + self.rows(2 * key)  # of the output, queries, keys and values
             return Part(2 * out + self.rows(2 * key) + lse, local_gradients + buffers, out + lse)
-        arrivals = out * (2 + (not self.settings.gpu)) + 2 * keys if self.lean else out
+        keys = 2 * (load.rows - load.exchanged_rows + load.exchanged_key_rows) * key * number  # and values
+        copies = load.exchanged_key_rows > load.exchanged_rows  # of heads, whose gradients are summed in float32
+        key_gradients, slices, key_slices = (
+            keys * (WIDE / number) ** copies,
+            load.exchange_slices,
+            load.exchange_kv_slices,
+        )
+        arrivals = out * (2 + (not self.settings.gpu) if self.lean else 1)
+        in_flight = 3 / (slices + 2) * (arrivals + 2 * out) + 3 / (key_slices + 2) * (
+            keys * self.lean + 2 * key_gradients
+        )
         # Slices that share keys and values each have a sum of the gradients of these.
-        sums_of_keys = 2 * keys * WIDE / number * load.exchange_slices / load.exchange_kv_slices**2
-        in_flight = 3 / (load.exchange_slices + 2) * (arrivals + 2 * gradients)
-        work = gradients + out * self.lean + in_flight + sums_of_keys + buffers
+        sums_of_keys = keys * WIDE / number * slices / key_slices**2
+        work = out * (1 + self.lean) + key_gradients + in_flight + sums_of_keys + buffers
         if self.lean:
             return Part(2 * out + self.rows(2 * key) + lse, work, out + lse)
-        moved = 2 * out + 2 * keys
-        return Part(moved + lse, work, out + lse, moved)
+        return Part(2 * out + keys + lse, work, out + lse, 2 * out + keys)
 
     # ---- MLPs and experts
 

@@ -105,12 +105,10 @@ class FixedMemory:
     >>> FixedMemory(measure="selective", offload=False).measures
     ('selective',)
 
-    `measure` ("none", "selective" or "full") is what layers keep that recompute: the first `layers` of each stage (0:
-    all), while the others keep everything. `offload` moves what is kept to the host, or does not.
+    `measure` ("none", "selective" or "full") is what layers keep. `offload` moves that to the host, or does not.
     """
 
     measure: str | None = None
-    layers: int | None = None
     offload: bool | None = None
     gathered_once: bool | None = None
     offload_states: bool | None = None

@@ -182,7 +182,7 @@ class StageBytes:
         Without segments a layer keeps what its measure says. Of a segment only the first layer keeps anything, its
         input, on the host if its measure says so.
         """
-        words = [measures[i] for i in self.stage.layers]
+        words: list[Measure] = [measures[i] for i in self.stage.layers]
         layers = [self.layer_bytes(i, load, word) for i, word in zip(self.stage.layers, words, strict=True)]
         if self.settings.segment_layers < 2:
             return layers

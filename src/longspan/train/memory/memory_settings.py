@@ -31,7 +31,6 @@ def run_memory_settings(
         gathered_once=not parallel.reshard_after_forward,
         offload_states=train.offload_states,
         mlp_tile_rows=train.mlp_tile_rows,
-        segment_layers=train.segment_layers,
         loss_chunk_rows=train.loss_chunk_rows,
         target_share=target_share,
         fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
@@ -83,10 +82,9 @@ def fixed_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     # A key that is set is fixed. One that is not (False or 0) is off by hand, and else the plan's choice (None).
     return FixedMemory(
         measure=measure,
-        layers=None if measure is None else train.recompute_layers,
         offload=train.offload_activations or (False if by_hand else None),
         gathered_once=not config.parallel.reshard_after_forward or (False if by_hand else None),
         offload_states=train.offload_states or states,
-        segment_layers=train.segment_layers or (0 if by_hand else None),
+        segment_layers=0 if by_hand else None,
         mlp_tile_rows=train.mlp_tile_rows or (0 if by_hand else None),
     )

@@ -69,7 +69,7 @@ class RunMemory:
         """Plan the memory of the run with the measures and settings of the keys."""
         plans = self._coming_plans(self.config)
         needs = MemoryNeeds.of(self.model, self.ahead.home, plans, self.settings, machine=self.machine)
-        return needs.under(key_measures(self.config, needs))
+        return needs.under(key_measure(self.config))
 
     def choose_memory(self, budget: MemoryBudget) -> tuple[int, MemoryPlan]:
         """Choose the fastest measures that fit, and with them the rows of a slot where these are "auto".
@@ -198,8 +198,7 @@ def _rank_budget(config: RunConfig, world: World) -> tuple[int, int]:
     return int(config.train.memory_fraction * min(all_bytes, free + CONTEXT_BYTES)), host
 
 
-def key_measures(config: RunConfig, needs: MemoryNeeds) -> tuple[str, ...]:
-    """Return what each layer keeps by the keys: the first `recompute_layers` of a stage (0: each) are recomputed."""
+def key_measure(config: RunConfig) -> str:
+    """Return what each layer keeps by the keys."""
     train, kind = config.train, key_checkpointing(config.train) or "none"
-    measure = f"{kind}+host" if train.offload_activations and kind != "none" else kind
-    return needs.measures_of_layers(measure, train.recompute_layers)
+    return f"{kind}+host" if train.offload_activations and kind != "none" else kind

@@ -29,8 +29,8 @@ _DEPENDS_ON = {
     ),
     "train": (
         *("optimizer", "optimizer_arguments", "stochastic_rounding"),
-        *("activation_checkpointing", "recompute_layers", "offload_activations", "memory", "offload_states"),
-        *("mlp_tile_rows", "segment_layers", "loss_chunk_rows", "fused_norms", "float8"),
+        *("activation_checkpointing", "offload_activations", "memory", "offload_states"),
+        *("mlp_tile_rows", "loss_chunk_rows", "fused_norms", "float8"),
         *("memory_fraction", "memory_bytes"),
     ),
 }

@@ -87,7 +87,6 @@ def run_cost_settings(
     compute_dtype = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
     settings = CostSettings(
         recomputation=key_checkpointing(train) or "none",
-        recomputed_layers=train.recompute_layers * parallel.pp,  # of each stage
         frozen=config.lora.rank > 0,
         depths=config.mtp.depths,
         bytes_per_number=DTYPE_BYTES[compute_dtype] if config.run.machine else 2,
