@@ -28,7 +28,7 @@ from longspan.report.follow.live_run import LiveRecords, LiveRun
 from longspan.report.follow.server import is_over
 from longspan.report.follow.tail import Tail, lock_holder
 from longspan.run.loggers.metrics_log import MetricsLog
-from longspan.run.loggers.plan_log import PlanLog
+from longspan.run.records import PlanLog
 from tests.report.runs import FACTS, evaluation_row, train_row, write_run
 
 HOLD = """

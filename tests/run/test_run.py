@@ -36,7 +36,7 @@ from longspan.errors import (
 )
 from longspan.plan import Machine, Plan, read_plans
 from longspan.plan.plan_rows import group_counts
-from longspan.run import run_lock
+from longspan.run import records as run_records
 from longspan.run.checks import check_config
 from longspan.run.facts import RunFacts
 from longspan.run.loggers.metrics_log import read_metrics
@@ -311,7 +311,7 @@ def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> N
 def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
     config = small_config(tmp_path, train__steps=1, train__eval_every=0, data__eval_documents=0)
     folder = Path(config.run.dir)
-    lock = run_lock._lock_file(folder, print)
+    lock = run_records._lock_file(folder, print)
     with pytest.raises(
         RunFolderError, match=rf"another run is at work in .*: process {os.getpid()} on {gethostname()};"
     ):
@@ -334,12 +334,12 @@ def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:
     if not (child := os.fork()):
-        opened = [run_lock._lock_file(tmp_path, print)]  # not closed, of which Python would warn, with imports
+        opened = [run_records._lock_file(tmp_path, print)]  # not closed, of which Python would warn, with imports
         os.kill(os.getpid(), signal.SIGKILL)
         opened.clear()
     os.waitpid(child, 0)
     assert (tmp_path / "run.lock").read_text() == f"process {child} on {gethostname()}"
-    run_lock._lock_file(tmp_path, print).close()
+    run_records._lock_file(tmp_path, print).close()
 
 
 def test_a_corpus_that_changed_is_refused_on_every_rank(straight: tuple[RunConfig, TrainResult]) -> None:

@@ -7,15 +7,18 @@ profiled; memory/, where memory was short; hang/, where a collective failed.
 """
 
 import math
+import socket
 import time
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from longspan.bridge.item_documents import find_item_table
 from longspan.comm import World, raise_first_error
-from longspan.comm.all_ranks import is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, received_signal, save_signal
 from longspan.comm.world import open_worlds
 from longspan.config.defaults import settings_line
@@ -36,19 +39,64 @@ from longspan.run.loggers.run_loggers import logger_classes
 from longspan.run.memory_short import AllocatorWatch, explain_out_of_memory
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records import Records, note_facts, open_records, save_plan
+from longspan.run.records import Records, note_facts, open_records, run_lock, save_plan
 from longspan.run.result import LAST_STEPS, TrainResult
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.run_facts import facts_of
-from longspan.run.run_lock import run_lock
 from longspan.run.saves import Saves
 from longspan.run.set_up.set_up import check_adapter_targets, set_up
 from longspan.run.set_up.warm_up import warm_up_run
-from longspan.run.slow_slots import SlowSlots
 from longspan.train.memory.device_memory import peak_memory_bytes
 from longspan.train.plans import plan_steps
 from longspan.train.starts import Starts
 from longspan.train.step_figures import waiting_text
+
+STEPS = 20  # whose median counts
+SLOWER = 1.10  # than the other slots for the same rows
+MOST_NOTES = 2  # slow slots that a report of a failed collective names, the last ones
+
+
+class SlowSlots:
+    """Watches whether this rank's slot is slower than the others, over the last STEPS steps.
+
+    >>> slots = SlowSlots()
+    >>> for _ in range(20):
+    ...     slots.note_ratio(1.2)
+    >>> slots.is_slow
+    True
+    """
+
+    def __init__(self) -> None:
+        """Begin without a step; a slot is logged once in a session."""
+        self._ratios: deque[float] = deque(maxlen=STEPS)
+        self._is_named = False
+
+    def note_ratio(self, ratio: float | None) -> None:
+        """Note a step's ratio: this slot's seconds a row over the other slots'; None for a step that was not timed."""
+        if ratio is not None:
+            self._ratios.append(ratio)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the slot is slow (by its median ratio over STEPS steps), and not yet logged."""
+        return not self._is_named and len(self._ratios) == STEPS and median(self._ratios) >= SLOWER
+
+    def log_slow_slot(self, rank: int, world: World, log: LogLine) -> None:
+        """Log that the slot of `rank` is slow, and note it for reports of failed collectives; entered by all ranks."""
+        text = ""
+        if rank == world.rank:
+            self._is_named = True
+            slot = f"slot {world.slot} (rank {rank}, host {socket.gethostname()})"
+            text = (
+                f"{slot} has been {100 * (median(self._ratios) - 1):.0f} % slower than its plan for {STEPS} steps: it "
+                "takes so much longer than the other slots for the same rows; look at the clocks and temperature of "
+                "its device and at what else runs there"
+            )
+        text = world.control.broadcast_object(text, source=rank, what="name of a slow slot")
+        log(text)
+        for open_world in open_worlds():  # each of which may have to say why it waits
+            open_world.watch.notes = (*open_world.watch.notes, text)[-MOST_NOTES:]
+
 
 HANG = "hang"  # of what torch recorded of collectives, where one failed
 

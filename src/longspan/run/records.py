@@ -1,26 +1,245 @@
-"""The records of a session, written by its first rank: run.json, metrics.jsonl, plans.jsonl, groups.jsonl, and rows for
-its loggers; and single plans, in plans/.
+"""The records of a session, written by its first rank: run.json, metrics.jsonl (`loggers/metrics_log.py`), plans.jsonl,
+groups.jsonl, rows for its loggers, and single plans in plans/; and run.lock, by which one run at a time is at work.
 
-Rows of metrics are described in `loggers/metrics_log.py`, and those of groups in `loggers/group_log.py`.
+groups.jsonl has the communicators and groups that contain the first rank: an object for each communicator (kind, axis,
+ranks, seconds), for each group of a plan that shares documents (kind "cp"), and for each pair of levels.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TextIO
 
+from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import ConfigError, RunFolderError
-from longspan.files import as_json, read_json, write_atomically
-from longspan.plan import Plan
-from longspan.run.facts import RunFacts, facts_text
-from longspan.run.loggers.group_log import GroupLog
+from longspan.files import as_json, name_file_in_errors, read_json, write_atomically
+from longspan.plan import Cost, Group, Plan
+from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
+from longspan.plan.plan_rows import plan_row
+from longspan.run.facts import LOCK, RunFacts, facts_text
 from longspan.run.loggers.metrics_log import MetricsLog, find_evaluations, read_metrics
-from longspan.run.loggers.plan_log import PlanLog
 from longspan.run.loggers.run_loggers import LoggerClass, RunLoggers, RunStart
 from longspan.run.run_data import TrainingRun
+
+_STEP = re.compile(rb'{"step":(\d+),')
+
+
+class PlanLog:
+    """Appends plans to a file, flushed one by one; opened for a resumed run, it keeps those up to a step.
+
+    >>> with PlanLog(Path("runs/first/plans.jsonl"), after_step=100) as log:
+    ...     log.write(101, plan)
+
+    `None` for a path writes nothing: on the ranks that do not record.
+    """
+
+    def __init__(self, path: Path | None, *, after_step: int) -> None:
+        """Open the file and cut rows after `after_step` off; the first row that is written names its cost again."""
+        self._file = None
+        if path is not None:
+            with name_file_in_errors(path):
+                self._file = path.open("a+b")
+                self._file.truncate(_length_to_keep(path, after_step))
+        self._cost: Cost | None = None  # of the last row of this session
+
+    def __enter__(self) -> "PlanLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # a row that could not be written: `write` has raised an error
+                self._file.close()
+
+    def write(self, step: int, plan: Plan) -> None:
+        """Append the plan of a step, counted from 1. Raises OSError, with the file's name, if the disk refuses it."""
+        if self._file is None:
+            return
+        # a row names its cost only where that of the row before is another
+        row, self._cost = plan_row(step, plan, after=self._cost), plan.cost
+        with name_file_in_errors(Path(self._file.name)):
+            self._file.write(row.encode() + b"\n")
+            self._file.flush()
+
+
+def _length_to_keep(path: Path, after_step: int) -> int:
+    """Return the length of the file up to its first line that is torn, or of a later step."""
+    length = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            step = _STEP.match(line)
+            if step is None or int(step[1]) > after_step or not line.endswith(b"\n"):
+                break
+            length += len(line)
+    return length
+
+
+PRINTED = 8  # hierarchical groups that are printed; all are in the file
+# By kind of communicator: the axis of the home along which its ranks lie, or what it is for.
+AXES = {
+    "control": "control",
+    "saves": "control",
+    "parent": "plane",
+    "everyone": "all",
+    "slots": "slots",
+    "replicate": "replicate",
+    "tp": "tp",
+    "pipeline": "pp",
+    "ep": "ep",
+    "outer": "experts",
+    "communicator": "cp",
+}
+Use = Literal["training", "evaluation"]
+Row = dict[str, Any]
+
+
+class GroupLog:
+    """Records the groups that each plan adds; writes nothing if `path` is None.
+
+    >>> log = GroupLog(world, Path("runs/first/groups.jsonl"), display.log)
+    >>> log.note_groups(plan)
+    """
+
+    def __init__(self, world: World, path: Path | None, log: Callable[[str], None]) -> None:
+        """Begin an empty file; a session notes its groups anew, for it makes them anew."""
+        self._world, self._path, self._log = world, path, log
+        self._plan_count = self._recorded_communicators = 0
+        self._recorded_levels: set[Levels] = set()
+        self._recorded_groups: set[tuple[object, ...]] = set()
+        if path is not None:
+            path.write_text("", encoding="utf-8")
+
+    def note_groups(self, plan: Plan, use: Use = "training") -> None:
+        """Write and log the groups that this plan adds.
+
+        They are communicators that were made since the last call, context-parallel groups of this rank that no plan had
+        before, and levels of hierarchical groups. The file gets a row for each; the log gets the communicators in one
+        line, and the first PRINTED levels. Only the rank that keeps the records has a file.
+        """
+        if self._path is None:
+            return
+        self._plan_count += 1
+        communicators = self._world.process_groups.made[self._recorded_communicators :]
+        self._recorded_communicators += len(communicators)
+        level_pairs = dict.fromkeys(group_levels(group) for group in hierarchical_groups(plan))
+        levels = [pair for pair in level_pairs if pair not in self._recorded_levels]
+        self._recorded_levels.update(levels)
+        rows: list[Row] = [
+            {"kind": r.kind, "axis": AXES[r.kind], "ranks": r.ranks, "seconds": round(r.seconds, 6)}
+            for r in communicators
+        ]
+        groups = self._new_cp_groups(plan, use)
+        self._recorded_groups.update(groups)
+        for group in groups.values():
+            rows += self._cp_rows(group, use)
+        rows += [{"kind": "levels", "use": use, "a2a": pair.a2a, "p2p": pair.p2p} for pair in levels]
+        self._write_rows(rows)
+        if communicators:
+            counts = Counter(f"{record.kind} of {len(record.ranks)}" for record in communicators)
+            names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
+            self._log(f"process groups of the first rank (kind and number of ranks): {names}")
+        printed = len(self._recorded_levels) - len(levels)
+        for pair in levels[: max(0, PRINTED - printed)]:
+            self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")
+
+    def _write_rows(self, rows: list[Row]) -> None:
+        if rows and self._path is not None:
+            with name_file_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
+
+    def _new_cp_groups(self, plan: Plan, use: Use) -> dict[tuple[object, ...], Group]:
+        """Return the plan's groups of several slots that contain this rank and are new for this use, by key."""
+        groups = (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1)
+        keyed = {
+            (use, group.slots, group.cp_comm_type, group.hierarchical_context_parallel_sizes): group
+            for group in groups
+            if self._world.slot in group.slots
+        }
+        return {key: group for key, group in keyed.items() if key not in self._recorded_groups}
+
+    def _cp_rows(self, group: Group, use: Use) -> Iterator[Row]:
+        """Yield a row for each level of a group.
+
+        The row's `over` says what carries the level's messages: "communicator" for a communicator of the level alone,
+        "plane" for the communicator of all slots.
+        """
+        for level, slots in self._levels_of_rank(group):
+            ranks = tuple(self._world.plane[slot] for slot in slots)
+            carrier = "plane" if self._world.process_groups.communicator(ranks) is None else "communicator"
+            yield {"kind": "cp", "use": use, "degree": group.degree, "level": level, "ranks": ranks, "over": carrier}
+
+    def _levels_of_rank(self, group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the communication type and slots of each level of a group that this rank is in.
+
+        A level of a2a+p2p has several sets of slots; the one with the slot of this rank is yielded.
+        """
+        comm_types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
+        for comm_type in dict.fromkeys(comm_types):
+            if comm_type != "a2a+p2p":
+                yield comm_type, group.slots
+                continue
+            levels = group_levels(group)
+            for level, slot_sets in (("a2a", levels.a2a), ("p2p", levels.p2p)):
+                yield level, next(slots for slots in slot_sets if self._world.slot in slots)
+
+
+@contextmanager
+def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
+    """Hold the lock of a run's folder, creating the folder if needed; entered by all ranks.
+
+    Raises RunFolderError on every rank if another process holds it: which one, on which host.
+    """
+    file = run_on_every_rank(
+        world, lambda: _lock_file(directory, log) if is_first_rank(world) else None, RunFolderError
+    )
+    try:
+        yield
+    finally:
+        if file is not None:
+            with suppress(OSError):
+                file.truncate(0)
+                file.close()
+
+
+def _lock_file(directory: Path, log: LogLine) -> TextIO:
+    """Open the lock file and lock it. Raises RunFolderError if another process holds the lock.
+
+    Where the file system has no locks, a line of the log says so, and the run goes on without one.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LOCK
+    file = path.open("a+", encoding="utf-8")
+    try:
+        with name_file_in_errors(path):
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise RunFolderError(_lock_holder_text(directory, file)) from error
+        log(f"{path} cannot be locked ({error.strerror}): a second run in this folder would not be noticed")
+    with suppress(OSError):  # a full disk: what counts is the lock
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    return file
+
+
+def _lock_holder_text(directory: Path, file: TextIO) -> str:
+    with file:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+    return (
+        f"another run is at work in {directory}: {holder}; wait until it has ended, stop it, or set run.dir to "
+        "another folder"
+    )
 
 
 class Records(NamedTuple):

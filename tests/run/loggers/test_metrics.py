@@ -22,8 +22,8 @@ from longspan.plan import plan_fixed, read_plans
 from longspan.plan.plan_rows import plan_row
 from longspan.run import progress
 from longspan.run.loggers.metrics_log import MetricsLog, read_metrics
-from longspan.run.loggers.plan_log import PlanLog
 from longspan.run.progress import ProgressDisplay
+from longspan.run.records import PlanLog
 from longspan.train.memory.device_memory import peak_memory_bytes
 
 
