@@ -22,6 +22,8 @@ NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it 
 GONE_VALUES: dict[str, object] = {
     "context.mixer_kernels": [],
     "train.memory_history": 0,
+    "train.recompute_layers": 0,
+    "train.segment_layers": 0,
     "run.refine": "auto",
     "run.timeout_seconds": "auto",
 }
