@@ -92,13 +92,23 @@ class Link:
     def from_json(cls, values: Any) -> "Link":
         """Read a link from a JSON object. Raises PlanError for any other value."""
         try:
-            pairs = {kind: (float(values[kind][0]), float(values[kind][1])) for kind in KINDS}
+            pairs = {kind: _read_wire(*values[kind]) for kind in KINDS}
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"a link is an object with seconds of a message and bytes a second for each of {', '.join(KINDS)}; "
                 f"got {values!r}"
             ) from error
         return cls(**{kind: Wire(*pair) for kind, pair in pairs.items()})
+
+
+def _read_wire(*values: Any) -> tuple[float, float]:
+    """Return latency and bytes a second; version 0.2 wrote samples of (bytes, seconds), whose last two give both."""
+    if not isinstance(values[0], list):
+        seconds, speed = values
+        return float(seconds), float(speed)
+    (small, first), (large, last) = values[-2:]
+    speed = (large - small) / (last - first)
+    return max(0.0, first - small / speed), speed
 
 
 @dataclass(frozen=True, kw_only=True)
