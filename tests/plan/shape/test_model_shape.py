@@ -41,7 +41,7 @@ _ATTENTION = (
 def test_the_default_cost_is_qwen3_8b_at_400_tflops() -> None:
     values = Cost.for_model(QWEN3_8B, tflops=400, inside_gbps=350, across_gbps=40).to_json()
     constants = {name: value for name, value in Cost().to_json().items() if name != "source"}
-    assert len(constants) == 15
+    assert len(constants) == 17
     for name, value in constants.items():
         assert values[name] == pytest.approx(value, rel=1e-3), name
 
