@@ -29,7 +29,7 @@ def test_each_constant_is_changed_once_in_each_direction(cost: Cost) -> None:
 
 def test_a_faster_link_makes_messages_shorter_and_a_slower_constant_a_step_longer() -> None:
     cost = Machine.known("H200").cost(MODEL)
-    group = plan_fixed([64000], Layout(16), cp=16, cost=cost, cp_comm_type="all_gather")
+    group = plan_fixed([1024000], Layout(16), cp=16, cost=cost, cp_comm_type="all_gather")
     seconds = {(name, factor): group.timeline(wrong).step_seconds for name, factor, wrong in wrong_costs(cost)}
     right = group.timeline(cost).step_seconds
     assert seconds["speed of links across hosts", 1.2] < right < seconds["speed of links across hosts", 0.8]
