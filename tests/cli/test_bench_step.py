@@ -85,7 +85,7 @@ def test_a_planner_and_a_cost_of_ones_own(capsys: pytest.CaptureFixture[str]) ->
     assert [row["name"] for row in rows] == ["longspan fixed", f"longspan {own}one_by_one"]
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-6) and rows[1]["predicted_seconds"] > 4 * 5.0
     assert settings(*words, "fixed").cost.source == "a slow network"
-    for name, message in (("fails", "KeyError"), ("nowhere", "has no nowhere"), ("nothing", "returned NoneType")):
+    for name, message in (("fails", "KeyError"), ("nowhere", "is no function"), ("nothing", "returned NoneType")):
         with pytest.raises(ConfigError, match=f"{own}{name}.*{message}"):
             settings(*words, own + name)
     with pytest.raises(ConfigError, match="this release has padded, fixed, dynamic, or none; one of your own has its"):
