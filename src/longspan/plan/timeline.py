@@ -212,9 +212,7 @@ def timeline(
     seconds = table.seconds(cost, node_size)
     busy = _sum_by_slot(table, seconds, count, slots)
     if cost.launch_seconds:  # a slot is not faster than its host
-        launches: Floats = (cost.group_launch_seconds + cost.document_launch_seconds * table.documents).astype(
-            np.float64
-        )
+        launches = cost.group_launch_seconds + cost.document_launch_seconds * table.documents.astype(np.float64)
         hosts = cost.launch_seconds + _sum_by_slot(table, launches, count, slots) - cost.micro_batch_seconds
         busy = np.where(busy > 0, np.maximum(busy, hosts), busy)
     rows = _sum_by_slot(table, table.rows, count, slots).astype(np.int64)
