@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Literal, Unpack
 
 from longspan.errors import PlanError
@@ -114,26 +115,23 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
         add_plan(plan_free(problem))
     if not plans or plans[0][0] > CLOSE * goal:
         add_plan(plan_lockstep(problem, _search_steps(effort, problem)))
-        if min(plans, key=_seconds)[0] > CLOSE * goal:
+        if min(plans, key=itemgetter(0))[0] > CLOSE * goal:
             if few := plan_few_items(problem):
                 add_plan(few[1])
             if powers := _keep_powers_of_two(problem):
                 add_plan(plan_lockstep(powers, _search_steps(effort, powers)))
-    best = min(plans, key=_seconds)[0]
+    best = min(plans, key=itemgetter(0))[0]
     if (request.slots <= COMPARED_SLOTS and len(request.lengths) <= COMPARED_DOCUMENTS) or best > DISTANT * goal:
         for micro_batches in _fixed_plans(problem, best):
             add_plan(micro_batches)
-    return min(plans, key=_seconds)[1]
-
-
-def _seconds(plan: Priced) -> float:
-    return plan[0]
+    return min(plans, key=itemgetter(0))[1]
 
 
 def _search_steps(effort: EffortName, problem: Problem) -> int:
-    """Return how many random changes are tried: the fewer the more items and slots, as each takes longer."""
+    """Return how many random changes are tried: with 12, not 40, some steps on 1,024 slots take 7 % longer."""
     scale = {"fast": 1, "balanced": 4, "thorough": 16}[effort]
-    return scale * max(3, min(40, 4000 // (len(problem.tokens) + problem.request.slots)))
+    size = len(problem.tokens) + problem.request.slots
+    return scale * max(4, min(40, 4000 // size), min(10, 270_000 // size))
 
 
 def _keep_powers_of_two(problem: Problem) -> Problem | None:
