@@ -73,7 +73,7 @@ def check_there_and_back(shard: SequenceShard) -> None:
         torch.testing.assert_close(filled, expected, rtol=0, atol=0, equal_nan=True)
     packed = shard.gather(local)
     with mock.patch.object(
-        comm.shard_part, "expand_runs", side_effect=AssertionError("a shard lays all slots out once")
+        comm.shard, "expand_runs", side_effect=AssertionError("a shard lays all slots out once")
     ):
         assert torch.equal(shard.gather(local), packed)
     assert torch.equal(packed, x)
