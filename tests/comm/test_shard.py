@@ -72,9 +72,7 @@ def check_there_and_back(shard: SequenceShard) -> None:
         expected = torch.where(shard.rows[:, None] < 0, value, local.detach())
         torch.testing.assert_close(filled, expected, rtol=0, atol=0, equal_nan=True)
     packed = shard.gather(local)
-    with mock.patch.object(
-        comm.shard, "expand_runs", side_effect=AssertionError("a shard lays all slots out once")
-    ):
+    with mock.patch.object(comm.shard, "expand_runs", side_effect=AssertionError("a shard lays all slots out once")):
         assert torch.equal(shard.gather(local), packed)
     assert torch.equal(packed, x)
     weight = torch.arange(shard.tokens, dtype=torch.float64, device=shard.device)[:, None] + 1
