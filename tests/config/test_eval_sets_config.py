@@ -140,3 +140,10 @@ def test_sets_that_are_impossible(tables: list[dict[str, Any]], message: str) ->
 def test_the_kernel_of_evaluation_is_one_that_there_is() -> None:
     with pytest.raises(ConfigError, match=r"context.eval_attention_kernel is 'fa5'; did you mean 'fa4'"):
         check_config(load_config(None, {"context.eval_attention_kernel": "fa5"}), 4)
+
+
+def test_a_set_of_version_0_2_is_read_and_one_of_its_gone_keys_is_refused() -> None:
+    gone = {"passkey_lengths": [], "passkey_depths": [0.0, 0.25, 0.5, 0.75, 1.0], "passkey_samples": 4}
+    assert entry(gone) == entry({})
+    with pytest.raises(ConfigError, match=r"unknown key eval\.books\.passkey_samples"):
+        entry(gone | {"passkey_samples": 8})

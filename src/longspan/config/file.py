@@ -84,8 +84,6 @@ def to_toml(config: RunConfig) -> str:
 def _set_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
     """Set the keys of tables, by section, in a configuration; `source` names the tables in messages."""
     for section, values in tables.items():
-        if isinstance(values, Mapping):
-            values = {key: x for key, x in values.items() if (f"{section}.{key}", x) not in GONE_VALUES.items()}
         config = _set_section(config, section, values, source=source)
     return config
 
@@ -150,6 +148,8 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
     types = {key.name: key.kind for key in section_keys(type(section))}
     changes: dict[str, Any] = {}
     for key, value in values.items():
+        if (f"{label.partition('.')[0]}.{key}", value) in GONE_VALUES.items():
+            continue
         if key not in types:
             raise ConfigError(f"unknown key {label}.{key} in {source}: {hint(label, str(key), types)}")
         changes[key] = _convert_value(f"{label}.{key}", value, types[key], source)

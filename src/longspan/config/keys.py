@@ -26,6 +26,9 @@ GONE_VALUES: dict[str, object] = {
     "train.segment_layers": 0,
     "run.refine": "auto",
     "run.timeout_seconds": "auto",
+    "eval.passkey_lengths": [],
+    "eval.passkey_depths": [0.0, 0.25, 0.5, 0.75, 1.0],
+    "eval.passkey_samples": 4,
 }
 FIRST = ("name", "path")  # keys that begin a table
 
