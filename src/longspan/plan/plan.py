@@ -71,6 +71,11 @@ class Plan:
         rows = slot_rows(self.micro_batches, self.slots, self.row_multiple)
         return self.tokens / (rows.size * int(rows.max())) if rows.any() else 0.0
 
+    @cached_property
+    def most_rows(self) -> int:
+        """The rows of the fullest slot in any micro-batch, in whole multiples of `row_multiple`."""
+        return int(slot_rows(self.micro_batches, self.slots, self.row_multiple).max(initial=0))
+
     def timeline(self, cost: Cost | None = None) -> Timeline:
         """Return when each slot works in each micro-batch, under the plan's own cost or another on its own stages."""
         cost = replace(cost or self.cost, stages=self.cost.stages, chunks=self.cost.chunks)

@@ -160,12 +160,6 @@ def chart_figure(chart: Chart, *, css_class: str = "") -> str:
     return tag("figure", tag("figcaption", title), content, class_=f"chart {css_class}".strip())
 
 
-def chart_svg(chart: Chart) -> str:
-    """Return the drawing as SVG elements, of the chart's width and height, to stand in an <svg> element."""
-    drawn = [series for series in (_thin_series(s, chart.log) for s in chart.series) if len(series.x)]
-    return "".join(_chart_elements(chart, drawn, _fit_frame(chart, drawn)))
-
-
 def _chart_elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
     """Yield the elements of a chart from back to front: axes, events, curves, references, notes."""
     yield _draw_axes(chart, frame)

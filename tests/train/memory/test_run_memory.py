@@ -11,7 +11,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemoryBudget
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.train.memory import run_memory
-from longspan.train.memory.coming_plans import ComingSteps, most_rows
+from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings, state_numbers
 from longspan.train.memory.run_memory import RunMemory
 
@@ -98,7 +98,7 @@ def test_settings_follow_the_keys() -> None:
 def test_the_fullest_steps_are_found_among_all() -> None:
     config = config_of()
     plans = run_of(config).ahead.fullest_plans(config, Cost())
-    assert max(map(most_rows, plans)) >= 8192 and any(max(plan.lengths) == 8192 for plan in plans)
+    assert max(plan.most_rows for plan in plans) >= 8192 and any(max(plan.lengths) == 8192 for plan in plans)
     assert run_of(config).ahead.limit_plans(config, plans) == []
 
 
@@ -108,7 +108,7 @@ def test_dynamic_plans_are_bounded_by_the_limit_of_rows() -> None:
     plans = ahead.fullest_plans(config, Cost())
     (limit,) = ahead.limit_plans(config, plans)
     assert len(plans) <= 2 and any(max(plan.lengths) == 8192 for plan in plans)
-    assert most_rows(limit) == 8192 and limit.timeline().rows.tolist() == [[8192, 8192]]
+    assert limit.most_rows == 8192 and limit.timeline().rows.tolist() == [[8192, 8192]]
 
 
 def test_rows_to_try_reach_from_the_longest_document_to_one_micro_batch() -> None:

@@ -30,7 +30,7 @@ from longspan.config.keys import NOT_GIVEN, key_value
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.plain_text import seconds_text, text_table
-from longspan.plan import EncoderLoad, EncoderShape, Plan, group_counts, model_flops, peak_tflops, slot_rows
+from longspan.plan import EncoderLoad, EncoderShape, Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.bytes import Bytes, gib_text
 from longspan.plan.ways import plan_type_text
 
@@ -138,7 +138,7 @@ def way_figures(way: Fit) -> dict[str, Any]:
         "degree": degree or None,
         "ep": ep,
         "cp_comm_type": "; ".join(types),
-        "rows": max(int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max()) for plan in way.plans),
+        "rows": max(plan.most_rows for plan in way.plans),
         "micro_batches": max(len(plan.micro_batches) for plan in way.plans),
         "seconds": way.seconds,
         "tokens_per_second_per_gpu": per_gpu,

@@ -27,7 +27,7 @@ from longspan.cli.plans.planning import (
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
 from longspan.plain_text import seconds_text, text_table
-from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded, read_plans, slot_rows
+from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded, read_plans
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.ways import (
@@ -302,7 +302,7 @@ def _have_seconds(plans: Sequence[tuple[str, Plan]]) -> bool:
 def _plan_cells(plan: Plan) -> tuple[str, ...]:
     bubble, idle = _waits(plan)
     time, count = f"{plan.predicted_seconds:.4g}", f"{len(plan.micro_batches)}"
-    rows = f"{_most_rows(plan):,}"
+    rows = f"{plan.most_rows:,}"
     return plan_type_text(plan), time, f"{plan.ratio:.3f}", count, f"{bubble:.1%}", f"{idle:.1%}", rows
 
 
@@ -317,7 +317,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "bubble": bubble,
         "idle": idle,
         "closing_seconds": plan.cost.closing_seconds if plan.mode == "free" else 0.0,
-        "rows": _most_rows(plan),
+        "rows": plan.most_rows,
     }
 
 
@@ -331,10 +331,6 @@ def _waits(plan: Plan) -> tuple[float, float]:
     slots_end = max(float(times.end.max(initial=0.0)), 1e-300)  # nothing is divided by 0 where a step takes no time
     bubble = 1 - slots_end / plan.cost.stages / max(plan.predicted_seconds - once, 1e-300)
     return max(0.0, bubble), max(0.0, 1 - float(times.busy.sum()) / (plan.slots * slots_end))
-
-
-def _most_rows(plan: Plan) -> int:
-    return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
 
 
 def _closing_share(plan: Plan) -> str:
@@ -374,7 +370,7 @@ def _degrees_table(title: str, comparison: DegreeComparison, flags: CompareFlags
 
 def _evaluation_cells(plan: Plan) -> tuple[str, ...]:
     time, count = seconds_text(plan.predicted_seconds), f"{len(plan.micro_batches):,}"
-    return time, count, f"{_most_rows(plan):,}", f"{_waits(plan)[0]:.0%}"
+    return time, count, f"{plan.most_rows:,}", f"{_waits(plan)[0]:.0%}"
 
 
 def _degrees_json(title: str, comparison: DegreeComparison) -> str:
@@ -400,6 +396,6 @@ def _evaluation_json(plan: Plan) -> dict[str, float | int | None]:
         "planned_lower_bound_seconds": plan.lower_bound_seconds,
         "planned_micro_batches": len(plan.micro_batches),
         "planned_max_tokens_per_slot": plan.max_tokens_per_slot,
-        "planned_rows_of_slot": _most_rows(plan),
+        "planned_rows_of_slot": plan.most_rows,
         "bubble": _waits(plan)[0],
     }

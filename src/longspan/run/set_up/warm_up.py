@@ -214,7 +214,7 @@ def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: 
     mixed = _list_mixed_batches(plans[0])
     evaluation_part = None
     if evaluation is not None:
-        evaluation_part = _evaluation_part(evaluation, groups, in_flight, most=_most_rows(training))
+        evaluation_part = _evaluation_part(evaluation, groups, in_flight, most=training.most_rows)
     return WarmUp(
         kinds_of_training=training,
         mixed=make_plan(_fill_up_batches(mixed, in_flight), plans[0]) if mixed else None,
@@ -239,14 +239,10 @@ def _evaluation_part(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int
     """
     groups = smallest_group_of_each_kind([evaluation], leave_out=warm)
     largest = make_plan([largest_micro_batch([evaluation])], evaluation)
-    batches = [shorten_batch(b) if _most_rows(largest) <= most else b for b in largest.micro_batches]
+    batches = [shorten_batch(b) if largest.most_rows <= most else b for b in largest.micro_batches]
     for group in groups.values():
         batches += repeat_on_all_slots(shorten_group(group), evaluation.slots)
     return make_plan(_fill_up_batches(batches, in_flight), evaluation)
-
-
-def _most_rows(plan: Plan) -> int:
-    return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max())
 
 
 def _fill_up_batches(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
@@ -288,7 +284,7 @@ def _peak_memory_text(device: torch.device) -> str:
 
 
 def _out_of_memory_error(training: Training, work: WarmUp, error: BaseException) -> SlotRowsError:
-    rows = _most_rows(work.kinds_of_training)
+    rows = work.kinds_of_training.most_rows
     cap = training.config.context.max_tokens_per_slot
     return SlotRowsError(
         f"rank {training.world.rank} ran out of memory before step 1, in a micro-batch of up to {rows:,} rows of a "

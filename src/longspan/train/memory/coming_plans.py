@@ -11,7 +11,6 @@ from heapq import nlargest
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan
-from longspan.plan.timeline import slot_rows
 from longspan.train.plans import PlanChoice
 
 MOST_STEPS = 1024  # whose documents are looked at
@@ -62,7 +61,7 @@ class ComingSteps:
         if len(self.steps) <= FEW_STEPS:
             return self.steps
         simple = replace(choice, options=replace(choice.options, cost=Cost(), cp_comm_type="p2p"))
-        plans = ((most_rows(simple.plan(self.lengths_of_step(step), self.home)), step) for step in self.steps)
+        plans = ((simple.plan(self.lengths_of_step(step), self.home).most_rows, step) for step in self.steps)
         return [step for _, step in nlargest(FEW_STEPS, plans)]
 
     def _with_planners(self, config: RunConfig) -> list[RunConfig]:
@@ -117,11 +116,6 @@ class ComingSteps:
         while rows[-1] < most_tokens / self.home.slots + multiple:
             rows.append(2 * rows[-1])
         return [-(-count // multiple) * multiple for count in rows]
-
-
-def most_rows(plan: Plan) -> int:
-    """Return the rows of the fullest slot in any micro-batch."""
-    return int(slot_rows(plan.micro_batches, plan.slots, plan.row_multiple).max(initial=0))
 
 
 def full_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
