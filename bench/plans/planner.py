@@ -41,9 +41,9 @@ COST = Cost()
 HEADS = 32  # query heads of Qwen3-8B, which the cost is of
 
 
-def lengths_of(name: str, slots: int, cap: int, seed: int) -> NDArray[np.int64]:
-    """Lengths that hold 32K tokens a slot together, at most 128K each and at most what all slots hold."""
-    longest, tokens = min(LONGEST, slots * cap), slots * TOKENS_PER_SLOT
+def lengths_of(name: str, slots: int, cap: int, seed: int, per_slot: int) -> NDArray[np.int64]:
+    """Lengths that hold `per_slot` tokens a slot together, at most 128K each and at most what all slots hold."""
+    longest, tokens = min(LONGEST, slots * cap), slots * per_slot
     if name != "files":
         return sample_lengths(name, tokens, seed=seed, longest=longest)
     random, drawn, total = np.random.default_rng(seed), [], 0
@@ -137,9 +137,9 @@ def measured(lengths: list[int], slots: int, cap: int, **arguments: Any) -> tupl
     return {"ratio": plan.ratio, "seconds": seconds, "micro_batches": len(plan.micro_batches)}, plan
 
 
-def row(name: str, slots: int, cap: int, seed: int, megatron: Megatron | None) -> dict[str, Any]:
+def row(name: str, slots: int, cap: int, seed: int, per_slot: int, megatron: Megatron | None) -> dict[str, Any]:
     """Everything about one batch."""
-    rows = lengths_of(name, slots, cap, seed)
+    rows = lengths_of(name, slots, cap, seed, per_slot)
     lengths, cp = rows.tolist(), min(slots, max(1, LONGEST // cap))
     bound = lower_bound_seconds(lengths, slots, cap, COST).seconds
     figures: dict[str, Any] = {"lengths": name, "slots": slots, "cap": cap, "documents": len(lengths), "bound": bound}
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--caps", default="8192,16384")
     parser.add_argument("--names", default=",".join(NAMES))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens-per-slot", type=int, default=TOKENS_PER_SLOT)
     parser.add_argument("--megatron", type=Path, help="a Megatron-LM checkout (dev branch)")
     parser.add_argument("--megatron-slots", type=int, default=256, help="the most slots that its scheduler is given")
     parser.add_argument("--before", type=Path, help="an earlier record of the same batches, shown beside this one")
@@ -218,7 +219,8 @@ def main() -> None:
     for cap in map(int, flags.caps.split(",")):
         for slots in map(int, flags.slots.split(",")):
             for name in flags.names.split(","):
-                rows.append(row(name, slots, cap, flags.seed, megatron if slots <= flags.megatron_slots else None))
+                peer = megatron if slots <= flags.megatron_slots else None
+                rows.append(row(name, slots, cap, flags.seed, flags.tokens_per_slot, peer))
                 print(_line(rows[-1], megatron is not None), flush=True)
     if flags.before:
         add_before(rows, json.loads(flags.before.read_text())["rows"])
@@ -228,7 +230,7 @@ def main() -> None:
         "versions": f"python {'.'.join(map(str, __import__('sys').version_info[:3]))}, numpy {np.__version__}",
         "command": "python bench/plans/planner.py" + (f" --megatron {flags.megatron.name}" if megatron else ""),
         "note": (
-            f"Batches of {TOKENS_PER_SLOT} tokens a slot, longest {LONGEST}, seed {flags.seed}; "
+            f"Batches of {flags.tokens_per_slot} tokens a slot, longest {LONGEST}, seed {flags.seed}; "
             f"`files` draws from {len(file_tokens())} files of this machine. The bound is area "
             "and longest document. Plans of one degree (plan_fixed) have the fastest of three degrees and of all "
             f"communication types, of a model with {HEADS} query heads; the others are rings. In brackets, CPU seconds "

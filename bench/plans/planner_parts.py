@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner import NAMES, lengths_of
+from planner import NAMES, TOKENS_PER_SLOT, lengths_of
 
 from longspan import Layout, Plan, plan_dynamic
 from longspan.cli.machine import machine_facts, machine_text
@@ -59,7 +59,7 @@ def few_of_distributions() -> list[dict[str, Any]]:
     for cap in (8192, 16384):
         for slots in (8, 16, 32, 64):
             for name in NAMES:
-                batches = [lengths_of(name, slots, cap, seed).tolist() for seed in range(SEEDS)]
+                batches = [lengths_of(name, slots, cap, seed, TOKENS_PER_SLOT).tolist() for seed in range(SEEDS)]
                 rows.append({"lengths": name} | compare_few(batches, slots, cap))
                 print(rows[-1], flush=True)
     return rows

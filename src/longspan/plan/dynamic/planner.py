@@ -128,10 +128,14 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
 
 
 def _search_steps(effort: EffortName, problem: Problem) -> int:
-    """Return how many random changes are tried: with 12, not 40, some steps on 1,024 slots take 7 % longer."""
+    """Return how many random changes are tried: the fewer the more items, as each takes longer.
+
+    Many slots with few documents each take up to 7 % longer with 12 of them than with 40 (bench/plans/planner.py
+    --tokens-per-slot 8192).
+    """
     scale = {"fast": 1, "balanced": 4, "thorough": 16}[effort]
     size = len(problem.tokens) + problem.request.slots
-    return scale * max(4, min(40, 4000 // size), min(10, 270_000 // size))
+    return scale * max(3, min(40, 4000 // size), min(10, 32 * problem.request.slots // size))
 
 
 def _keep_powers_of_two(problem: Problem) -> Problem | None:
