@@ -21,6 +21,7 @@ NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it 
 # Values of keys that are gone, which every run of version 0.2 has in its config.toml; they are read over.
 GONE_VALUES: dict[str, object] = {
     "context.mixer_kernels": [],
+    "context.plan_ahead": 2,
     "train.memory_history": 0,
     "train.recompute_layers": 0,
     "train.segment_layers": 0,

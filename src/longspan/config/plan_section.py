@@ -132,8 +132,6 @@ class ContextConfig(PlanSection):
     configuration that returns one (docs/planning.md)."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
-    plan_ahead: NonNegativeInt = 2
-    """Coming steps whose dynamic plans another process makes meanwhile; 0: each when its step begins."""
     evaluation: PlanSection = field(default_factory=PlanSection)
 
     def set_evaluation(self, **keys: Any) -> "ContextConfig":

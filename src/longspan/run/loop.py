@@ -145,7 +145,7 @@ class _Loop:
     def train(self, stop: StopSignal) -> TrainResult:
         """Run the remaining steps and, unless the run is stopped, the end of the run."""
         run = self.run
-        with plan_steps(run.choice, run.order, run.world.home, ahead=run.config.context.plan_ahead) as plans:
+        with plan_steps(run.choice, run.order, run.world.home) as plans:
             if run.done < run.config.train.steps:
                 plans.start(run.done)  # they are made while kernels are compiled
             self.starts.end_part("records")

@@ -50,7 +50,7 @@ GEMMA = {
     "architectures": ["Gemma3ForCausalLM"],
     "tie_word_embeddings": True,
 }
-DYNAMIC: dict[str, object] = {"context__planner": "dynamic", "context__plan_ahead": 0}
+DYNAMIC: dict[str, object] = {"context__planner": "dynamic"}
 A2A: dict[str, object] = {"context__cp_comm_type": "a2a"}
 RUNS: dict[str, dict[str, object]] = {
     "tied, a2a": {"model__preset": "qwen3-deep-tiny"} | A2A,

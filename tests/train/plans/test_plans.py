@@ -19,7 +19,7 @@ from longspan.train.plans import PlanChoice, StepPlanner, find_run_cost, plan_st
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)
 HOME = Layout(ranks=6)
-DYNAMIC = ContextConfig(planner="dynamic", max_tokens_per_slot=256, plan_ahead=2)
+DYNAMIC = ContextConfig(planner="dynamic", max_tokens_per_slot=256)
 
 
 def run_of(context: ContextConfig) -> RunConfig:

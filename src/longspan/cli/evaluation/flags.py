@@ -197,7 +197,7 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
     for key in sorted(key.removeprefix("context.") for key in flag_keys if key.startswith("context.")):
         if key in plan_keys:
             raise ConfigError(f"--context.{key} is a key of training; evaluation reads --context.eval_{key}")
-        if key in ("mode", "plan_ahead"):
+        if key == "mode":
             raise ConfigError(f"--context.{key} is a key of training, and evaluation does not read it; leave it out")
 
 

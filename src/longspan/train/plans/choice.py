@@ -312,7 +312,7 @@ def make_step_planner(choice: PlanChoice, order: StepOrder | PackOrder, home: La
     return StepPlanner(choice, order, home)
 
 
-def plan_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int) -> PlanAhead:
+def plan_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int = 2) -> PlanAhead:
     """Plan the training steps of a run; a context manager.
 
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
