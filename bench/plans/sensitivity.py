@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from longspan.plan.cost.cost import Cost
-from longspan.plan.cost.links import LEVELS, Level
+from longspan.plan.cost.links import LEVELS, Level, Link, Wire
+from longspan.plan.cost.state_cost import StateCost
 from longspan.plan.plan import Plan
 
 SHARE = 0.2
@@ -85,7 +86,19 @@ def wrong_costs(cost: Cost, share: float = SHARE) -> Iterator[tuple[str, float, 
         for level in LEVELS:
             yield f"speed of links {level} hosts", factor, _with_speed(cost, level, factor)
         if cost.states:
-            yield "time of state-space layers", factor, replace(cost, states=cost.states.scale_times(factor))
+            yield "time of state-space layers", factor, replace(cost, states=_slower_states(cost.states, factor))
+
+
+def _slower_states(states: StateCost, factor: float) -> StateCost:
+    """Return the cost of states that take `factor` times as long, for as many bytes."""
+    seconds = {name: value * factor for name, value in states.constants().items() if name.endswith("_seconds")}
+    return replace(states, **seconds)
+
+
+def slower_link(link: Link, factor: float) -> Link:
+    """Return a link on which everything takes `factor` times as long."""
+    wires = {k: Wire(w.latency * factor, w.bytes_per_second / factor) for k, w in link.wires().items()}
+    return Link(**wires)
 
 
 def _with_latency(cost: Cost, factor: float) -> Cost:
@@ -97,5 +110,5 @@ def _with_latency(cost: Cost, factor: float) -> Cost:
 def _with_speed(cost: Cost, level: Level, factor: float) -> Cost:
     """Return the cost with links of a level `factor` times as fast, the ideal ones and the measured ones."""
     name = f"{level}_bytes_per_second"
-    network = cost.network and replace(cost.network, **{level: getattr(cost.network, level).scale_times(1 / factor)})
+    network = cost.network and replace(cost.network, **{level: slower_link(getattr(cost.network, level), 1 / factor)})
     return replace(cost, network=network, **{name: getattr(cost, name) * factor})

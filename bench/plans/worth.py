@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sensitivity import plan_sensitivity, rows_by_way
+from sensitivity import plan_sensitivity, rows_by_way, slower_link
 from worth_cases import LONGEST, MODELS, PUBLISHED, WEIGHTS_OF_EXPERTS, Case, cases, cost_of
 from worth_page import markdown, tables_of_pages
 from worth_picture import picture
@@ -116,7 +116,7 @@ def without_messages(cost: Cost) -> Cost:
     """A cost whose messages take next to no time."""
     assert cost.network is not None
     network = replace(cost.network, step_seconds=0.0)
-    links = {level: getattr(network, level).scale_times(1e-6) for level in LEVELS}
+    links = {level: slower_link(getattr(network, level), 1e-6) for level in LEVELS}
     return replace(cost, network=replace(network, **links))
 
 

@@ -110,17 +110,6 @@ def test_a_tokenizer_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"tokens counted with {tmp_path}" in capsys.readouterr().out
 
 
-def test_a_file_with_the_cost_of_one_model_is_no_machine(
-    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "cost.json").write_text('{"micro_batch_seconds": 2.5}')
-    for more in ([], ["--compare"]):
-        assert (
-            main(["plan", *more, "--lengths", lengths, "--slots", "4", "--machine", str(tmp_path / "cost.json")]) == 2
-        )
-        assert "holds the cost of one model, not a machine; measure it" in capsys.readouterr().err
-
-
 def test_the_closing_of_free_mode_is_priced_by_weights_and_said_where_it_is_not(
     lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,6 @@ from longspan.cli.main import main
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_fixed
-from longspan.plan.cost.cost_changes import scale_times
 from longspan.plan.plan_rows import find_plan, plan_row, read_plans
 from longspan.report import write_report
 from longspan.report.follow import Follower
@@ -152,7 +151,7 @@ def test_a_resumed_run_goes_on_from_its_step(tmp_path: Path) -> None:
 
 def test_the_newest_plan_has_the_cost_of_the_rows_before(tmp_path: Path) -> None:
     plan = plan_fixed([900, 300, 20], Layout(4), cp=2, max_tokens_per_slot=512, cp_comm_type="a2a")
-    plan = replace(plan, cost=scale_times(plan.cost, 3.0, "a machine"))
+    plan = replace(plan, cost=replace(plan.cost, linear_seconds=1e-3, source="a machine"))
     rows = [plan_row(1, plan), plan_row(2, plan, after=plan.cost), plan_row(3, plan, after=plan.cost)]
     (tmp_path / "plans.jsonl").write_text("".join(row + "\n" for row in rows))
     add_rows(tmp_path, train_row(3))

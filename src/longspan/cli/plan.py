@@ -31,7 +31,6 @@ from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import name_arguments
-from longspan.plan.cost.cost_changes import with_spans
 from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.ways import plan_with_partition
@@ -104,7 +103,7 @@ def _plan_step(flags: PlanFlags) -> int:
     began = time.perf_counter()
     price = read_price(flags, slots=flags.slots, mode=flags.mode)
     cost = add_closing(price, flags, slots=flags.slots, node_size=flags.node_size)
-    plan, reason = make_plan(flags, lengths, _add_images(flags, lengths, cost))
+    plan, reason = make_plan(flags, lengths, cost)
     seconds = time.perf_counter() - began
     notes = [
         f"{plural(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
@@ -174,17 +173,6 @@ def _write_file(path: str, content: str) -> None:
         Path(path).write_text(content, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _add_images(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> Cost:
-    """Add to a cost the attention inside each image, for models in which all tokens of an image see each other.
-
-    Images without a model are refused in `_image_notes`.
-    """
-    if not flags.images or not flags.model:
-        return cost
-    count, rows = _parse_images(flags.images)
-    return with_spans(cost, flags.model, [rows] * (count * len(lengths)), sum(lengths))
 
 
 def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:

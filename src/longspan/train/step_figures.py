@@ -76,7 +76,7 @@ class StepFigures:
         """Count the model FLOPs of a plan's documents and images; None where the configuration does not tell them."""
         if self.shape is None or (images and self.images is None):
             return None
-        flops = model_flops(self.shape, plan.lengths, frozen=self.frozen, spans=images)
+        flops = model_flops(self.shape, plan.lengths, frozen=self.frozen)
         return flops + (self.images.flops(images, trained=self.trained) if self.images else 0)
 
     def _encoder_figures(self, plan: Plan, seconds: float, encoders: EncoderTimes | None) -> dict[str, float]:

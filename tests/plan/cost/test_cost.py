@@ -11,7 +11,6 @@ import longspan.plan
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Machine, plan_dynamic, plan_fixed
-from longspan.plan.cost.cost_changes import scale_times
 from longspan.plan.cost.links import Link
 from longspan.plan.cost.machine import UPDATE_BYTES
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
@@ -153,10 +152,8 @@ def test_docstrings_show_what_happens(module: str | None) -> None:
 
 def test_a_cost_says_what_it_is_of() -> None:
     assert Cost().source == "Qwen3-8B on GPUs of 400 TFLOP/s" and Cost(linear_seconds=1.0).source != Cost().source
-    twice = scale_times(Cost(), 2.0, "slower GPUs")
-    assert Cost.from_json(twice.to_json()) == twice and Cost.from_json(twice.to_json()).source == "slower GPUs"
-    groups = (np.full(3, 9e4), np.array([1e6, 1e6, 1e12]), np.full(3, 4), np.array([True, False, True]))
-    assert twice.group_seconds(*groups) == pytest.approx(2 * Cost().group_seconds(*groups), rel=1e-12)
+    slower = Cost(linear_seconds=1.0, source="slower GPUs")
+    assert Cost.from_json(slower.to_json()) == slower and Cost.from_json(slower.to_json()).source == "slower GPUs"
     assert "does not name" in (Cost.from_json({}).source or "")
     with pytest.raises(PlanError, match="source is 3; give words"):
         Cost.from_json({"source": 3})

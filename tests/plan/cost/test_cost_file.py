@@ -1,4 +1,4 @@
-"""A cost file: what is said of one that is none, the same in training and on the command line."""
+"""A file of a machine: what is said of one that is none, the same in training and on the command line."""
 
 import doctest
 import json
@@ -12,24 +12,23 @@ import pytest
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig, RunSection
 from longspan.errors import ConfigError
-from longspan.plan import Cost, Machine
+from longspan.plan import Machine
 from longspan.plan.cost import model_cost as cost_file
 from longspan.plan.cost.links import Link
 from longspan.train.plans import read_cost
 
 BAD = [  # what is in the place of the file, what is said of it
-    (None, "holds no cost: No such file or directory"),
+    (None, "holds no machine: No such file or directory"),
     ("folder", "is a folder"),
-    ("{", "holds no cost: Expecting property name"),
-    (b"\xff", "holds no cost: 'utf-8' codec"),
-    ('{"speed": 1}', "holds no cost: a cost is an object with numbers for some of linear_seconds"),
-    ('{"ring_bytes": -1}', "holds no cost: ring_bytes is -1; give a finite number"),
-    ("[]", "holds no cost: a cost is an object"),
+    ("{", "holds no machine: Expecting property name"),
+    (b"\xff", "holds no machine: 'utf-8' codec"),
+    ('{"ring_bytes": 7}', "holds no machine: a machine is an object with across, assumed"),  # the cost of one model
+    ("[]", "holds no machine: a machine is an object"),
 ]
 
 
 @pytest.mark.parametrize(("text", "complaint"), BAD, ids=[complaint[:40] for _, complaint in BAD])
-def test_a_file_without_a_cost_is_an_error(
+def test_a_file_without_a_machine_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | bytes | None, complaint: str
 ) -> None:
     path = tmp_path / "cost.json"
@@ -45,12 +44,6 @@ def test_a_file_without_a_cost_is_an_error(
         assert main([*verb, *slots, "--same", "2x8", f"--{key.removeprefix('--')}", str(path)]) == 2
         said = capsys.readouterr().err
         assert said.startswith(f"error: {key} {path} {complaint}") and said.endswith(f"{advice}\n")
-
-
-def test_a_file_with_a_cost_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "cost.json"
-    path.write_text(json.dumps({"ring_bytes": 7}))
-    assert cost_file.read_machine(str(path), "--machine") == Cost(ring_bytes=7, exchange_bytes=7 * 1474560 / 442368)
 
 
 def test_a_machine_is_read_back_by_file_and_by_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost
-from longspan.plan.cost.cost_changes import scale_times, with_recomputation
+from longspan.plan.cost.cost_changes import with_recomputation
 from tests.plan.cases import bounded
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -89,8 +89,6 @@ def test_each_type_by_hand() -> None:
     assert seconds("a2a+p2p", inside=False) == pytest.approx(
         linear + max(attention, two_levels[0]) + two_levels[1] + 10
     )
-    assert float(cost.group_bytes(1000, 4)) == 20 * 1000 * 3
-    assert float(cost.under("a2a").group_bytes(1000, 4)) == 40 * 1000 * 3 / 4
     np.testing.assert_array_equal(cost.under("a2a+p2p", 4).latency_seconds([1, 2, 4, 6, 12]), [0, 5, 5, 15, 15])
 
 
@@ -106,7 +104,6 @@ def test_a_forward_that_was_measured_is_taken() -> None:
     measured = dataclasses.replace(Cost(micro_batch_seconds=4e-3).forward_only(), micro_batch_seconds=3e-3)
     cost = Cost(micro_batch_seconds=4e-3, forward=measured)
     assert cost.forward_only().micro_batch_seconds == 3e-3
-    assert scale_times(cost, 2.0, "slower").forward_only().micro_batch_seconds == 6e-3
     assert cost.under("a2a").forward_only().cp_comm_type == "a2a"
     again = Cost.from_json(cost.to_json())
     assert again == cost and again.forward_only() == cost.forward_only()

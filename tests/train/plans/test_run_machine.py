@@ -56,15 +56,6 @@ def test_all_ranks_refuse_a_machine_of_others(tmp_path: Path, machine: Machine, 
         assert error.startswith(f"run.machine {file} {message}") and of_world == Machine.cpus()
 
 
-def test_an_older_file_is_used_with_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "cost.json"
-    path.write_text(json.dumps({"micro_batch_seconds": 5.0}))
-    for error, machine, lines in run_local(_use, 2, (str(path),), timeout=120):
-        assert not error and machine == Machine.cpus()
-        (line,) = lines
-        assert line.startswith(f"run.machine {path} holds the cost of one model") and "no device" in line
-
-
 def test_what_a_run_does_changes_the_cost_of_its_model_on_a_machine(tmp_path: Path) -> None:
     file = _write(tmp_path / "machine.json", MEASURED)
     plain = RunConfig(run=RunSection(machine=file), model=ModelConfig(dtype="float32"))

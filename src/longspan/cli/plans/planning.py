@@ -101,17 +101,14 @@ def check_degrees(flags: PlanningFlags) -> None:
 def find_machine(name: str, key: str) -> Machine:
     """Find the machine of a GPU by name, or of a file; `key` is the flag or key of the name, for errors.
 
-    Raises ConfigError for a name that is neither, and for a file that prices only one model.
+    Raises ConfigError for a name that is neither.
     """
     if not (is_known(name) or Path(name).suffix or Path(name).exists()):
         try:  # raises, with the names that are known
             return Machine.known(name)
         except PlanError as error:
             raise ConfigError(f"{key} {name}: {error}; other GPUs are --gpu-bytes N --tflops N") from error
-    machine = read_machine(name, key)
-    if not isinstance(machine, Machine):
-        raise ConfigError(f"{key} {name} holds the cost of one model, not a machine; measure it with bench calibrate")
-    return machine
+    return read_machine(name, key)
 
 
 def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lockstep", training: bool = True) -> Cost:

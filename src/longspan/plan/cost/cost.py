@@ -249,14 +249,6 @@ class Cost:
         states = self.states.step_seconds * (degree > 1) if self.states else 0.0
         return latency_seconds(self, degree) + states
 
-    def group_bytes(self, tokens: ArrayLike, degree: ArrayLike, documents: ArrayLike = 1) -> Floats:
-        """Return the bytes that all slots of a group send: around rings, in exchanges of heads, and of states."""
-        tokens, degree = _float_array(tokens), _float_array(degree)
-        exchanging = exchanging_members(self.cp_comm_type, self.a2a_size, degree)
-        ring = self.ring_bytes * tokens * (degree / exchanging - 1)
-        sent = ring + self.exchange_bytes * tokens * (exchanging - 1) / exchanging
-        return sent + (self.states.wire_bytes(_float_array(documents), tokens, degree) if self.states else 0.0)
-
     def with_closing(
         self, weights: float, home: Layout, *, node_size: int = 8, gather_bytes: float = 2, reduce_bytes: float = 4
     ) -> "Cost":

@@ -1,14 +1,9 @@
-"""Changes of a model's cost: by the settings of a run, for layers that run forward twice, and for rows of images that
-see each other.
-"""
+"""Changes of a model's cost by the settings of a run, and for layers that run forward twice."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from longspan.errors import PlanError
 from longspan.plan.cost.cost import Cost
-from longspan.plan.cost.model_flops import later_pairs
 from longspan.plan.shape.model_shape import ModelShape
 
 Recomputation = Literal["none", "exchanged", "selective", "full"]
@@ -107,46 +102,3 @@ def with_recomputation(
 def recomputation_share(shape: ModelShape, kind: Recomputation, layers: int) -> float:
     """Return the share of a model's layers that run forward twice, if `layers` of them do (0: all); 0 under "none"."""
     return min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
-
-
-def with_spans(cost: Cost, config: Any, spans: Iterable[int], tokens: int) -> Cost:
-    """Return a model's cost for documents of `tokens` rows in all, in which the rows of a span see each other.
-
-    `spans` are the rows of each span.
-
-    >>> cost = with_spans(cost, "gemma-3-4b-it/config.json", [256] * 64, 32768)  # doctest: +SKIP
-
-    The seconds of all pairs, at the rate of attention, are spread over all rows: 256 rows of an image take Gemma 3
-    (4B) 0.4% more than 256 rows of text. A cost stays as it is if the rows of an image do not see each other, if the
-    configuration cannot be priced, or if no layer has full attention, which tells what a pair takes.
-    """
-    try:
-        shape = ModelShape.of(config)
-    except PlanError:
-        return cost
-    full = shape.layers - shape.window_layers - shape.chunk_layers
-    if not (shape.span_layers and full and tokens):
-        return cost
-    pair_seconds = 2 * cost.attention_seconds / full  # causal attention over L rows has L² / 2 pairs
-    added = shape.span_layers * pair_seconds * later_pairs(spans) / tokens
-    forward = cost.forward and with_spans(cost.forward, config, spans, tokens)
-    return replace(cost, linear_seconds=cost.linear_seconds + added, forward=forward)
-
-
-def scale_times(cost: Cost, factor: float, source: str) -> Cost:
-    """Return the cost of a machine on which everything takes `factor` times as long, for as many bytes.
-
-    `source` names that machine.
-
-    >>> scale_times(Cost(), 2.0, "GPUs of half the speed").micro_batch_seconds
-    0.02
-    """
-    constants = {
-        name: value / factor if name.endswith("_per_second") else value * factor
-        for name, value in cost.constants().items()
-        if name not in ("ring_bytes", "exchange_bytes")
-    }
-    forward = cost.forward and scale_times(cost.forward, factor, source)
-    states = cost.states and cost.states.scale_times(factor)
-    network = cost.network and cost.network.scale_times(factor)
-    return replace(cost, **constants, source=source, forward=forward, states=states, network=network)

@@ -76,10 +76,6 @@ class Link:
         slow = network == "sockets" or (not network and bytes_per_second < SLOWEST_CARD)
         return cls.of(seconds, bytes_per_second, SOCKET_SPEEDS if slow else None)
 
-    def scale_times(self, factor: float) -> "Link":
-        """Return a link on which everything takes `factor` times as long."""
-        return Link(**{k: Wire(w.latency * factor, w.bytes_per_second / factor) for k, w in self.wires().items()})
-
     def wires(self) -> dict[str, Wire]:
         """Return the wires by kind."""
         return {kind: getattr(self, kind) for kind in KINDS}
@@ -139,11 +135,6 @@ class Network:
     def shared_by(self, tp: int) -> "Network":
         """Return the network as one of `tp` tensor-parallel ranks uses it, which has 1 / tp of the heads."""
         return dataclasses.replace(self, heads=max(1, self.heads // tp), kv_heads=max(1, self.kv_heads // tp))
-
-    def scale_times(self, factor: float) -> "Network":
-        """Return the network of a machine on which everything takes `factor` times as long."""
-        links = {level: getattr(self, level).scale_times(factor) for level in LEVELS}
-        return dataclasses.replace(self, **links, step_seconds=self.step_seconds * factor)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, for a JSON document."""

@@ -8,7 +8,7 @@ embedding, norms and padding do not. A state-space layer counts by its recurrenc
 with its state, not those of the chunks in which kernels compute them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 
 from longspan.errors import PlanError
@@ -55,7 +55,7 @@ FORWARD_SHARES = {
 USUAL_FLOPS = 4e14  # a second, of a device that is not named: that of `Cost()`
 
 
-def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False, spans: Iterable[int] = ()) -> int:
+def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False) -> int:
     """Count the FLOPs of forward and backward for documents of these lengths, by the convention above.
 
     `frozen` weights, under adapters, have no gradients of their own: 4 FLOPs in place of 6. Adapters do not count.
@@ -66,14 +66,13 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
 
     Attention has two products, of queries and keys and of weights and values. Each takes 2 FLOPs for each visible pair
     and number of the query width, and backward twice that: 12 x query width x pairs. A state-space layer takes 3 times
-    its `MixerShape.scan_flops` for each row. `spans` are the rows of each span whose rows see each other.
+    its `MixerShape.scan_flops` for each row. Rows of an image that see its later ones are not counted: less than 1 %.
     """
     pairs = sum(_window_pairs(length, length) for length in lengths)
     in_windows = sum(_window_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
     in_chunks = sum(_chunk_pairs(length, shape.chunk) for length in lengths) if shape.chunk_layers else 0
     pairs_of_layers = (shape.layers - shape.window_layers - shape.chunk_layers) * pairs
     pairs_of_layers += shape.window_layers * in_windows + shape.chunk_layers * in_chunks
-    pairs_of_layers += shape.span_layers * later_pairs(spans)
     scans = 3 * shape.mixer_layers * shape.mixer.scan_flops if shape.mixer else 0
     row_flops = (4 if frozen else 6) * shape.weights + scans
     return row_flops * sum(lengths) + 12 * shape.query_width * pairs_of_layers
@@ -103,15 +102,6 @@ def peak_tflops(device: str, dtype: str) -> float | None:
         if all(word in device for word in name.split()):
             return peaks.get("bfloat16" if dtype == "float16" else dtype)
     return None
-
-
-def later_pairs(spans: Iterable[int]) -> int:
-    """Count the pairs of a row and a later row of its span: n (n − 1) / 2 in a span of n rows.
-
-    >>> later_pairs([256, 4])
-    32646
-    """
-    return sum(rows * (rows - 1) // 2 for rows in spans)
 
 
 class ModelRates(TypedDict, total=False):

@@ -116,10 +116,6 @@ class StateCost:
         """Return the cost where a share of the layers runs forward again in backward, its exchanges included."""
         return self._scale_numbers({name: 1 + share * part for name, part in _FORWARD_SHARES.items()})
 
-    def scale_times(self, factor: float) -> "StateCost":
-        """Return the cost of a machine on which everything takes `factor` times as long."""
-        return self._scale_numbers({name: factor for name in self.constants() if name.endswith("_seconds")})
-
     def _scale_numbers(self, factors: dict[str, float]) -> "StateCost":
         """Return the cost with these constants multiplied, the others as they are."""
         return dataclasses.replace(

@@ -54,7 +54,7 @@ class ModelShape:
     input embedding); `recomputed_weights` of them do so again if layers are recomputed (no output projection, and no
     last product of an MLP); `query_width` and `key_width` are `heads` and `kv_heads` x head size; `layers` attend to
     all earlier rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own
-    `chunk` positions; in `span_layers` the rows of an image see its later ones too; `mixer_layers` have the state-space
+    `chunk` positions; `mixer_layers` have the state-space
     layer `mixer`. The model has `decoder_layers` in all (0: as many as attend), `dense_layers` of them with an MLP
     without experts. `expert_weights` of `weights` are of experts. `stored_weights` are all that the model has, of which
     `stored_experts` are of experts. `expert_layers` have experts, to which they send `routed_numbers` for a row: its
@@ -74,7 +74,6 @@ class ModelShape:
     mixer_layers: int = 0
     mixer: MixerShape | None = None
     decoder_layers: int = 0
-    span_layers: int = 0
     heads: int = 1
     kv_heads: int = 1
     dense_layers: int = 0
@@ -129,7 +128,6 @@ class ModelShape:
             heads=max(1, read.count("num_attention_heads")),
             kv_heads=key_value_heads(read),
             dense_layers=sum(kind.feeds == "dense" for kind in kinds),
-            span_layers=len(attention) if ConfigReader.read_whole(config).family in SEEN_BY_IMAGES else 0,
             expert_weights=sum(layer.of_experts for layer in layers),
             stored_weights=sum(layer.all + layer.unvisited for layer in layers) + stored,
             stored_experts=sum(layer.of_experts + layer.unvisited for layer in layers),

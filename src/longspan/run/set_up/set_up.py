@@ -36,7 +36,6 @@ from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.fill import empty_model, images_class
 from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.plan import Cost, MemoryPlan
-from longspan.plan.cost.cost_changes import with_spans
 from longspan.run.checks import check_image_keys
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tables
 from longspan.run.set_up.resume import (
@@ -282,16 +281,13 @@ def _resolve_evaluations(run: TrainingRun, data: RunData, log: LogLine) -> Train
 def _model_cost(
     config: RunConfig, world: World, model: Any, corpus: Corpus, log: LogLine, memory: MemoryPlan | None
 ) -> Cost:
-    """Return the cost of a model of this configuration, priced with images if the corpus has some.
+    """Return the cost of a model of this configuration.
 
     Layers keep what the plan of memory says, or without one (None) what the configuration's keys say.
     """
     gpu, share = world.device.type == "cuda", _target_share(corpus)
     slots = world.home.slots
-    cost = find_run_cost(config, model, log, gpu=gpu, slots=slots, target_share=share, memory=memory)
-    if corpus.images is None or not len(corpus.images):
-        return cost
-    return with_spans(cost, model, corpus.images.column("rows").tolist(), max(1, int(corpus.lengths.sum())))
+    return find_run_cost(config, model, log, gpu=gpu, slots=slots, target_share=share, memory=memory)
 
 
 def _target_share(corpus: Corpus) -> float:

@@ -62,8 +62,7 @@ class RunMemory:
     @property
     def machine(self) -> Machine:
         """The machine by whose prices measures are compared: the run's, or else an H200, or CPUs without a GPU."""
-        machine = read_run_machine(self.config)
-        return machine if isinstance(machine, Machine) else Machine.known("H200") if self.gpu else Machine.cpus()
+        return read_run_machine(self.config) or (Machine.known("H200") if self.gpu else Machine.cpus())
 
     def plan_memory(self) -> MemoryPlan:
         """Plan the memory of the run with the measures and settings of the keys."""

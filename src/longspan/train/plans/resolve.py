@@ -21,7 +21,7 @@ from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
-from longspan.plan.cost.model_cost import FORMER_FILE, check_measured_machine
+from longspan.plan.cost.model_cost import check_measured_machine
 from longspan.plan.ways import PartitionChoice, which_partition
 from longspan.train.plans import PlanChoice
 from longspan.train.plans.run_cost import KEY, read_run_machine
@@ -51,8 +51,8 @@ def choose_partition(
 ) -> tuple[RunConfig, str]:
     """Choose as `choose_partition_on_ranks` does, for steps of documents of these lengths, on one rank.
 
-    A cost without `states` (an older file's, measured for whole layers, or one's own) does not say what a hybrid's
-    recurrent states take: partitions cost the same then, and the usual one is taken.
+    A cost of one's own without `states` does not say what a hybrid's recurrent states take: partitions cost the same
+    then, and the usual one is taken.
     """
     if config.context.partition != AUTO or cost.states is None:
         return set_usual_partition(config), ""
@@ -135,7 +135,7 @@ def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> 
     >>> use_machine(config, world, print)  # doctest: +SKIP
 
     Raises ConfigError, on every rank, for a file of another device or of hosts of another size, and CommError if ranks
-    read different files. An older file, of the cost of one model, leaves the world's machine as it is.
+    read different files.
     """
     if not config.run.machine:
         return
@@ -144,9 +144,6 @@ def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> 
     digest = sha256(json.dumps(machine.to_json(), sort_keys=True).encode()).hexdigest()
     hint = f"{KEY} names a file that differs between hosts; copy one file to all of them"
     world.control.agree(digest, what="machines", hint=hint)
-    if isinstance(machine, Cost):  # an older file
-        log(f"{KEY} {machine.source} {FORMER_FILE}")
-        return
     ranks = len(world.home.ranks)
     ranks_of_host = min(ranks, world.node_size * world.home.tp)  # node_size counts slots, each of tp ranks
     name = device_name(world.device)

@@ -22,20 +22,16 @@ KEY = "run.machine"
 
 
 def read_cost(config: RunConfig) -> Cost:
-    """Return the cost that `run.machine` names, or the default.
-
-    Of a machine it is the cost of a Qwen3-8B there, since no model is known here. Raises ConfigError for a file that
-    holds neither.
-    """
-    priced = read_run_machine(config)
-    return priced.cost(QWEN3_8B) if isinstance(priced, Machine) else priced or Cost()
+    """Return the cost of a Qwen3-8B, as no model is known here, on the machine of `run.machine`, or the default."""
+    machine = read_run_machine(config)
+    return machine.cost(QWEN3_8B) if machine else Cost()
 
 
-def read_run_machine(config: RunConfig) -> Machine | Cost | None:
-    """Return what `run.machine` names: a machine, the cost of one model in an older file, or None if it is empty.
+def read_run_machine(config: RunConfig) -> Machine | None:
+    """Return the machine that `run.machine` names; None if it is empty.
 
     A file is read once: a run keeps its prices, whatever becomes of the file before the next evaluation. Raises
-    ConfigError for a file that holds neither.
+    ConfigError for a file that holds no machine.
     """
     return _read_once(config.run.machine) if config.run.machine else None
 
@@ -61,13 +57,10 @@ def find_run_cost(
     """
     if config.context.cost_model:
         return own_cost(config.context.cost_model, model_config)
-    priced = read_run_machine(config)
-    if isinstance(priced, Cost):
-        return priced
-    usual = Machine.known("H200") if gpu else Machine.cpus()
+    machine = read_run_machine(config) or (Machine.known("H200") if gpu else Machine.cpus())
     try:
         settings = run_cost_settings(config, slots=slots, gpu=gpu, target_share=target_share, memory=memory)
-        return (priced or usual).cost(model_config, settings)
+        return machine.cost(model_config, settings)
     except PlanError as error:
         log(f"plans are priced as for a Qwen3-8B: {error}; name a file in {KEY}")
         return Cost() if gpu else replace(Cost(), source="")
@@ -104,6 +97,6 @@ def run_cost_settings(
 
 
 @cache
-def _read_once(file: str) -> Machine | Cost:
+def _read_once(file: str) -> Machine:
     """Read a file the first time; its prices stay for the whole process."""
     return read_machine(file, KEY)
