@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, shard: SequenceShard) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, 8)) for f in (self.q, self.k, self.v))
-        options: dict[str, Any] = {"sinks": self.sinks, "dropout": 0.2, "dropout_seed": 5, "layer": 0}
+        options: dict[str, Any] = {"sinks": self.sinks, "dropout": 0.2, "dropout_seed": 5, "layer": 0, "window": 9}
         return x + self.out(attend(q, k, v, shard, cp_comm_type=self.kind, **options).flatten(1)).relu()
 
 

@@ -61,18 +61,17 @@ class Leg:
 ALL_AT_ONCE = ParallelConfig(tp=2, pp=2, ep=2, sequence_parallel=True)
 CHAINS = {
     "qwen3": (
-        Leg(2, 8, replace(ALL_AT_ONCE, ep=1), {"planner": "dynamic"}),
-        Leg(4, 3, ParallelConfig(), {"planner": "dynamic", "cp_comm_type": "all_gather"}),
-        Leg(5, 4, ParallelConfig(pp=2, vpp=2, pipeline_schedule="zbv"), {"planner": "padded"}),
+        Leg(1, 8, replace(ALL_AT_ONCE, ep=1), {"planner": "dynamic"}),
+        Leg(2, 3, ParallelConfig(), {"planner": "dynamic", "cp_comm_type": "all_gather"}),
+        Leg(3, 4, ParallelConfig(pp=2, vpp=2, pipeline_schedule="zbv"), {"planner": "padded"}),
     ),
     "qwen3-moe": (
-        Leg(2, 8, ALL_AT_ONCE, {"planner": "dynamic"}),
-        Leg(3, 3, ParallelConfig(), {"context_parallel_size": 3, "cp_comm_type": "all_gather"}),
-        Leg(4, 4, ParallelConfig(pp=2, vpp=2, ep=2), {"planner": "padded", "context_parallel_size": 2}),
-        Leg(5, 4, ParallelConfig(ep=2, dp_replicate=2), {"planner": "dynamic", "max_tokens_per_slot": 32}),
+        Leg(1, 8, ALL_AT_ONCE, {"planner": "dynamic"}),
+        Leg(2, 3, ParallelConfig(), {"context_parallel_size": 3, "cp_comm_type": "all_gather"}),
+        Leg(3, 4, ParallelConfig(pp=2, vpp=2, ep=2), {"planner": "padded", "context_parallel_size": 2}),
+        Leg(4, 4, ParallelConfig(ep=2, dp_replicate=2), {"planner": "dynamic", "max_tokens_per_slot": 32}),
     ),
 }
-STEPS = 5
 
 
 def _train(rank: int, config: RunConfig, ranks: int, change: Change | None = None) -> list[tuple[int, ...]]:
@@ -129,7 +128,11 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(MODELS[request.param]()).save_pretrained(folder / "model")
     train_tokenizer(["some text"], 300).save_pretrained(folder / "model")
-    changes = {"model__path": str(folder / "model"), "train__steps": STEPS, "train__save_every": 1}
+    changes = {
+        "model__path": str(folder / "model"),
+        "train__steps": CHAINS[request.param][-1].until,
+        "train__save_every": 1,
+    }
     config = small_config(folder, **SETTINGS, **changes)
     return CHAINS[request.param], config, _documents(config, 1)
 

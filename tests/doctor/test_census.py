@@ -58,7 +58,7 @@ CASES = (Case(cp=2, plan="several", recompute="full"), Case(cp=2, cp_comm_type="
 IMAGE_CASES = (Case(cp=2, plan="several", recompute="full", encoder=1),)
 
 
-def _prove_here(rank: int, models: list[str]) -> dict[str, tuple[Outcome, ...]]:
+def _prove_here(rank: int, models: list[str], cases: tuple[Case, ...]) -> dict[str, tuple[Outcome, ...]]:
     """Every model in turn on the same ranks; the first rank has the outcomes."""
     found = {}
     for name in models:
@@ -67,7 +67,7 @@ def _prove_here(rank: int, models: list[str]) -> dict[str, tuple[Outcome, ...]]:
             small = shrink_configuration(CONFIG_MAPPING[name](), images=True)
         else:
             small = shrink_configuration(default_config(name))
-        found[name] = run_proof(small, IMAGE_CASES if images else CASES, ranks).outcomes
+        found[name] = run_proof(small, IMAGE_CASES if images else cases, ranks).outcomes
     return found
 
 
@@ -75,7 +75,7 @@ def _prove_here(rank: int, models: list[str]) -> dict[str, tuple[Outcome, ...]]:
 def outcomes_of(whole: bool) -> dict[str, tuple[Outcome, ...]]:
     there = {*names(), *image_names()}
     models = [name for name in (*EXACT, *REFUSED, *WITH_IMAGES) if name in there and (name in WHOLE) == whole]
-    return run_local(_prove_here, 2, (models,), timeout=280)[0]
+    return run_local(_prove_here, 2, (models, CASES if whole else CASES[:1]), timeout=280)[0]
 
 
 @pytest.mark.parametrize(

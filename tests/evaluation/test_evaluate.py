@@ -91,9 +91,9 @@ def _fixed(*degrees: int, **options: Any) -> tuple[PlanChoice, ...]:
 
 
 CASES = (
-    Case({"ranks": 4}, "qwen3", (*_fixed(1, 2, 4), *_fixed(2, cp_comm_type="a2a"), PlanChoice.dynamic())),
-    Case({"ranks": 8, "tp": 2, "pp": 2}, "qwen3", _fixed(1, 2)),
-    Case({"ranks": 8, "tp": 2}, "qwen3", _fixed(4), True),
+    Case({"ranks": 4}, "qwen3", (*_fixed(1, 4), *_fixed(2, cp_comm_type="a2a"), PlanChoice.dynamic())),
+    Case({"ranks": 4, "tp": 2, "pp": 2}, "qwen3", _fixed(1)),
+    Case({"ranks": 4, "tp": 2}, "qwen3", _fixed(2), True),
     Case({"ranks": 4, "ep": 2}, "qwen3-moe", _fixed(1, 4)),
 )
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -80,6 +81,7 @@ def notice(rank: int, exact: Sequence[float]) -> dict[str, set[str]]:
     return noticed
 
 
+@pytest.mark.whole
 def test_every_mutation_is_noticed() -> None:
     stock, exact = model(), list[float]()
     for document in HELD_OUT:

@@ -228,10 +228,9 @@ def test_two_processes_go_on_where_four_were(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "settings"),
     [
-        ({"dtype": "float32"}, {"bf16": True, "optim": "sgd"}),  # computes in bf16 over weights in float32
-        ({"lora": True}, {}),
+        pytest.param({"dtype": "float32"}, {"bf16": True, "optim": "sgd"}, id="bf16", marks=pytest.mark.whole),
+        pytest.param({"lora": True}, {}, id="lora"),
     ],
-    ids=["bf16", "lora"],
 )
 def test_resumed_bits_of_other_kinds(tmp_path: Path, made: dict[str, Any], settings: dict[str, Any]) -> None:
     run_ranks(straight_and_resumed, 2, tmp_path, made, settings)

@@ -241,7 +241,7 @@ def in_float32(run: Run) -> Any:
 
 
 def test_equals_stock() -> None:
-    cases = (dpo_with_reference, dpo_of_a_trained_adapter, dpo_weighted, dpo_precomputed, kto_with_reference)
+    cases = (dpo_with_reference, dpo_of_a_trained_adapter, dpo_precomputed, kto_with_reference)
     compare_each(cases, CP2)
 
 
@@ -262,7 +262,7 @@ def test_default_arguments() -> None:
 def test_more_that_equals_stock() -> None:
     cases = (dpo_mixed, dpo_precomputed_without_reference, dpo_precomputed_of_adapters, dpo_synced, cached)
     compare_each((*cases, kto_of_adapters, kto_precomputed), CP2)
-    compare_each((dpo_of_adapters, dpo_precomputed_of_a_trained_adapter, kto_of_a_trained_adapter), CP2)
+    compare_each((dpo_weighted, dpo_of_adapters, dpo_precomputed_of_a_trained_adapter, kto_of_a_trained_adapter), CP2)
     compare_each((dpo_without_reference,), CP2)
     compare_each((dpo_with_reference, dpo_of_adapters, dpo_precomputed, kto_with_reference), DYNAMIC, ranks=4)
 

@@ -112,17 +112,17 @@ def test_chats_on_two_ranks_and_dynamic_on_four() -> None:
 
 
 def test_equals_stock() -> None:
-    compare_each((packed, adapters, dft, moe, gpt_oss), CP2)
+    compare_each((packed, adapters, gpt_oss), CP2)
 
 
 def test_equals_stock_where_stock_computes_in_float32() -> None:
-    compare_each((gemma3, qwen3_next), CP2, weights=1e-5)
+    compare_each((qwen3_next,), CP2, weights=1e-5)
 
 
 @pytest.mark.whole
 def test_more_that_equals_stock() -> None:
-    compare_each((wrapped, padding_free, prompts, streamed), CP2)
-    compare_each((qwen3_next_packed,), CP2, weights=1e-5)
+    compare_each((wrapped, padding_free, prompts, streamed, dft, moe), CP2)
+    compare_each((qwen3_next_packed, gemma3), CP2, weights=1e-5)
     compare_each((padding_free, dft, moe), DYNAMIC, ranks=4)
 
 

@@ -140,8 +140,8 @@ def own_adapter(run: Run) -> Any:
     return make(run, more={"model": get_peft_model(model_of(tie_word_embeddings=True), lora)})
 
 
-CASES = (stream, shuffled_stream, own_loader, cut_steps)
-MORE = (language_modelling, flattening, few_rows, short_rows, own_adapter)
+CASES = (stream, own_loader, cut_steps)
+MORE = (shuffled_stream, language_modelling, flattening, few_rows, short_rows, own_adapter)
 
 
 def test_equals_stock() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import settings
 from hypothesis import strategies as st
 
-examples = settings(derandomize=True, max_examples=100, deadline=None, database=None)
+examples = settings(derandomize=True, max_examples=50, deadline=None, database=None)
 
 degrees = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 64])
 

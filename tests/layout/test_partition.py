@@ -106,7 +106,7 @@ def test_zigzag_balances_causal_work(given_lengths, degree):
         assert spread <= length + 1 <= (chunk + 1) * length
 
 
-@pytest.mark.parametrize("degree", [2, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("degree", [2, 3, 8, *(pytest.param(n, marks=pytest.mark.whole) for n in (4, 5, 11))])
 def test_one_row_and_a_pair_bounds_every_document(degree):
     tightest = 0
     for length in range(1, 5 * degree):
@@ -118,8 +118,8 @@ def test_one_row_and_a_pair_bounds_every_document(degree):
     assert tightest == 1
 
 
-@pytest.mark.parametrize("degree", [2, 3, 4, 6, 8, 16])
-@pytest.mark.parametrize("length", [3, 25, 100, 999])
+@pytest.mark.parametrize("degree", [2, 3, 8, 16])
+@pytest.mark.parametrize("length", [3, 100, 999])
 def test_imbalance_of_one_document_is_not_repeated_by_the_next(degree, length):
     many = [length] * 100
     work = pairs_by_document(Partition.zigzag(many, degree), many).sum(axis=1)

@@ -240,7 +240,7 @@ def test_dropout_in_attention_has_the_same_losses_at_every_degree(
     folder = Path(shutil.copytree(Path(straight[0].run.dir) / "model", tmp_path / "model"))
     values = json.loads((folder / "config.json").read_text())
     losses: list[list[object]] = []
-    for dropout, cp, ranks in ((0.3, 1, 1), (0.3, 1, 2), (0.3, 2, 2), (0.0, 2, 2)):
+    for dropout, cp, ranks in ((0.3, 1, 1), (0.3, 2, 2), (0.0, 1, 1)):
         (folder / "config.json").write_text(json.dumps(values | {"attention_dropout": dropout}))
         changes = {"model__path": str(folder), "context__context_parallel_size": cp, "train__steps": 2}
         config = small_config(
@@ -248,8 +248,8 @@ def test_dropout_in_attention_has_the_same_losses_at_every_degree(
         )
         run(config, ranks)
         losses.append([row["loss"] for row in rows_of(config) if "loss" in row])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] == pytest.approx(losses[2], rel=1e-5)
-    assert abs(losses[3][0] - losses[0][0]) > 1e-4  # type: ignore[operator]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert abs(losses[2][0] - losses[0][0]) > 1e-4  # type: ignore[operator]
 
 
 def test_contiguous_rows_have_the_losses_of_zigzag_rows(tmp_path: Path) -> None:

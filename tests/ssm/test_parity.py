@@ -204,6 +204,7 @@ def _mutants(rank: int, names: tuple[str, ...]) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.whole
 def test_what_is_dropped_is_noticed() -> None:
     of_ranks = run_ranks(_mutants, 3, tuple(MUTANTS))
     assert all(max(worst[name] for worst in of_ranks) > 1e-4 for name in MUTANTS), of_ranks

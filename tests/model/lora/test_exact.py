@@ -36,25 +36,31 @@ def _llama(*adapters: str) -> tuple[tuple[str, str], ...]:
 
 HOMES = {
     "cp 2": Home(Layout(ranks=2), (*_llama("every linear", "the first layer", "dora", "modules_to_save"), *TIED)),
-    "dynamic": Home(Layout(ranks=2), _llama("every linear"), dynamic=True),
-    "tp 2": Home(Layout(ranks=2, tp=2), (*_llama("row-wise alone"), ("biased", "every linear"), *TIED)),
+    "tp 2": Home(Layout(ranks=2, tp=2), (*_llama("row-wise alone"), *TIED)),
     "tp 2, sequence parallel": Home(
         Layout(ranks=2, tp=2),
-        (*_llama("the last layer"), ("biased", "every linear"), *TIED),
+        (*_llama("the last layer"), ("biased", "every linear")),
         {"sequence_parallel": True, "activation_checkpointing": "full"},
     ),
-    "pp 2": Home(Layout(ranks=2, pp=2), (*_llama("the last layer", "embedding and head"), ("qwen3", "every linear"))),
+    "pp 2": Home(Layout(ranks=2, pp=2), (*_llama("embedding and head"), ("qwen3", "every linear"))),
     "pp 2, zero bubble": Home(
         Layout(ranks=2, pp=2),
-        _llama("every linear", "the first layer"),
+        _llama("the first layer"),
         {"pipeline_schedule": "zero_bubble", "activation_checkpointing": "selective"},
     ),
-    "pp 2, interleaved": Home(Layout(ranks=2, pp=2), (("deep", "the last layer"),), {"virtual_stages": 2}),
     "ep 2": Home(Layout(ranks=2, ep=2), (("qwen3-moe", "attention"),)),
 }
 
 
 OTHERS = {
+    "dynamic": Home(Layout(ranks=2), _llama("every linear"), dynamic=True),
+    "tp 2, biased": Home(Layout(ranks=2, tp=2), (("biased", "every linear"),)),
+    "tp 2, sequence parallel, tied": Home(Layout(ranks=2, tp=2), TIED, {"sequence_parallel": True}),
+    "pp 2, the last layer": Home(Layout(ranks=2, pp=2), _llama("the last layer")),
+    "pp 2, zero bubble, every linear": Home(
+        Layout(ranks=2, pp=2), _llama("every linear"), {"pipeline_schedule": "zero_bubble"}
+    ),
+    "pp 2, interleaved": Home(Layout(ranks=2, pp=2), (("deep", "the last layer"),), {"virtual_stages": 2}),
     "dynamic, copies": Home(Layout(ranks=2), _llama("every linear"), {"shard_parameters": False}, dynamic=True),
     "pp 2, folded": Home(
         Layout(ranks=2, pp=2), (("deep", "every linear"),), {"virtual_stages": 2, "pipeline_schedule": "zbv"}

@@ -69,6 +69,7 @@ ROWS = [
     Case(settings=_ROWS, plans=_TWO),
     Case("qwen3-moe", layers=3, settings=(*_ROWS, ("activation_checkpointing", "full")), plans=_TWO),
 ]
+GEMMA = Case("gemma4, keys shared", depths=1, plans=("dynamic",))
 _SEVERAL = [Case("nemotron-h", depths=1)]  # layers of a depth
 # Layers that get what is made of the rows' tokens.
 _FULL = ("activation_checkpointing", "full")
@@ -199,11 +200,12 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         pytest.param(Layout(ranks=2), FAMILIES, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=2), SETTINGS, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=3), FEW[1:], marks=pytest.mark.whole),
-        (Layout(ranks=2), [*HYBRID[:1], Case("gemma4, keys shared", depths=1, plans=("dynamic",))]),
+        (Layout(ranks=2), [Case("qwen3-next, a scan last", plans=("dynamic",)), GEMMA]),
         pytest.param(Layout(ranks=3), HYBRID, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=2, dp_replicate=2), FEW, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=4, tp=2), SPLIT + _SEVERAL, marks=pytest.mark.whole),
-        (Layout(ranks=2, tp=2), ROWS),
+        (Layout(ranks=2, tp=2), ROWS[1:]),
+        pytest.param(Layout(ranks=2, tp=2), ROWS[:1], marks=pytest.mark.whole),
         pytest.param(Layout(ranks=4, tp=2, pp=2), ROWS + _SEVERAL, marks=pytest.mark.whole),
         pytest.param(Layout(ranks=2, ep=2), EXPERTS[:1] + _SEVERAL, marks=pytest.mark.whole),
         (Layout(ranks=2, pp=2), STAGES[4:5]),
@@ -225,6 +227,7 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
         "hybrids on 3 slots",
         "2 replicas",
         "2 slots of tp 2",
+        "rows and experts split over tp 2",
         "rows split over tp 2",
         "2 stages of rows split over tp 2",
         "2 slots of ep 2",

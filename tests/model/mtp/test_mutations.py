@@ -76,6 +76,7 @@ def _errors(rank: int) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.whole
 def test_mutations_are_noticed() -> None:
     for errors in run_ranks(_errors, 2):
         assert errors.pop("nothing") < 1e-11

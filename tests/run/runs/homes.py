@@ -45,10 +45,10 @@ def losses_at_home(config: RunConfig) -> list[float]:
 def into_and_out_of(first: ParallelConfig, later: ParallelConfig) -> list[Any]:
     """Cases (begun, gone_on): a run that leaves the home `first`, and one that goes on in the home `later`.
 
-    The first is whole: test_checkpoint_homes.py shows it too.
+    Both are whole: test_checkpoint_homes.py shows them too.
     """
-    out_of = pytest.param(first, ParallelConfig(), id="first", marks=pytest.mark.whole)
-    return [out_of, pytest.param(ParallelConfig(), later, id="later")]
+    cases = {"first": (first, ParallelConfig()), "later": (ParallelConfig(), later)}
+    return [pytest.param(*case, id=name, marks=pytest.mark.whole) for name, case in cases.items()]
 
 
 def check_homes_are_equal(

@@ -136,13 +136,13 @@ def step(
 @pytest.mark.parametrize(
     ("home", "encoder_home", "settings", "docs"),
     [
-        (Layout(4), Layout(4), {}, documents),
-        (Layout(4), Layout(4), {"max_rows_per_slot": 12}, documents),
+        pytest.param(Layout(4), Layout(4), {}, documents, marks=pytest.mark.whole),
+        pytest.param(Layout(4), Layout(4), {"max_rows_per_slot": 12}, documents, marks=pytest.mark.whole),
         (Layout(4), Layout(4), {"max_rows_per_slot": 11, "recompute": True}, documents),
         (Layout(4, pp=2), Layout(4), {}, documents),
         (Layout(4, tp=2), Layout(4), {"max_rows_per_slot": 12}, documents),
         (Layout(2), Layout(2), {"max_rows_per_slot": 12}, labelled),
-        (Layout(4, tp=2), Layout(4), {}, labelled),
+        pytest.param(Layout(4, tp=2), Layout(4), {}, labelled, marks=pytest.mark.whole),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -93,7 +93,7 @@ def _all_errors(rank: int, names: tuple[str, ...]) -> dict[str, tuple[float, flo
     return errors
 
 
-REST = ("pp", "pp, zero bubble", "recomputed", "attention kept")
+REST = ("fsdp", "pp", "pp, zero bubble", "recomputed", "attention kept")
 
 
 @pytest.mark.parametrize(

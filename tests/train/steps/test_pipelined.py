@@ -87,14 +87,14 @@ CASES = [
     Case("qwen3-moe", "1f1b", 1, "sharded"),  # loads of routers are counted first; the embedding is tied
     Case("qwen3-moe", "1f1b", 2, "sharded"),
 ]
-FEW = [*CASES[:5], CASES[6], CASES[8], CASES[10]]  # every schedule, whole plans; the others run with make test-all
+FEW = [*CASES[:5], CASES[6], CASES[10]]  # every schedule, whole plans; the others run with make test-all
 
 
 def plans_of(case: Case, home: Layout) -> tuple[str, ...]:
-    """Every plan for the first model of a schedule; for its others that with idle slots and, in turn, one more."""
+    """Every plan for the first model of some schedules; for others that with idle slots and, in turn, one more."""
     names = tuple(name for name in PLANS if home.slots > 1 or not name.startswith("by hand"))
     alike = [other for other in CASES if (other.schedule, other.vpp) == (case.schedule, case.vpp)]
-    if case not in alike[1:]:
+    if case not in alike[1:] and (home != HOME or case.schedule in ("1f1b", "zbv")):
         return names
     return "by hand, idle slots", tuple(PLANS)[alike.index(case) % 2]
 
@@ -175,9 +175,9 @@ def test_equals_one_process(case: Case) -> None:
             assert max(errors["loss"], errors["evaluation"]) < LOSS[case.dtype], (plan, errors)
 
 
-def test_every_schedule_goes_through_every_plan() -> None:
+def test_kinds_of_schedules_go_through_every_plan() -> None:
     seen = {(case.schedule, case.vpp) for case in CASES if plans_of(case, HOME) == tuple(PLANS)}
-    assert seen == {(case.schedule, case.vpp) for case in CASES}
+    assert seen == {("1f1b", 1), ("1f1b", 2), ("zbv", 2)}
 
 
 def _shared_layer(rank: int) -> dict[str, float]:
@@ -227,8 +227,8 @@ TRAINED = [Case("qwen3", "1f1b", 1, "sharded"), Case("qwen3", "zbv", 2, "copies"
 SCHEDULES = [
     Case("qwen3", "1f1b", 2, "sharded"),
     Case("qwen3", "zero_bubble", 1, "sharded"),
-    Case("qwen3", "zbv", 2, "copies"),
-    Case("qwen3", "gpipe", 1, "sharded"),  # these and those that follow run with make test-all
+    Case("qwen3", "zbv", 2, "copies"),  # this and those that follow run with make test-all
+    Case("qwen3", "gpipe", 1, "sharded"),
     Case("qwen3", "1f1b", 1, "sharded"),
     Case("qwen3", "zero_bubble", 2, "copies"),
     Case("qwen3", "zbv", 2, "sharded"),
@@ -271,7 +271,7 @@ def _random_plans() -> list[float]:
     found, draw = [], np.random.default_rng(0)
     with World(HOME, backend=backend(), timeout=60) as world:
         wanted = _wanted(Case("qwen3", "1f1b", 1, "sharded"), world)
-        for schedule, vpp in (("1f1b", 1), ("1f1b", 2), ("zero_bubble", 2), ("zbv", 2)):
+        for schedule, vpp in (("1f1b", 2), ("zero_bubble", 2), ("zbv", 2)):
             model = Case("qwen3", schedule, vpp, "sharded").prepared(world, try_rows=False)
             for _ in range(2):
                 found += list(_errors(model, _random_plan(draw), wanted, world).values())
@@ -311,7 +311,7 @@ class Found(NamedTuple):
 
 
 def _look(rank: int) -> Found:
-    return Found(_gradients_add_up(rank, SCHEDULES[:3]), _random_plans(), _reshards())
+    return Found(_gradients_add_up(rank, SCHEDULES[:2]), _random_plans(), _reshards())
 
 
 @cache
@@ -344,7 +344,7 @@ def test_gradients_add_up() -> None:
 
 @pytest.mark.whole
 def test_gradients_of_other_schedules_add_up() -> None:
-    for added_up in run_ranks(_gradients_add_up, 4, SCHEDULES[3:], timeout=240):
+    for added_up in run_ranks(_gradients_add_up, 4, SCHEDULES[2:], timeout=240):
         assert max(added_up.values()) < 1e-12, added_up
 
 
