@@ -1,4 +1,4 @@
-"""What holds of every call of `attend`: precision, autograd's ways to call it, types, blind rows."""
+"""What holds of every call of `attend`: autograd's ways to call it, types, blind rows."""
 
 import pytest
 import torch
@@ -21,38 +21,6 @@ def made(rows, *shapes, seed=0, dtype=torch.float64):
 
 def leaves_of(shard, tensors):
     return [shard.scatter(x.to(shard.device)).requires_grad_() for x in tensors]
-
-
-# ---- precision
-
-
-def half_errors(rank, slots, degrees):
-    """Relative errors of (out, dq, dk, dv, dsinks) by degree and type, on the same rows."""
-    with World(Layout(ranks=slots), backend=backend()) as world:
-        return {(degree, kind): half_error(world, degree, kind) for degree in degrees for kind in TYPES}
-
-
-def half_error(world, degree, kind):
-    lengths = (90, 70)
-    *qkv, dout = tensors = made(160, (8, 16), (2, 16), (2, 16), (8, 16), dtype=torch.bfloat16)
-    sinks = torch.linspace(-1, 1, 8, device=world.device)
-    shard = bind(micro_batch((tuple(range(degree)), lengths)), world)
-    leaves = leaves_of(shard, qkv)
-    out = attend(*leaves, shard, cp_comm_type=kind, sinks=sinks)
-    out.backward(shard.scatter(dout.to(shard.device)))
-    full = [x.double().requires_grad_() for x in qkv]
-    expected = dense_attention(*full, lengths, sinks=sinks.cpu())
-    expected.backward(tensors[3].double())
-    gathered = [shard.gather(x.detach()).cpu() for x in (out, *(x.grad for x in leaves))]
-    return [relative_error(f, w) for f, w in zip(gathered, [expected, *(x.grad for x in full)], strict=True)]
-
-
-def test_half_precision_error_does_not_grow_with_the_degree():
-    needs(8)
-    for errors in run_ranks(half_errors, 8, 8, (1, 2, 8)):
-        for (degree, kind), error in errors.items():
-            for name, many, one in zip(("out", "dq", "dk", "dv"), error, errors[1, kind], strict=True):
-                assert many <= 2 * one, (degree, kind, name, many, one)
 
 
 # ---- other ways to call

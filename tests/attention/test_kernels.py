@@ -21,7 +21,7 @@ from tests.reference import dense_attention, relative_error
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
-MANY = 32 if DEVICE.type == "cuda" else 64  # members: a GPU gets 15 launches and more for each of their blocks
+MANY = 32  # members
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 HEADS = {"mha": (4, 4, 8, 8), "gqa": (8, 2, 16, 16), "mqa": (3, 1, 8, 8), "mla": (4, 2, 24, 16), "wide": (2, 2, 8, 24)}
 LENGTHS = [(37,), (1,), (5, 1, 40, 3), (2, 2, 2, 2)]
@@ -58,7 +58,7 @@ def test_kernels_match_the_reference(dtype, options):
     for kernel in usable(dtype, **{"window": 1} if "window" in options else {}):
         for seed, (heads, shape) in enumerate(HEADS.items()):
             for lengths in LENGTHS:
-                for degree in (1, 2, 3):
+                for degree in (1, 2, 3) if dtype == torch.float64 else (3,):
                     worst = max(errors(kernel, dtype, shape, lengths, degree, seed, **options))
                     assert worst <= LIMIT[dtype], (kernel.name, heads, lengths, degree, seed, worst)
 

@@ -38,6 +38,7 @@ def test_every_pair_of_the_table(degree: int) -> None:
     check(degree, PAIRS[degree])
 
 
+@pytest.mark.whole
 def test_combinations_drawn_at_random() -> None:
     print(f"LONGSPAN_TEST_SEED={SEED}")
     for degree, combinations in by_degree(drawn(16, SEED)).items():

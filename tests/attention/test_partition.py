@@ -53,7 +53,7 @@ def errors(rank: int, slots: int) -> list[tuple[str, float]]:
         return worst
 
 
-@pytest.mark.parametrize("slots", [2, 3, 4])
+@pytest.mark.parametrize("slots", [4, *(pytest.param(n, marks=pytest.mark.whole) for n in (2, 3))])
 def test_contiguous_plans_are_exact(slots):
     needs(slots)
     for worst in run_ranks(errors, slots, slots):

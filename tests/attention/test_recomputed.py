@@ -46,13 +46,13 @@ def sliced(rank: int, slots: int, cases: list[Case]) -> list[float]:
         return worst_errors(cases, slots, world)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("slots", [1, 4, *(pytest.param(n, marks=pytest.mark.whole) for n in (2, 3))])
 def test_parity(slots: int) -> None:
     needs(slots)
     check(slots, cases(slots))
 
 
-@pytest.mark.parametrize("slots", [2, 4])
+@pytest.mark.parametrize("slots", [4, pytest.param(2, marks=pytest.mark.whole)])
 def test_parity_in_slices(slots: int) -> None:
     needs(slots)
     check(slots, [case for case in cases(slots) if "a2a" in (case[1].kind or "")], sliced)

@@ -4,6 +4,7 @@ Each leg goes on from the checkpoint of the one before. Weights, moments of Adam
 rank that never stopped, and every step trains on the same documents.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
@@ -148,7 +150,7 @@ def _of_leg(config: RunConfig, leg: Leg, folder: Path) -> RunConfig:
     )
 
 
-# The mixture of experts goes through more homes; a tied embedding and "zbv" are in test_pipelined_run.py too.
+# The mixture of experts goes through more homes; the other has a tied embedding, which the last leg has on one rank.
 CHAINED = ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.whole)]
 
 
@@ -163,6 +165,10 @@ def test_a_run_goes_through_homes_that_differ_in_everything(straight: Any, tmp_p
         assert len(wanted) > 4 * 4 * 11  # weights, two moments and their steps, of eleven parameters a layer
         assert worst(found, wanted) < BOUND, leg
     assert seen == documents
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["parameters"] == sum(
+        x.numel() for x in load_file(tmp_path / "run" / "model" / "model.safetensors").values()
+    )
     assert farthest(_losses(mine), _losses(config)) < BOUND
 
 

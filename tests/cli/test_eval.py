@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return config
 
 
-CASES = [(2, "", "2"), (2, "step-000002", "1"), (3, "", "3"), (1, "", "1")]
+CASES = [(2, "step-000002", "1"), (3, "", "3"), *(pytest.param(n, "", str(n), marks=pytest.mark.whole) for n in (1, 2))]
 
 
 @pytest.mark.parametrize(("world", "checkpoint", "degree"), CASES)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from longspan.plan import Group, MicroBatch, Plan, slot_rows
 
-bounded = settings(derandomize=True, deadline=None, max_examples=100)
+bounded = settings(derandomize=True, deadline=None, max_examples=50)
 
 lengths = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=40)
 

@@ -15,7 +15,7 @@ from longspan.plan.distributions import sample_lengths
 from tests.plan.cases import bounded
 
 COST = Cost()
-SEEDS = [pytest.param(seed, marks=[pytest.mark.whole] * (seed > 2)) for seed in range(6)]  # 70 drawn steps of each
+SEEDS = [pytest.param(seed, marks=[pytest.mark.whole] * (seed > 0)) for seed in range(6)]  # 70 drawn steps of each
 
 
 def group_seconds(group: Group, cost: Cost, node_size: int) -> float:
@@ -160,7 +160,7 @@ def test_random_plans_are_sound_and_never_worse_than_a_fixed_degree(seed: int) -
                 assert plan.predicted_seconds <= fixed.predicted_seconds * (1 + 1e-9), (lengths, slots, arguments, cp)
 
 
-@settings(bounded, max_examples=25)
+@settings(bounded, max_examples=12)
 @given(
     st.lists(st.one_of(st.integers(1, 60), st.integers(1, 4000)), min_size=1, max_size=30),
     st.sampled_from([1, 4, 7, 8, 13, 16]),
@@ -263,7 +263,7 @@ def power_of_two_seconds(lengths: list[int], slots: int, cap: int, spread: float
     return total
 
 
-@pytest.mark.parametrize("seed", SEEDS[2:4])
+@pytest.mark.parametrize("seed", SEEDS[::3])
 def test_never_worse_than_powers_of_two(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(40):

@@ -116,14 +116,20 @@ def _plans(case: Case) -> tuple[str, ...]:
     return "idle slots", tuple(PLANS)[CASES.index(case) % 4]
 
 
+FEW = [case for case in CASES if case[1] == torch.float64 or case[0] == "deepseek-v3"]  # others with make test-all
+
+
 @cache
-def _results(family: str) -> list[dict[tuple[Case, str], Errors]]:
-    return run_ranks(compare, 2, Layout(ranks=2), {case: _plans(case) for case in CASES if case[0] == family})
+def _results(family: str, few: bool) -> list[dict[tuple[Case, str], Errors]]:
+    cases = [case for case in CASES if case[0] == family and (case in FEW) == few]
+    return run_ranks(compare, 2, Layout(ranks=2), {case: _plans(case) for case in cases})
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=[pytest.mark.whole] * (case not in FEW)) for case in CASES]
+)
 def test_equals_the_stock_model_with_all_experts_on_every_rank(case: Case) -> None:
-    for answer in _results(case[0]):
+    for answer in _results(case[0], case in FEW):
         of_plans = {plan: errors for (of, plan), errors in answer.items() if of == case}
         assert of_plans.keys() == set(_plans(case)) and len(of_plans) >= 2
         assert all(errors.within(case[1]) for errors in of_plans.values()), of_plans

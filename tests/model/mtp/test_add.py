@@ -169,7 +169,7 @@ def test_a_model_without_a_norm_after_its_layers_has_none_in_its_depths() -> Non
     assert type(add_mtp(_family("opt")).mtp.layers[0].post_norm) is torch.nn.LayerNorm
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.whole)])
 def test_drawn_depths_begin_as_a_new_model_does(sharded: bool) -> None:
     """Gemma 4's layers are scaled by a buffer, which is trained; Apertus' activations begin at constants."""
     family, values = FAMILIES["gemma4 without sharing"]

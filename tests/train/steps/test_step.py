@@ -61,7 +61,7 @@ def _gradients(rank: int, home: Layout) -> dict[str, tuple[float, float, float, 
     return found
 
 
-@pytest.mark.parametrize("dp_replicate", [1, 2])
+@pytest.mark.parametrize("dp_replicate", [2, pytest.param(1, marks=pytest.mark.whole)])
 def test_gradients_do_not_depend_on_the_plan(dp_replicate: int) -> None:
     answers = run_ranks(_gradients, SLOTS, Layout(ranks=SLOTS, dp_replicate=dp_replicate))
     for answer in answers:
