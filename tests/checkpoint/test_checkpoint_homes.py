@@ -64,8 +64,7 @@ ALL_AT_ONCE = ParallelConfig(tp=2, pp=2, ep=2, sequence_parallel=True)
 CHAINS = {
     "qwen3": (
         Leg(1, 8, replace(ALL_AT_ONCE, ep=1), {"planner": "dynamic"}),
-        Leg(2, 3, ParallelConfig(), {"planner": "dynamic", "cp_comm_type": "all_gather"}),
-        Leg(3, 4, ParallelConfig(pp=2, vpp=2, pipeline_schedule="zbv"), {"planner": "padded"}),
+        Leg(2, 4, ParallelConfig(pp=2, vpp=2, pipeline_schedule="zbv"), {"planner": "padded"}),
     ),
     "qwen3-moe": (
         Leg(1, 8, ALL_AT_ONCE, {"planner": "dynamic"}),
