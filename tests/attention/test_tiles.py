@@ -67,7 +67,7 @@ def whole(lengths):
     size=st.sampled_from((1, 3, 16)),
     of_keys=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_blocks_hold_every_row_once_the_costliest_first(lengths, degree, window, size, of_keys):
     shares = Partition.zigzag(lengths, degree)
     tilings = tiles_between(shares.segments(0), shares.segments(degree - 1), causal=True, window=window)

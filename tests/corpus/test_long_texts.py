@@ -60,7 +60,7 @@ TEXT = st.lists(st.one_of(PARTS, PARTS, PARTS, st.text(max_size=4)), max_size=80
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXT, piece=st.integers(40, 80), overlap=st.integers(24, 36))
 def test_pieces_give_the_ids_of_the_whole(kind: str, text: str, piece: int, overlap: int) -> None:
     engine = engine_of(kind)

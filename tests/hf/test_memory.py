@@ -44,7 +44,7 @@ def _measures(trainer: Any, run: Run) -> Any:
     ("case", "keys", "measures"),
     [
         (checkpointed, {}, None),
-        (plain, {"memory_bytes": 1 << 30}, ("none", "none")),
+        pytest.param(plain, {"memory_bytes": 1 << 30}, ("none", "none"), marks=pytest.mark.whole),
         (plain, {"memory_bytes": 3_000_000, "max_tokens_per_slot": "0"}, ("selective", "selective")),
     ],
 )

@@ -13,7 +13,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded, slot_rows
 from longspan.plan.ways import plan_evaluation, plan_type_text, which_degree, widest_degree
 
-few = settings(derandomize=True, deadline=None, max_examples=15)
+few = settings(derandomize=True, deadline=None, max_examples=8)
 document_lengths = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=30)
 homes = st.sampled_from([(4, 1), (4, 2), (6, 3), (8, 4)])  # slots, stages
 

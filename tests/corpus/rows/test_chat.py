@@ -17,7 +17,7 @@ from longspan.corpus.tokenizer import GENERATION
 from tests.corpus.rows.conversations import PLAIN, THINKING, TOOLS, Chat, Message, chats
 from tests.corpus.rows.families import FAMILIES, encoding_of, write_folder
 
-NUMBER = 200
+NUMBER = 80
 FEW = 30
 DAY = {"date_string": "26 Jul 2024"}
 
@@ -115,7 +115,7 @@ def test_a_table_made_by_hand(made: tuple[str, RowEncoding], kind: str) -> None:
         assert sample.unseen.unseen_thoughts == UNSEEN.get(name, 1)
 
 
-def test_two_hundred_conversations(made: tuple[str, RowEncoding]) -> None:
+def test_drawn_conversations(made: tuple[str, RowEncoding]) -> None:
     """Tokens are the stock tokenizer's; targets are what the family says, the end of each turn, and nothing else."""
     (name, encoding), family = made, FAMILIES[made[0]]
     stock: Any = AutoTokenizer.from_pretrained(encoding.tokenizer.folder)

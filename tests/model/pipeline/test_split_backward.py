@@ -48,7 +48,7 @@ def _graph(ops: list[tuple[int, int, int]], values: list[Tensor], weights: list[
     return values
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12),
     st.booleans(),

@@ -144,7 +144,7 @@ def _draw(rank: int, axes: dict[str, int], name: str) -> dict[str, torch.Tensor]
         return {n: x.detach().clone() for n, x in whole.items()}
 
 
-@pytest.mark.parametrize("name", ["tied", "6 experts"])
+@pytest.mark.parametrize("name", ["6 experts", pytest.param("tied", marks=pytest.mark.whole)])
 def test_random_weights_are_the_same_under_every_home(name: str) -> None:
     (alone,) = run_ranks(_draw, 1, {}, name)
     projection = "model.layers.{}.self_attn.q_proj.weight"

@@ -22,7 +22,10 @@ def config_of(folder: Path, steps: int, **changes: Any) -> RunConfig:
     return replace(config, data=replace(config.data, path="", sources=sources))
 
 
-@pytest.mark.parametrize("changes", [{}, {"data__pack_to": 32}], ids=["whole", "packed"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, id="whole", marks=pytest.mark.whole), pytest.param({"data__pack_to": 32}, id="packed")],
+)
 def test_tokens_of_sources_stand_by_their_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = config_of(tmp_path, 8, data__eval_documents=2, **changes)
     run_ranks(train_rank, 2, config, 2, timeout=120)

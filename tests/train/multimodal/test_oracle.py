@@ -18,7 +18,6 @@ CHOSEN = {
         ),
         Case("2·2→1·2·2", documents="few", family="qwen3-untied", frozen="all but the head"),
         Case("1·4→1·4·1", documents="text", model="recomputed"),
-        Case("1·4→1·4·1", documents="few", family="qwen3-moe", model="recomputed"),
     ],
     8: [Case("2·4→2·2·1, pp 2", planner="dynamic", waves="several", encoder="cp 2", model="sequence parallel")],
 }
