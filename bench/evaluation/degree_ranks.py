@@ -21,8 +21,7 @@ from longspan.data.document import synthetic_documents
 from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.result import Evaluation
 from longspan.model import load_model, prepare
-from longspan.plan import Plan, PlanOptions, plan_fixed
-from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
+from longspan.plan import Machine, Plan, PlanOptions, plan_fixed
 from longspan.train.optim.optimizer import build_optimizer
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step
@@ -87,7 +86,7 @@ def _bench(case: EvaluationCase, settings: EvaluationSettings, world: World) -> 
     documents = [d[np.arange(len(d))] for d in synthetic_documents(lengths, flags.vocabulary)]
     options = PlanOptions(
         cp_comm_type=flags.cp_comm_type,
-        cost=(cost_on_h200 if settings.gpu else cost_on_cpus)(configuration),
+        cost=(Machine.known("H200") if settings.gpu else Machine.cpus()).cost(configuration),
         node_size=world.node_size,
         row_multiple=case.tp if split else 1,
         heads=query_heads(configuration),

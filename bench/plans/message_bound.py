@@ -3,7 +3,7 @@
 A plan's own bound leaves messages of measured links out; `bound_with_messages` shows how much of the distance no plan
 could avoid.
 
-A group of d slots, each of which holds at most `cap` rows, waits for messages as `attention_price.py` describes. For
+A group of d slots, each of which holds at most `cap` rows, waits for messages as `cost.py` describes. For
 every type there is a time that grows evenly with the rows of the group and that it never takes less than. So each
 document of a group can be charged its share, and a document of more rows than n − 1 slots hold is in a group of n slots
 or more. It is charged the least of all types and degrees that are possible then. That no plan is charged more than it

@@ -183,7 +183,7 @@ def emulated_rows() -> Iterator[Row]:
         flops = 3.5 * 4 * 32 * 128 * rows**2 / 2  # forward and backward of a causal document
         yield {
             "rows": rows,
-            "flops_per_byte": flops / price.bytes_by_level["across"],
+            "flops_per_byte": flops / (rows * 2 * 2 * (32 + 8) * 2 * 128 / 2),  # half of what is exchanged crosses
             "exposed": price.exposed / price.seconds,
             "stands_for": {f"{gbps:g}": rows * EMULATED_GBPS / gbps for gbps in REAL_GBPS},
         }

@@ -29,8 +29,7 @@ from longspan import EncoderHome, Layout, MultimodalModel, Plan, World, load_mod
 from longspan.bench.record import open_record, write_record
 from longspan.bench.timing import time_run
 from longspan.doctor.stock import whole_float64
-from longspan.plan import Cost, PlanOptions
-from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
+from longspan.plan import Cost, Machine, PlanOptions
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.testing import run_ranks
 from longspan.train import build_optimizer, run_step
@@ -156,7 +155,7 @@ def _figures(plan: Plan, results: list[StepResult], repeats: int) -> dict[str, A
 
 def _plan(kind: str, documents: Made, sizes: Sizes, world: World) -> Plan:
     config = sizes.configuration()
-    cost: Cost = cost_on_h200(config) if world.device.type == "cuda" else cost_on_cpus(config)
+    cost: Cost = Machine.known("H200").cost(config) if world.device.type == "cuda" else Machine.cpus().cost(config)
     options = PlanOptions(max_tokens_per_slot=sizes.rows_of_slot, cost=cost, targets=documents.targets)
     if kind == "dynamic":
         return plan_dynamic(documents.lengths, world.home, options=options)

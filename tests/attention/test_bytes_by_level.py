@@ -1,4 +1,4 @@
-"""The bytes that `attend` sends inside hosts and across, counted message by message, against prices and bounds.
+"""The bytes that `attend` sends inside hosts and across, counted message by message, against formulas and bounds.
 
 Every rank counts what it hands to torch, by receiver. A collective is counted by what a member must receive from each
 member, and a gather over a communicator as NCCL sends it: around a ring of the members in rank order.
@@ -7,6 +7,7 @@ member, and a gather over a communicator as NCCL sends it: around a ring of the 
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import permutations
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from longspan.attention import all_to_all
 from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.saved_outputs import Recording
 from longspan.comm.groups import channel
-from longspan.plan import AttentionCall, Machine, plan_fixed
+from longspan.plan import AttentionCall, plan_fixed
 from longspan.testing import backend, run_ranks
 from tests.attention.test_attend import needs
 
@@ -151,24 +152,36 @@ def counted(request: pytest.FixtureRequest) -> tuple[int, int, dict[Case, Sent]]
     return slots, node_size, sent
 
 
-def test_what_is_sent_is_what_is_priced(counted: tuple[int, int, dict[Case, Sent]]) -> None:
+def test_what_is_sent(counted: tuple[int, int, dict[Case, Sent]]) -> None:
     slots, node_size, sent = counted
     differ: dict[Case, Any] = {}
     for case, messages in sent.items():
         if case.kind == "all_gather" and not case.own:
             continue  # from member to member: below
-        priced = priced_bytes(case, slots, node_size)
-        if by_level(messages, node_size) != pytest.approx(priced, rel=1e-9):
-            differ[case] = by_level(messages, node_size), priced
+        expected = expected_bytes(case, slots, node_size)
+        if by_level(messages, node_size) != pytest.approx(expected, rel=1e-9):
+            differ[case] = by_level(messages, node_size), expected
     assert not differ
 
 
-def priced_bytes(case: Case, slots: int, node_size: int) -> dict[str, float]:
-    """What a call sends by its price; in a recomputed layer, with what is exchanged once more."""
-    price = Machine.known("H200").attention_seconds(group_of(case, slots), call_of(case), node_size=node_size)
-    priced: dict[str, float] = {**price[case.kind].bytes_by_level}
+def expected_bytes(case: Case, slots: int, node_size: int) -> dict[str, float]:
+    """What a call sends around rings and in exchanges; in a recomputed layer, with what is exchanged once more."""
+    call, tokens, nodes = call_of(case), sum(group_of(case, slots).lengths), [s // node_size for s in range(slots)]
+    inner, around = case.sizes or ((slots, 1) if case.kind == "a2a" else (1, slots))
+    number, wide = call.bytes_per_number, max(4, call.bytes_per_number)
+    copies = HeadSplit(case.heads, case.kv_heads, inner).kv_copies  # whose gradients are summed
+    keys, queries = tokens * call.kv_heads * call.width * copies, tokens * call.heads * call.width
+    blocks, gradients = 2 * number * keys * (around - 1), wide * keys * (around - 1)
+    exchanged = (2 * number * queries + (number + (wide if copies > 1 else number)) * keys) * (inner - 1) / inner
+    rings = [nodes[i::inner] for i in range(inner)]
+    steps = [a != b for ring in rings for a, b in zip(ring, ring[1:] + ring[:1], strict=True)]
+    sets = [nodes] if case.kind == "all_gather" else [nodes[i : i + inner] for i in range(0, slots, inner)]
+    pairs = [a != b for members in sets for a, b in permutations(members, 2)]
+    turns, swaps = (blocks, gradients) if case.kind == "all_gather" else (blocks + gradients, exchanged)
+    across = turns * sum(steps) / len(steps) + swaps * sum(pairs) / max(1, len(pairs))
+    expected = {"inside": turns + swaps - across, "across": across}
     if not case.recomputed:
-        return priced
+        return expected
     inner = case.sizes[0] if case.sizes else slots
     tokens, number, split = sum(group_of(case, slots).lengths), 2, HeadSplit(case.heads, case.kv_heads, inner)
     heads = case.heads * HEAD + case.kv_heads * split.kv_copies * (HEAD + VALUE)  # q, k and v
@@ -177,9 +190,9 @@ def priced_bytes(case: Case, slots: int, node_size: int) -> dict[str, float]:
         of_out = case.heads * 4 * (4 // gcd(4, split.member_heads))
     across = max(0, inner - node_size) / inner  # neighbours on the other host
     again = tokens * (number * heads + of_out)
-    priced["across"] += again * across
-    priced["inside"] += again * ((inner - 1) / inner - across)
-    return priced
+    expected["across"] += again * across
+    expected["inside"] += again * ((inner - 1) / inner - across)
+    return expected
 
 
 def test_what_crosses_hosts_is_each_types_bound(counted: tuple[int, int, dict[Case, Sent]]) -> None:

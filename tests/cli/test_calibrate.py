@@ -22,8 +22,7 @@ from longspan.bench.calibrate.trials import MESSAGE_BYTES, CalibrationSettings, 
 from longspan.cli.main import main
 from longspan.plan import AttentionCall, Group, Machine
 from longspan.plan.cost.links import KINDS, LEVELS, Level, Link, Wire
-from longspan.plan.cost.machine import LAYER_BYTES
-from longspan.plan.cost.model_cost import read_machine
+from longspan.plan.cost.machine import LAYER_BYTES, read_machine
 from longspan.testing import run_ranks
 
 CALL = AttentionCall(heads=32, kv_heads=8, head_dim=128)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, PlanOptions, plan_dynamic, plan_fixed
-from longspan.plan.cost.model_cost import cost_on_h200
+from longspan.plan import Cost, Machine, PlanOptions, plan_dynamic, plan_fixed
 from longspan.plan.ways import CLOSE, PartitionChoice, which_partition
 from tests.plan.cases import bounded
 from tests.plan.cost.test_state_cost import HYBRID
@@ -34,7 +33,7 @@ QWEN3_NEXT: dict[str, Any] = {
     "num_experts_per_tok": 10,
     "num_experts": 512,
 }
-COST = cost_on_h200(QWEN3_NEXT)
+COST = Machine.known("H200").cost(QWEN3_NEXT)
 
 
 def weighed(lengths: list[int], partition: Any = "auto", degree: int = 4, **options: Any) -> PartitionChoice:
@@ -94,7 +93,8 @@ def test_groups_are_priced_by_their_own_type_and_partition() -> None:
 @settings(bounded, max_examples=10)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.integers(1, 8))
 def test_the_chosen_way_is_as_fast_as_any(lengths: list[int], heads: int) -> None:
-    options = PlanOptions(cost=cost_on_h200(HYBRID), cp_comm_type="auto", heads=heads, max_tokens_per_slot=1024)
+    cost = Machine.known("H200").cost(HYBRID)
+    options = PlanOptions(cost=cost, cp_comm_type="auto", heads=heads, max_tokens_per_slot=1024)
 
     def seconds_of(way: PlanOptions) -> float:
         plan = plan_dynamic(lengths, Layout(4), options=way, effort="fast")

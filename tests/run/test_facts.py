@@ -15,8 +15,7 @@ from longspan.config.sections import RunConfig, RunSection
 from longspan.layout import Layout
 from longspan.model import execution, load_model, prepare
 from longspan.model.execution import Execution, model_execution
-from longspan.plan import Cost, plan_fixed
-from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
+from longspan.plan import Cost, Machine, plan_fixed
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.facts import RunFacts, facts_text
 from longspan.run.run_facts import mixers_text
@@ -103,11 +102,11 @@ def test_figures_follow_from_the_plan_and_the_clock() -> None:
 @pytest.mark.parametrize(
     ("device", "cost", "file", "here"),
     [
-        ("NVIDIA H200", cost_on_h200(CONFIG), "", True),
-        ("NVIDIA A100-SXM4-80GB", cost_on_h200(CONFIG), "", False),
+        ("NVIDIA H200", Machine.known("H200").cost(CONFIG), "", True),
+        ("NVIDIA A100-SXM4-80GB", Machine.known("H200").cost(CONFIG), "", False),
         ("NVIDIA A100-SXM4-80GB", Cost(), "measured.json", True),
         ("NVIDIA H200", Cost(), "", False),
-        ("CPU", cost_on_cpus(CONFIG), "", False),
+        ("CPU", Machine.cpus().cost(CONFIG), "", False),
         ("CPU", Cost(), "measured.json", True),
     ],
 )

@@ -9,13 +9,12 @@ from longspan.config.file import load_config, to_toml
 from longspan.config.sections import ContextConfig, ModelConfig
 from longspan.layout import Layout
 from longspan.model import preset_config
-from longspan.plan import Cost
-from longspan.plan.cost.model_cost import cost_on_cpus
+from longspan.plan import Cost, Machine
 from longspan.run.checks import check_config
 from longspan.train.plans import PlanChoice
 from longspan.train.plans.resolve import choose_partition, set_usual_partition
 
-COST, HOME = cost_on_cpus(preset_config("qwen3-next-tiny", vocab_size=2048)), Layout(4)
+COST, HOME = Machine.cpus().cost(preset_config("qwen3-next-tiny", vocab_size=2048)), Layout(4)
 LENGTHS = [[300] * 12, [900, 400, 20, 7]]
 
 

@@ -16,7 +16,7 @@ from longspan.attention.call import AttendCall, Gradients, Saved, add_block, blo
 from longspan.attention.members import HeadSlice, Members, backward_groups, cut_heads
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, concat_heads, join_columns, sum_rows
 from longspan.comm import Addend, Handle, split_columns
-from longspan.plan.cost.attention_price import GATHER_SLICE_BYTES, GATHER_SLICES
+from longspan.plan.cost.cost import GATHER_SLICE_BYTES, GATHER_SLICES
 
 _Pair = tuple[Tensor, Tensor]
 

@@ -15,7 +15,6 @@ from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.cost_changes import CostSettings
 from longspan.plan.cost.links import Link
 from longspan.plan.cost.machine import Machine
-from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
 from longspan.plan.cost.type_price import AttentionCall, TypePrice
 from longspan.plan.dynamic import plan_dynamic
@@ -72,7 +71,6 @@ __all__ = [
     "TypePrice",
     "added_seconds",
     "choose_memory",
-    "cost_on_h200",
     "group_counts",
     "longest_document",
     "lower_bound_seconds",

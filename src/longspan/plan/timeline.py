@@ -37,13 +37,7 @@ class GroupTable:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
-        """Make the table of the groups of these micro-batches.
-
-        `tokens` and `squares` are of documents with their padding, `unpadded` are squares without it, and `skipped` is
-        the padding for which every member saves experts and logits. `group` and `slot` have one entry for each slot of
-        each group, other columns one for each group. `way` numbers the types, a2a sizes and partitions, which `ways`
-        lists once each.
-        """
+        """Make the table of the groups of these micro-batches."""
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
         degree = _int_array([len(group.slots) for _, group in groups])
         counts = _int_array([len(group.lengths) for _, group in groups])
@@ -73,40 +67,31 @@ class GroupTable:
 
     def seconds(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds that each group takes of each of its slots (G,), by its own type and partition."""
-        together = self.fewest_together(node_size)
-        seconds = np.zeros(len(self.degree))
+        together, seconds = self.fewest_together(node_size), np.zeros(len(self.degree))
         for index, (kind, a2a_size, partition) in enumerate(self.ways):
-            of_this_way = self.way == index
-            priced = cost.under(kind, a2a_size).for_partition(partition)
-            tokens, squares, degree = (
-                self.tokens[of_this_way],
-                self.attention_squares(cost)[of_this_way],
-                self.degree[of_this_way],
-            )
-            inside, documents = together[of_this_way] == degree, self.documents[of_this_way]
-            seconds[of_this_way] = priced.group_seconds(
-                tokens, squares, degree, inside, documents, together=together[of_this_way]
-            )
-        return seconds - cost.real_row_seconds * self.skipped
+            of_way = self.way == index
+            seconds[of_way] = self._priced(cost.under(kind, a2a_size).for_partition(partition), together, of_way)
+        return seconds
 
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds of each group (G,) as if it had the communication type of the cost.
 
         A group has inf where heads or degree forbid the type; a group of one slot, which sends nothing, has any type.
         """
-        together = self.fewest_together(node_size)
-        inside = together == self.degree
-        squares = self.attention_squares(cost)
-        seconds = cost.group_seconds(self.tokens, squares, self.degree, inside, self.documents, together=together)
-        seconds = seconds - cost.real_row_seconds * self.skipped
+        seconds = self._priced(cost, self.fewest_together(node_size), slice(None))
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
-    def attention_squares(self, cost: Cost) -> Ints:
-        """Return the squared rows by which attention is priced (G,).
+    def _priced(self, cost: Cost, together: Ints, some: NDArray[np.bool_] | slice) -> Floats:
+        """Return the seconds of some groups by a cost.
 
         Kernels skip padding, so a cost with a network, which is of a real machine, leaves it out; an ideal cost has it.
         """
-        return self.unpadded if cost.network else self.squares
+        squares = (self.unpadded if cost.network else self.squares)[some]
+        degree, together = self.degree[some], together[some]
+        seconds = cost.group_seconds(
+            self.tokens[some], squares, degree, together == degree, self.documents[some], together=together
+        )
+        return seconds - cost.real_row_seconds * self.skipped[some]
 
     def fewest_together(self, node_size: int) -> Ints:
         """Return the slots of each group on the node that has the fewest of them; its degree on a single node (G,).
@@ -122,9 +107,11 @@ class GroupTable:
         run_lengths = np.diff(starts, append=len(node))
         return np.minimum.reduceat(run_lengths, np.searchsorted(starts, first))
 
-    def inside(self, node_size: int) -> NDArray[np.bool_]:
-        """Return whether all slots of each group share a node (G,)."""
-        return self.fewest_together(node_size) == self.degree
+    def sums_by_slot(self, values: Floats | Ints, count: int, slots: int) -> Floats:
+        """Sum a group's value over the groups that each slot is in, for each micro-batch (M, slots)."""
+        cells = self.micro_batch[self.group] * slots + self.slot
+        sums: Floats = np.bincount(cells, weights=values[self.group], minlength=count * slots).astype(np.float64)
+        return sums.reshape(count, slots)
 
 
 def _group_way(group: Group) -> Way:
@@ -187,7 +174,7 @@ def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int
     Rows include padding, and are rounded up to `row_multiple`.
     """
     table = GroupTable.of(micro_batches)
-    rows = _sum_by_slot(table, table.rows, len(micro_batches), slots).astype(np.int64)
+    rows = table.sums_by_slot(table.rows, len(micro_batches), slots).astype(np.int64)
     return -(-rows // row_multiple) * row_multiple
 
 
@@ -210,12 +197,12 @@ def timeline(
     """Return when each slot works in each micro-batch; slot ids must be below `slots`, which `Plan.check` checks."""
     table, count = GroupTable.of(micro_batches), len(micro_batches)
     seconds = table.seconds(cost, node_size)
-    busy = _sum_by_slot(table, seconds, count, slots)
+    busy = table.sums_by_slot(seconds, count, slots)
     if cost.launch_seconds:  # a slot is not faster than its host
         launches = cost.group_launch_seconds + cost.document_launch_seconds * table.documents.astype(np.float64)
-        hosts = cost.launch_seconds + _sum_by_slot(table, launches, count, slots) - cost.micro_batch_seconds
+        hosts = cost.launch_seconds + table.sums_by_slot(launches, count, slots) - cost.micro_batch_seconds
         busy = np.where(busy > 0, np.maximum(busy, hosts), busy)
-    rows = _sum_by_slot(table, table.rows, count, slots).astype(np.int64)
+    rows = table.sums_by_slot(table.rows, count, slots).astype(np.int64)
     if mode == "lockstep":
         slowest = busy.max(axis=1).tolist()
         turns, total = np.array(cost.turn_seconds(slowest))[:, None], cost.lockstep_seconds(slowest)
@@ -272,13 +259,6 @@ def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Ints:
     return label.reshape(count, slots) % slots
 
 
-def _sum_by_slot(table: GroupTable, values: Floats | Ints, count: int, slots: int) -> Floats:
-    """Sum a group's value over the groups that each slot is in, for each micro-batch (M, slots)."""
-    cells = table.micro_batch[table.group] * slots + table.slot
-    sums: Floats = np.bincount(cells, weights=values[table.group], minlength=count * slots).astype(np.float64)
-    return sums.reshape(count, slots)
-
-
 def _segment_sums(values: Ints, counts: Ints) -> Ints:
     """Sum the first counts[0] values, the next counts[1], and so on (len(counts),); 0 for a count of 0."""
     total = np.concatenate(([0], np.cumsum(values)))
@@ -287,5 +267,4 @@ def _segment_sums(values: Ints, counts: Ints) -> Ints:
 
 
 def _int_array(values: Sequence[int]) -> Ints:
-    """Return integers as an int64 array, an empty list too, which numpy would make float."""
     return np.array(values, dtype=np.int64)

@@ -12,7 +12,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Machine, plan_dynamic, plan_fixed
 from longspan.plan.cost.links import Link
-from longspan.plan.cost.machine import UPDATE_BYTES
+from longspan.plan.cost.machine import SHARDING_SHARE, UPDATE_BYTES
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
 
 CASES = [  # tokens, squares, degree, inside a node, seconds
@@ -99,7 +99,7 @@ def test_sharded_parameters_bound_a_micro_batch_from_below() -> None:
     machine = Machine()
     copies = 3 * machine.weight_copy_seconds * ModelShape.of(QWEN3_8B).stored_weights
     shown = near.micro_batch_seconds - Machine().micro_batch_seconds - copies
-    assert near.sharding_seconds == pytest.approx(shown * (1 - machine.sharding_share) / machine.sharding_share)
+    assert near.sharding_seconds == pytest.approx(shown * (1 - SHARDING_SHARE) / SHARDING_SHARE)
     assert far.sharding_seconds == pytest.approx(near.sharding_seconds * machine.sharding_bytes_per_second / 3e9)
     assert far.forward_only().sharding_seconds == pytest.approx(far.sharding_seconds / 4)
 

@@ -13,7 +13,7 @@ from longspan.cli.main import main
 from longspan.config.sections import RunConfig, RunSection
 from longspan.errors import ConfigError
 from longspan.plan import Machine
-from longspan.plan.cost import model_cost as cost_file
+from longspan.plan.cost import machine as cost_file
 from longspan.plan.cost.links import Link
 from longspan.train.plans import read_cost
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost
+from longspan.plan import Cost, ModelShape
 from longspan.plan.cost.cost_changes import with_recomputation
 from tests.plan.cases import bounded
 
@@ -94,7 +94,7 @@ def test_each_type_by_hand() -> None:
 
 def test_recomputation_is_no_part_of_an_evaluation() -> None:
     cost = Cost.for_model(MODEL, tflops=1.0)
-    full = with_recomputation(cost, MODEL, "full")
+    full = with_recomputation(cost, ModelShape.of(MODEL), "full")
     assert full.linear_seconds > cost.linear_seconds
     assert full.forward_only() == cost.forward_only()
     assert full.shared_by(2).forward_only() == cost.shared_by(2).forward_only()

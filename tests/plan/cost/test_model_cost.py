@@ -11,7 +11,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from longspan.plan import Cost
 from longspan.plan.cost.cost_changes import with_recomputation
 from longspan.plan.cost.machine import LAYER_BYTES, LOGIT_BYTES, UPDATE_BYTES, Machine
-from longspan.plan.cost.model_cost import cost_on_h200
 from longspan.plan.shape.model_shape import ModelShape
 
 CONFIG = Qwen3Config(
@@ -23,10 +22,11 @@ CONFIG = Qwen3Config(
     head_dim=16,
     vocab_size=128,
 )
+SHAPE = ModelShape.of(CONFIG)
 
 
 def test_on_h200_attention_and_all_else_have_rates_of_their_own() -> None:
-    cost, shape, h200 = cost_on_h200(CONFIG), ModelShape.of(CONFIG), Machine.known("H200")
+    cost, shape, h200 = Machine.known("H200").cost(CONFIG), ModelShape.of(CONFIG), Machine.known("H200")
     assert cost.attention_seconds == pytest.approx(3 * 7 * 64 / h200.attention_flops_per_second)
     passes = (3 * 64 * LAYER_BYTES + 128 * LOGIT_BYTES) / h200.memory_bytes_per_second
     assert cost.linear_seconds == pytest.approx(6 * shape.weights / h200.product_flops_per_second + passes)
@@ -54,25 +54,28 @@ def flops(recomputed: int) -> int:
 def test_recomputed_flops_are_those_that_torch_counts(layers: int) -> None:
     none, some = flops(0), flops(layers)
     cost = Cost.for_model(CONFIG, tflops=1.0)
-    recomputed = with_recomputation(cost, CONFIG, "selective", layers)
+    recomputed = with_recomputation(cost, SHAPE, "selective", layers)
     assert recomputed.linear_seconds / cost.linear_seconds == pytest.approx(some / none, rel=2e-3)
-    assert recomputed == (with_recomputation(cost, CONFIG, "selective") if layers == 3 else recomputed)
+    assert recomputed == (with_recomputation(cost, SHAPE, "selective") if layers == 3 else recomputed)
 
 
 def test_full_recomputation_repeats_attention_and_its_ring() -> None:
     cost = Cost.for_model(CONFIG, tflops=1.0)
-    full, third = with_recomputation(cost, CONFIG, "full"), with_recomputation(cost, CONFIG, "full", 1)
+    full, third = (
+        with_recomputation(cost, SHAPE, "full"),
+        with_recomputation(cost, SHAPE, "full", 1),
+    )
     assert full.attention_seconds == pytest.approx(cost.attention_seconds * 9 / 7)
     assert full.ring_step_seconds == pytest.approx(cost.ring_step_seconds * 3 / 2)
     assert full.ring_bytes == pytest.approx(cost.ring_bytes * 4 / 3)
     assert third.attention_seconds == pytest.approx(cost.attention_seconds * (1 + 2 / 21))
-    assert with_recomputation(cost, CONFIG, "none") == cost
+    assert with_recomputation(cost, SHAPE, "none") == cost
 
 
 def test_lean_recomputation_exchanges_queries_keys_and_values_once_more() -> None:
     cost = Cost.for_model(CONFIG, tflops=1.0)
-    lean, half = (with_recomputation(cost, CONFIG, "selective", layers) for layers in (0, 1))
-    exchanged = with_recomputation(cost, CONFIG, "exchanged")
+    lean, half = (with_recomputation(cost, SHAPE, "selective", layers) for layers in (0, 1))
+    exchanged = with_recomputation(cost, SHAPE, "exchanged")
     queries, keys = 4 * 16, 2 * 16
     once, again = 2 * 2 * (queries + keys), queries + 2 * keys  # q, k, v and out forward, their gradients backward
     assert lean.exchange_bytes == pytest.approx(cost.exchange_bytes * (1 + again / once))
@@ -82,8 +85,8 @@ def test_lean_recomputation_exchanges_queries_keys_and_values_once_more() -> Non
 
 def test_frozen_weights_cost_no_gradients_of_their_own() -> None:
     cost = Cost.for_model(CONFIG, tflops=1.0)
-    frozen, recomputed = (with_recomputation(cost, CONFIG, kind, frozen=True) for kind in ("none", "selective"))
+    frozen, recomputed = (with_recomputation(cost, SHAPE, kind, frozen=True) for kind in ("none", "selective"))
     assert frozen.linear_seconds == pytest.approx(cost.linear_seconds * 4 / 6)
     assert frozen.attention_seconds == cost.attention_seconds and frozen.forward_only() == cost.forward_only()
-    more = with_recomputation(cost, CONFIG, "selective").linear_seconds - cost.linear_seconds
+    more = with_recomputation(cost, SHAPE, "selective").linear_seconds - cost.linear_seconds
     assert recomputed.linear_seconds == pytest.approx(frozen.linear_seconds + more)

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from longspan.comm import ShardPart
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, Group, plan_dynamic, plan_fixed
+from longspan.plan import Cost, Group, Machine, ModelShape, plan_dynamic, plan_fixed
 from longspan.plan.cost.cost_changes import with_recomputation
-from longspan.plan.cost.model_cost import cost_on_cpus
-from longspan.plan.cost.state_cost import StateCost
+from longspan.plan.cost.state_cost import StateCost, busiest_ratio
 from longspan.ssm import state_bytes
 from longspan.ssm.chains import Chains
 from longspan.ssm.conv import find_halo
@@ -104,11 +103,9 @@ def test_the_busiest_slot_of_a_contiguous_ring(lengths: list[int], degree: int) 
         runs = group.shares.segments(member)
         pairs.append(float((runs.stop.astype(float) ** 2 - runs.start.astype(float) ** 2).sum()))
     tokens, squares = float(sum(lengths)), float(sum(n * n for n in lengths))
-    priced = BYTES.for_partition("contiguous").busiest_ratio(
-        np.array(tokens), np.array(squares), np.array(float(degree))
-    )
+    priced = busiest_ratio("contiguous", np.array(tokens), np.array(squares), np.array(float(degree)))
     assert priced == pytest.approx(max(pairs) * degree / sum(pairs), rel=0.01)
-    assert BYTES.busiest_ratio(np.array(tokens), np.array(squares), np.array(4.0)) == 1.0
+    assert busiest_ratio("zigzag", np.array(tokens), np.array(squares), np.array(4.0)) == 1.0
 
 
 groups = st.tuples(st.integers(1, 100_000), st.integers(1, 30), st.integers(2, 64), st.booleans())
@@ -118,7 +115,7 @@ groups = st.tuples(st.integers(1, 100_000), st.integers(1, 30), st.integers(2, 6
 @given(groups, st.sampled_from(["p2p", "all_gather", "a2a", "a2a+p2p"]))
 def test_states_only_add_and_contiguous_ones_do_not_grow_with_documents(group: tuple, kind: str) -> None:
     length, documents, degree, inside = group
-    cost = cost_on_cpus(HYBRID).under(kind, 2)
+    cost = Machine.cpus().cost(HYBRID).under(kind, 2)
     assert cost.states
 
     def seconds(cost: Cost, documents: int) -> float:
@@ -140,7 +137,7 @@ def test_plans_of_hybrids_are_sound_and_meet_their_bound(
     lengths: list[int], partition: str, data: st.DataObject
 ) -> None:
     kind, mode = data.draw(st.sampled_from(["p2p", "a2a"])), data.draw(st.sampled_from(["lockstep", "free"]))
-    cost, home = cost_on_cpus(HYBRID).under(kind).for_partition(partition), Layout(4)
+    cost, home = Machine.cpus().cost(HYBRID).under(kind).for_partition(partition), Layout(4)
     options = {"max_tokens_per_slot": 1024, "cp_comm_type": kind, "heads": 8, "partition": partition, "cost": cost}
     dynamic = plan_dynamic(lengths, home, mode=mode, effort="fast", **options)
     fixed = plan_fixed(lengths, home, 4, mode=mode, **options)
@@ -150,7 +147,7 @@ def test_plans_of_hybrids_are_sound_and_meet_their_bound(
 
 
 def test_costs_of_states_follow_the_cost() -> None:
-    cost = cost_on_cpus(HYBRID)
+    cost = Machine.cpus().cost(HYBRID)
     assert cost.states and cost.states.state_bytes == 3 * 2 * 4 * 4 * 16 * 8
     assert cost.states.transition_bytes == 3 * 2 * 4 * 4 * 16 * 16
     assert cost.states.halo_bytes == 3 * 2 * 3 * (2 * 2 * 16 + 4 * 8) * 2  # q, k and v of three rows in bfloat16
@@ -162,12 +159,12 @@ def test_costs_of_states_follow_the_cost() -> None:
         and halves.state_bytes == cost.states.state_bytes / 2
         and halves.step_seconds == cost.states.step_seconds
     )
-    full = with_recomputation(cost, HYBRID, "full")
+    full = with_recomputation(cost, ModelShape.of(HYBRID), "full")
     assert full.states and full.states.state_bytes == cost.states.state_bytes * 3 / 2
     assert full.states.summary_seconds == pytest.approx(cost.states.summary_seconds * 5 / 3)
     assert full.for_partition("contiguous").forward_only() == cost.for_partition("contiguous").forward_only()
     weights = cost.linear_seconds - cost.states.scan_seconds
-    frozen = with_recomputation(cost, HYBRID, "none", frozen=True).linear_seconds
+    frozen = with_recomputation(cost, ModelShape.of(HYBRID), "none", frozen=True).linear_seconds
     assert frozen == pytest.approx(weights * 4 / 6 + cost.states.scan_seconds)
     assert Cost().for_partition("contiguous") == Cost()
 

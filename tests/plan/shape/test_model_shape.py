@@ -166,14 +166,13 @@ def test_a_chunk_costs_every_token_half_of_it() -> None:
 
 
 def test_every_number_of_the_machine_counts() -> None:
-    base = {"tflops": 1.0, "inside_gbps": 2.0, "across_gbps": 3.0, "bytes_per_value": 2, "micro_batch_seconds": 0.5}
+    base = {"tflops": 1.0, "inside_gbps": 2.0, "across_gbps": 3.0, "micro_batch_seconds": 0.5}
     base |= {"ring_step_latency": 1e-3}
     plain = Cost.for_model(SMALL, **base)
     changed = {
         "tflops": {"linear_seconds": 0.5, "attention_seconds": 0.5},
         "inside_gbps": {"inside_bytes_per_second": 2.0},
         "across_gbps": {"across_bytes_per_second": 2.0},
-        "bytes_per_value": {"ring_bytes": 2.0, "exchange_bytes": 2.0},
         "micro_batch_seconds": {"micro_batch_seconds": 2.0},
         "ring_step_latency": {"ring_step_seconds": 2.0},
     }

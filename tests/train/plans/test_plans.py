@@ -13,8 +13,7 @@ from longspan.config.defaults import resolve_defaults
 from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, RunSection, TrainConfig
 from longspan.data.step_order import StepOrder
 from longspan.layout import Layout
-from longspan.plan import Cost
-from longspan.plan.cost.model_cost import cost_on_cpus, cost_on_h200
+from longspan.plan import Cost, Link, Machine
 from longspan.train.plans import PlanChoice, StepPlanner, find_run_cost, plan_steps
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)
@@ -40,8 +39,9 @@ def test_a_planner_that_has_travelled_makes_the_same_plans() -> None:
 
 
 def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
-    path = tmp_path / "cost.json"
-    path.write_text(json.dumps({"micro_batch_seconds": 5.0, "inside_bytes_per_second": 1e6}))
+    path = tmp_path / "machine.json"
+    slow = Machine(micro_batch_seconds=5.0, inside=Link.of(0.0, 1e6))
+    path.write_text(json.dumps(slow.to_json()))
     machine = RunSection(machine=str(path))
     plan = StepPlanner(PlanChoice.training(replace(run_of(DYNAMIC), run=machine)), order(), HOME)(0)
     assert plan != StepPlanner(PlanChoice.training(run_of(DYNAMIC)), order(), HOME)(0)
@@ -56,16 +56,16 @@ def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
 
 
 def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -> None:
-    path, said, config = tmp_path / "cost.json", list[str](), run_of(DYNAMIC)
-    path.write_text(json.dumps({"micro_batch_seconds": 5.0}))
+    path, said, config = tmp_path / "machine.json", list[str](), run_of(DYNAMIC)
+    path.write_text(json.dumps(Machine(micro_batch_seconds=5.0).to_json()))
     model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     model["vocab_size"] = 1000
     on_cpus = find_run_cost(config, model, said.append, gpu=False)
-    assert on_cpus == cost_on_cpus(model) and on_cpus.source == "" and not said
+    assert on_cpus == Machine.cpus().cost(model) and on_cpus.source == "" and not said
     measured = replace(config, run=RunSection(machine=str(path)))
     assert find_run_cost(measured, model, said.append, gpu=True).micro_batch_seconds == 5.0
     found = find_run_cost(config, model, said.append, gpu=True)
-    assert found == cost_on_h200(model) != Cost() and not said
+    assert found == Machine.known("H200").cost(model) != Cost() and not said
     assert PlanChoice.training(config, cost=found).options.cost == found
     assert PlanChoice.evaluation(config, cost=found).options.cost == found.forward_only()
     with plan_steps(PlanChoice.training(run_of(DYNAMIC), cost=found), order(), HOME, ahead=2) as plans:

@@ -1,12 +1,12 @@
 """A time that no plan of some documents can beat, whatever its groups and micro-batches.
 
-It is computed from the lengths only and shares no code with the planners or with the evaluation of plans, so that a
-mistake in either shows as a plan that beats its bound. It is a bound of the cost model, not of a machine.
+It is computed from the lengths only, without the planners, so that a mistake of theirs shows as a plan that beats its
+bound. It is a bound of the cost model, not of a machine.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,7 +106,8 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
     """Return the seconds of one document in a group of its own, at the best degree and place that the cap allows.
 
     They are compute / degree + messages that show on ideal links, the least over all degrees and types, and one launch.
-    A group with other documents in it takes no less.
+    A group with other documents in it takes no less. Of states the latency alone counts: their bytes depend on the
+    group's other documents.
     """
     narrowest = 1 if cap is None else -(-length // cap)
     if narrowest > widest:
@@ -115,67 +116,17 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
             f"most {widest}; raise max_tokens_per_slot or cut the document"
         )
     degree = np.arange(narrowest, widest + 1)
-    compute = (_row_seconds(cost) * length + cost.attention_seconds * float(length) ** 2) / degree
-    if not cost.network:
-        ways = _list_ways(cost, degree, node_size)
-        compute += np.min([_wait_seconds(cost, *way, length, degree, node_size) for way in ways], axis=0)
-    return float(compute.min()) + cost.micro_batch_seconds
+    if cost.network:
+        seconds = (_row_seconds(cost) * length + cost.attention_seconds * float(length) ** 2) / degree
+    else:
+        fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)  # what fits a host may also be across
+        alone = replace(cost, states=None, inside_bytes_per_second=fastest)
+        together = np.minimum(degree, node_size)
+        seconds = alone.group_seconds(length, length**2, degree, together == degree, together=together)
+        seconds = seconds + (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)
+    return float(seconds.min()) + cost.micro_batch_seconds
 
 
 def _row_seconds(cost: Cost) -> float:
     """Return the least slot seconds of a row at any degree: linear layers, and what attention loses on short pieces."""
     return cost.linear_seconds + (cost.network.half_speed_rows * cost.attention_seconds if cost.network else 0.0)
-
-
-def _list_ways(cost: Cost, degree: NDArray[np.int64], node_size: int) -> list[tuple[str, NDArray[np.int64]]]:
-    """List the types that groups of these degrees may have, with the members that exchange heads, by degree.
-
-    Under "auto" members that exchange heads in a2a+p2p are of any number that a host has; where it does not divide the
-    degree, the group is a ring.
-    """
-    alone = np.ones_like(degree)
-    ways = {"p2p": alone, "all_gather": alone, "a2a": degree}
-    if cost.cp_comm_type == "a2a+p2p" and cost.a2a_size:
-        return [("a2a+p2p", np.gcd(degree, cost.a2a_size))]
-    if not cost.has_choice:
-        return [(cost.cp_comm_type, ways[cost.cp_comm_type])]
-    inner = range(2, min(node_size, int(degree.max()) - 1) + 1)
-    return [*ways.items(), *(("a2a+p2p", np.where(degree % size == 0, size, 1)) for size in inner)]
-
-
-def _wait_seconds(
-    cost: Cost, kind: str, exchanging: NDArray[np.int64], length: int, degree: NDArray[np.int64], node_size: int
-) -> NDArray[np.float64]:
-    """Return the seconds that each member of a group communicates beyond what attention hides, by degree (degrees,).
-
-    The d members form sets of e, `exchanging`, that exchange heads, and rings of d / e that join the sets. A member
-    sends exchange_bytes · L / (d · e) to each of the e − 1 others of its set, and ring_bytes · L / d in each of the
-    d / e − 1 steps of its ring. Attention and merging hide what goes around a ring. As this is a lower bound, a group
-    counts as inside a host if it may be there. all_gather gathers at once, so nothing hides it, in one step.
-    """
-    inside, across = cost.inside_bytes_per_second, cost.across_bytes_per_second
-    speed = np.where(degree <= node_size, max(inside, across), across)  # a group of this size may also be across
-    # Of states the latency alone: their bytes depend on the group's other documents.
-    states = (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)
-    turn = cost.ring_bytes * length * (1 / exchanging - 1 / degree) / speed
-    if kind == "all_gather":
-        return turn + cost.ring_step_seconds * (degree > 1) + states
-    steps = degree / exchanging - 1
-    hidden = cost.attention_seconds * float(length) ** 2 / degree + cost.merge_seconds * length / degree * steps
-    exchange = _exchange_seconds(cost, kind, length, degree, exchanging, node_size)
-    return exchange + np.maximum(turn - hidden, 0.0) + cost.ring_step_seconds * steps + states
-
-
-def _exchange_seconds(
-    cost: Cost, kind: str, length: int, degree: NDArray[np.int64], exchanging: NDArray[np.int64], node_size: int
-) -> NDArray[np.float64]:
-    """Return the seconds of exchanging heads on ideal links, with the members of a host and with others side by side.
-
-    Under `a2a+p2p` all members that exchange share a host. Members of a host may also be placed on several, so the
-    faster speed counts for them.
-    """
-    inside, across = cost.inside_bytes_per_second, cost.across_bytes_per_second
-    near = np.minimum(exchanging, node_size) - 1
-    far = np.where(kind == "a2a", np.maximum(exchanging - node_size, 0), 0)
-    sent = cost.exchange_bytes * length / degree / exchanging
-    return sent * np.maximum(near / max(inside, across), far / across) + cost.ring_step_seconds * (exchanging > 1)

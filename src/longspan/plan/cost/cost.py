@@ -1,15 +1,14 @@
 """Cost: the constants of one machine and one model by which plans are priced, and the seconds of a group under them.
 
-A group takes a slot's share of the linear layers, plus attention and the messages that it does not hide, which
-`attention_price.py` prices by communication type. Memory is not priced (planners receive a cap), nor is the wire
-between pipeline stages. `machine.py` makes the cost of a model on a machine; `model_cost.py` reads files.
+A group takes a slot's share of the linear layers, plus attention and the messages that it does not hide. Memory is not
+priced (planners receive a cap), nor is the wire between pipeline stages. `machine.py` makes the cost of a model.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Unpack, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,19 +16,45 @@ from numpy.typing import ArrayLike, NDArray
 from longspan.errors import PlanError
 from longspan.layout import Floats, Layout
 from longspan.plan.check import COMM_TYPES, check_choice, check_count, check_number
-from longspan.plan.cost.attention_price import Rows, exchanging_members, latency_seconds, price_attention
-from longspan.plan.cost.links import Network, fewest_together
-from longspan.plan.cost.model_flops import FORWARD_SHARES, ModelRates, check_rate, price_model
-from longspan.plan.cost.state_cost import StateCost
+from longspan.plan.cost.links import Network
+from longspan.plan.cost.state_cost import StateCost, busiest_ratio
 from longspan.plan.shape.model_shape import ModelShape
 
 Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
+FORWARD_ALONE = "forward passes alone"
 _CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size", "stages", "chunks")
 _NOT_CONSTANTS = ("source", "forward", "states", "network", *_CHOICES)
-_ATTENTION_FIELDS = ("attention_seconds", "ring_bytes", "exchange_bytes", "merge_seconds", "copy_seconds")
-_ROW_FIELDS = ("linear_seconds", "real_row_seconds", *_ATTENTION_FIELDS)
-FORWARD_ALONE = "forward passes alone"
+_DIVIDED_BY_TP = ("linear_seconds", "real_row_seconds", "attention_seconds", "ring_bytes", "exchange_bytes")
+_DIVIDED_BY_TP += ("merge_seconds", "copy_seconds")
+
+# Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
+EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer (bench/records/attention-slices-4xH200.md)
+EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
+GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
+PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders (attention-time-packed)
+FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
+
+# What forward takes of both passes: 2 of 6 FLOPs for each weight; of three turns of keys and values one, in one of two
+# passes (backward sends them again, and their gradients home); half of the exchanges; weights are gathered in either
+# pass, and gradients summed in float32; as one kernel has two in backward, a third of the launches and of the closing.
+FORWARD_SHARES = {
+    "linear_seconds": 1 / 3,
+    "real_row_seconds": 1 / 3,
+    "attention_seconds": FORWARD_OF_ATTENTION,
+    "ring_bytes": 1 / 3,
+    "exchange_bytes": 1 / 2,
+    "ring_step_seconds": 1 / 2,
+    "merge_seconds": FORWARD_OF_ATTENTION,
+    "copy_seconds": FORWARD_OF_ATTENTION,
+    "micro_batch_seconds": 1 / 3,
+    "launch_seconds": 1 / 3,
+    "group_launch_seconds": 1 / 3,
+    "document_launch_seconds": 1 / 3,
+    "sharding_seconds": 1 / 4,
+    "closing_seconds": 1 / 3,
+    "update_seconds": 0.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,28 +64,24 @@ class Cost:
     >>> round(float(Cost().group_seconds(65536, 65536**2, 8, inside=True)), 3)
     2.32
 
-    All are of forward and backward together. `linear_seconds` are per row, in all layers without attention, of which
-    rows of padding save `real_row_seconds` (experts, logits); `attention_seconds` per row squared of one document, in
-    causal attention. `ring_bytes` are what each row's keys, values and gradients put on the wire for a full turn, at
-    `inside_bytes_per_second` if all slots of a group share a node, else at `across_bytes_per_second`;
-    `ring_step_seconds` is the latency of each of the degree − 1 steps, and `micro_batch_seconds` that of the launches
-    of each micro-batch. `sharding_seconds` are those of FSDP2's messages in a micro-batch that hide behind its work: in
-    lockstep it takes no less. `closing_seconds` are added to a step in free mode: sharded parameters are gathered
-    before it and gradients summed after it (`with_closing`). `launch_seconds` is the least that a micro-batch takes in
-    lockstep, however few its rows, for the host to launch it; each group of a slot and each document in it takes
-    `group_launch_seconds` and `document_launch_seconds` more of the host. `update_seconds` are added to every step: the
-    optimizer, and a step's ends. `source` names the constants' model and machine, for reports; "" means no machine:
-    seconds only show how the parts of plans compare.
-    `passes` "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were
-    measured. `cp_comm_type` is the type under which groups are priced; "auto" is the fastest for each group, of those
-    that `heads` query heads of a rank allow (0: unknown, and types that exchange heads are left out). Under a2a+p2p
-    `a2a_size` slots exchange heads (0: the best number for each group). `exchange_bytes` are those of a row's queries,
-    keys, values and outputs and of their gradients, which a2a exchanges. `merge_seconds` are what a ring takes to add a
-    step to each row's output, `copy_seconds` what `all_gather` takes to lay out a row. `network` describes the links
-    where they were measured or are known; without it they are ideal. `states` is the cost of a hybrid's state-space
-    layers in groups of one partition; None for models without. A host has `node_size` slots. A slot has `stages`
-    pipeline stages, which planners set to the home's, of `chunks` model chunks each; all seconds but those of
-    `lockstep_seconds` and of a step are of the whole model. Raises PlanError for values below 0 or not finite.
+    All are of forward and backward together, and of the whole model. `linear_seconds` are per row, in all layers
+    without attention, of which rows of padding save `real_row_seconds` (experts, logits); `attention_seconds` per row
+    squared of one document, in causal attention. `ring_bytes` are what each row's keys, values and gradients put on the
+    wire for a full turn, `exchange_bytes` those of its queries, keys, values and outputs, at `inside_bytes_per_second`
+    if all slots of a group share a host of `node_size` slots, else at `across_bytes_per_second`. `ring_step_seconds` is
+    the latency of a step; a ring takes `merge_seconds` a row to add a step to the output, `all_gather` `copy_seconds`
+    to lay out a row. A micro-batch adds `micro_batch_seconds`, and takes no less than the `sharding_seconds` of FSDP2's
+    messages behind its work and than the host's `launch_seconds`, with `group_launch_seconds` and
+    `document_launch_seconds` more for each group of a slot and document in it. A step adds `update_seconds`, in free
+    mode `closing_seconds` (`with_closing`).
+
+    `source` names the constants' model and machine; "" means no machine: seconds only compare parts of plans. `passes`
+    "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were measured.
+    Groups are priced under `cp_comm_type`; "auto" is the fastest for each, of those that `heads` query heads allow (0:
+    unknown, and types that exchange heads are left out). Under a2a+p2p `a2a_size` slots exchange heads (0: the best
+    number). `network` describes the links where they were measured or are known; without it they are ideal. `states`
+    are a hybrid's state-space layers. A slot has `stages` pipeline stages of `chunks` model chunks each. Raises
+    PlanError for values below 0 or not finite.
     """
 
     linear_seconds: float = 45.4e9 / 4e14  # 6 FLOPs for each of 7.57e9 weights
@@ -201,28 +222,25 @@ class Cost:
         one node (None: all nodes but the last are full). Seconds are of linear layers, attention, states and messages.
         """
         tokens, squares, degree = _float_array(tokens), _float_array(squares), _float_array(degree)
-        together = fewest_together(degree, inside, self.node_size) if together is None else together
-        rows = Rows(tokens, squares, degree, _float_array(together))
+        if together is None:  # a group that would fit a node, but is not inside one, has one slot on each
+            on_last = np.where(degree % self.node_size, degree % self.node_size, self.node_size)
+            together = np.where(inside, degree, np.where(degree > self.node_size, on_last, 1.0))
         if self.has_choice:
-            return self._least_seconds(rows, inside, documents)
+            least: Floats | float = np.inf
+            for way in self.ways(int(degree.max(initial=1))):
+                seconds = way.group_seconds(tokens, squares, degree, inside, documents, together=together)
+                least = np.minimum(least, np.where(way.allows(degree), seconds, np.inf))
+            return _float_array(least)
+        rows = Rows(tokens, squares, degree, _float_array(together))
         if self.states:
-            ring_members = degree / exchanging_members(self.cp_comm_type, self.a2a_size, degree)
-            rows = rows._replace(busiest=self.states.busiest_ratio(tokens, squares, ring_members))
-        attention = price_attention(self, rows)
-        seconds = self.linear_seconds * tokens / degree + (attention.computed + attention.exposed)
+            around = degree / exchanging_members(self.cp_comm_type, self.a2a_size, degree)
+            rows = rows._replace(busiest=busiest_ratio(self.states.partition, tokens, squares, around))
+        computed, exposed = price_attention(self, rows)
+        seconds = self.linear_seconds * tokens / degree + (computed + exposed)
         if self.states:
             speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
             seconds += self.states.seconds((tokens, squares, _float_array(documents)), degree, speed)
         return seconds
-
-    def _least_seconds(self, rows: Rows, inside: ArrayLike, documents: ArrayLike) -> Floats:
-        """Return the seconds of each group under the type that is fastest for that group."""
-        tokens, squares, degree, together = rows[:4]
-        least: Floats | float = np.inf
-        for way in self.ways(int(degree.max(initial=1))):
-            seconds = way.group_seconds(tokens, squares, degree, inside, documents, together=together)
-            least = np.minimum(least, np.where(way.allows(degree), seconds, np.inf))
-        return _float_array(least)
 
     def lockstep_seconds(self, slowest: Sequence[float]) -> float:
         """Return the seconds in lockstep of micro-batches whose slowest slots work this long, without the update.
@@ -244,10 +262,15 @@ class Cost:
         return [max(max(seconds, shards) + launch, self.launch_seconds) for seconds in slowest]
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
-        """Return the seconds that a group of this degree waits for messages however few rows they carry."""
+        """Return the seconds that a group of this degree waits for messages however few rows they carry.
+
+        Under "auto" they are the lesser of a ring's and a gather's: unlike exchanges, these two suit any number of
+        heads.
+        """
         degree = _float_array(degree)
-        states = self.states.step_seconds * (degree > 1) if self.states else 0.0
-        return latency_seconds(self, degree) + states
+        types = ("p2p", "all_gather") if self.cp_comm_type == "auto" else (self.cp_comm_type,)
+        least = np.min([_latency_seconds(self, kind, degree) for kind in types], axis=0)
+        return least + (self.states.step_seconds * (degree > 1) if self.states else 0.0)
 
     def with_closing(
         self, weights: float, home: Layout, *, node_size: int = 8, gather_bytes: float = 2, reduce_bytes: float = 4
@@ -262,21 +285,17 @@ class Cost:
         a slot's 1 / w of the gradients, of which 2 (r − 1) / r arrive. A host has `node_size` slots.
         """
         copies, width, share_host = home.dp_replicate, home.slots // home.dp_replicate, home.slots <= node_size
-        in_host = share_host or node_size % width == 0  # all slots of a replica
-        speed = self._link_speed(in_host)
+        inside, across = self.inside_bytes_per_second, self.across_bytes_per_second
+        speed = inside if share_host or node_size % width == 0 else across  # of a replica
         gathered = weights * gather_bytes * (width - 1) / width / speed
         forward = self.forward_only()
         forward = dataclasses.replace(forward, closing_seconds=forward.micro_batch_seconds + gathered)
         if self.passes == "forward":
             return forward
         reduced = weights * reduce_bytes * (width - 1) / width / speed
-        summed = weights / width * reduce_bytes * 2 * (copies - 1) / copies / self._link_speed(share_host)
+        summed = weights / width * reduce_bytes * 2 * (copies - 1) / copies / (inside if share_host else across)
         closing = self.micro_batch_seconds + gathered + reduced + summed
         return dataclasses.replace(self, closing_seconds=closing, forward=forward)
-
-    def _link_speed(self, inside: bool) -> float:
-        """Return the bytes/s inside a host or across."""
-        return self.inside_bytes_per_second if inside else self.across_bytes_per_second
 
     def shared_by(self, tp: int) -> "Cost":
         """Return the cost of a slot of `tp` tensor-parallel ranks: compute and bytes divide, latencies do not."""
@@ -284,7 +303,7 @@ class Cost:
             raise PlanError(f"tp is {tp!r}; a degree is an integer of at least 1")
         return dataclasses.replace(
             self,
-            **{name: getattr(self, name) / tp for name in _ROW_FIELDS},
+            **{name: getattr(self, name) / tp for name in _DIVIDED_BY_TP},
             states=self.states and self.states.shared_by(tp),
             network=self.network and self.network.shared_by(tp),
             forward=self.forward and self.forward.shared_by(tp),
@@ -296,26 +315,34 @@ class Cost:
         config: Any,
         *,
         tflops: float,
+        attention_tflops: float | None = None,
         inside_gbps: float = 350.0,
         across_gbps: float = 40.0,
         micro_batch_seconds: float = 10e-3,
+        ring_step_latency: float = 10e-6,
         depths: int = 0,
-        **rates: Unpack[ModelRates],
     ) -> "Cost":
         """Return the cost of a model on a machine: 6 FLOPs a token and active weight, 7 x width in causal attention.
 
         >>> cost = Cost.for_model("Qwen3-8B/config.json", tflops=400, inside_gbps=350, across_gbps=40)  # doctest: +SKIP
 
         `config` is a transformers configuration, an object or dict like one, a config.json or its folder. `tflops` is
-        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s, and `rates` are its other figures
-        (`ModelRates`). A slot sends `inside_gbps` to another slot of its node and `across_gbps` elsewhere, in 1e9
-        bytes/s. `depths` of multi-token prediction are those of `add_mtp`. Raises PlanError naming attributes that are
-        missing, or that show layers which cannot be priced so.
+        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s, `attention_tflops` the same in
+        attention. A slot sends `inside_gbps` to another slot of its node and `across_gbps` elsewhere, in 1e9 bytes/s; a
+        ring's step waits `ring_step_latency` in one layer. `depths` of multi-token prediction are those of `add_mtp`.
+        Raises PlanError naming attributes that are missing, or that show layers which cannot be priced so.
         """
-        check_rate("inside_gbps", inside_gbps)
-        check_rate("across_gbps", across_gbps)
+        attention_tflops = tflops if attention_tflops is None else attention_tflops
+        rates = {"tflops": tflops, "attention_tflops": attention_tflops}
+        for name, value in (rates | {"inside_gbps": inside_gbps, "across_gbps": across_gbps}).items():
+            if not value > 0:
+                raise PlanError(f"{name} is {value!r}; give a number above 0")
+        shape = ModelShape.of(config, depths=depths)
+        states = StateCost.of(
+            shape, scan_tflops=tflops, summary_tflops=tflops, step_latency=ring_step_latency, bytes_per_value=2
+        )
         return cls(
-            **price_model(ModelShape.of(config, depths=depths), tflops, **rates),
+            **price_shape(shape, states, **rates, step_latency=ring_step_latency, bytes_per_value=2),
             inside_bytes_per_second=inside_gbps * 1e9,
             across_bytes_per_second=across_gbps * 1e9,
             micro_batch_seconds=micro_batch_seconds,
@@ -343,7 +370,6 @@ class Cost:
 
 
 def _constant_fields() -> list[dataclasses.Field[Any]]:
-    """Return the fields of seconds, bytes and bytes a second."""
     return [f for f in dataclasses.fields(Cost) if f.name not in _NOT_CONSTANTS]
 
 
@@ -351,5 +377,199 @@ DEFAULT_COST = Cost()
 
 
 def _float_array(values: ArrayLike) -> Floats:
-    """Return values as a float64 array."""
     return np.asarray(values, dtype=np.float64)
+
+
+def price_shape(
+    shape: ModelShape,
+    states: StateCost | None,
+    *,
+    tflops: float,
+    attention_tflops: float,
+    step_latency: float,
+    bytes_per_value: int,
+) -> dict[str, Any]:
+    """Return the fields of a `Cost` that follow from a model's shape at these rates.
+
+    A row takes 6 FLOPs for each weight, and a causal document of L rows 7 products (2 forward, 5 backward) of L² / 2
+    pairs in each layer, of 2 FLOPs for each number of its queries. A window or chunk makes that a time for each row,
+    which sees half a chunk in the mean. A ring sends keys and values forward and backward, and their gradients; an
+    exchange has queries, outputs, keys and values in both passes.
+    """
+    full = shape.layers - shape.window_layers - shape.chunk_layers
+    limited_flops = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
+    limited_seconds = limited_flops * shape.query_width / (attention_tflops * 1e12)
+    scan_seconds = states.scan_seconds if states else 0.0
+    return {
+        "linear_seconds": 6 * shape.weights / (tflops * 1e12) + limited_seconds + scan_seconds,
+        "real_row_seconds": 6 * shape.expert_weights / (tflops * 1e12),
+        "attention_seconds": full * 7 * shape.query_width / (attention_tflops * 1e12),
+        "ring_bytes": float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
+        "exchange_bytes": float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
+        "ring_step_seconds": shape.layers * 2 * step_latency,
+        "states": states,
+    }
+
+
+class Rows(NamedTuple):
+    """Groups to price, as arrays that broadcast.
+
+    `tokens` and `squares` are the sums of the documents' rows and of their squares, `degree` the members, `together`
+    the fewest members of a group that share a host (the degree if all do), `busiest` what the busiest member of a ring
+    computes, over the mean, and `typical` the length of the document of a typical row (None: squares / tokens). A row
+    sees `window` rows at most; members of a narrow group fetch only the share `sent` of what a ring sends.
+    """
+
+    tokens: Floats
+    squares: Floats
+    degree: Floats
+    together: Floats
+    busiest: Floats | float = 1.0
+    typical: Floats | None = None
+    window: float = np.inf
+    sent: float = 1.0
+
+
+def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
+    """Return how many members of a group exchange heads for rows; a ring has `degree` over that number of members."""
+    if kind == "a2a":
+        return degree
+    if kind == "a2a+p2p":
+        return np.gcd(degree.astype(np.int64), a2a_size).astype(np.float64)  # so that their sets divide the group
+    return np.ones_like(degree)
+
+
+def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
+    """Return how often every key/value head is sent to members that exchange heads (`HeadSplit` deals them out).
+
+    A member computes its query heads in equally long runs that share a key/value head, and needs one such head for each
+    run. Where members cut through the queries of a head, each of them is sent a copy.
+    """
+    members = np.asarray(members, dtype=np.int64)
+    member_heads = np.maximum(1, heads // members)
+    runs = member_heads // np.gcd(max(1, heads // kv_heads), member_heads)
+    return np.maximum(1.0, np.asarray(members * runs / kv_heads, dtype=np.float64))
+
+
+def price_attention(cost: Cost, rows: Rows) -> tuple[Floats, Floats]:
+    """Return seconds of each slot of groups: of kernels, and of the messages that these do not hide.
+
+    The type is the cost's, which is not "auto". Kernels take attention_seconds · squares / degree of each slot, times
+    `busiest`, on measured links 1 + h / piece times that, h being half_speed_rows. A ring of r members cuts the typical
+    document into pieces of 1 / r of its rows; in a gather such queries meet all keys, a piece of 1 / √r; under a window
+    none is longer than a causal document whose rows see as many keys. A ring adds each step to the output, in
+    `merge_seconds`. A gather orders all rows by document, in `copy_seconds` a row; a narrow group's member its own and
+    the rows that it fetched.
+    """
+    around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)  # members of a ring
+    computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
+    typical = rows.squares / np.maximum(rows.tokens, 1) if rows.typical is None else rows.typical
+    if cost.network:
+        piece = typical / (np.sqrt(rows.degree) if cost.cp_comm_type == "all_gather" else around)
+        computed = computed * (1 + cost.network.half_speed_rows / np.clip(piece, 1, 2 * rows.window))
+    if cost.cp_comm_type == "all_gather":
+        copies = 1 + PACKED_COPIES * (1 - np.minimum(typical / np.maximum(rows.tokens, 1), 1))
+        computed = computed + cost.copy_seconds * copies * rows.tokens * (rows.degree > 1)
+    elif rows.sent < 1:
+        fetched = rows.sent * (around - 1) * rows.tokens
+        computed = computed + cost.copy_seconds * (rows.tokens + fetched) / rows.degree * (around > 1)
+    else:
+        computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
+    shown = _network_seconds if cost.network else _ideal_seconds
+    return computed, shown(cost, rows, around, computed) + _latency_seconds(cost, cost.cp_comm_type, rows.degree)
+
+
+def _latency_seconds(cost: Cost, kind: str, degree: Floats) -> Floats:
+    """Return the seconds of a type's messages without bytes.
+
+    A ring of r members has r − 1 steps, a gather one, and an exchange of heads one more. On ideal links each takes
+    `ring_step_seconds`. On measured links each is several messages of `step_seconds` in every layer: a step's block
+    goes round in both passes, and its gradients in backward; an exchange goes there and back.
+    """
+    exchanging = exchanging_members(kind, cost.a2a_size, degree)
+    swaps = (exchanging > 1).astype(np.float64)
+    steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1
+    if cost.network is None:
+        return cost.ring_step_seconds * (steps + swaps)
+    messages = steps + 2 * swaps if cost.passes == "forward" else 3 * steps + 4 * swaps
+    return cost.network.layers * cost.network.step_seconds * messages
+
+
+def _ideal_seconds(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> Floats:
+    """Return the seconds of bytes that show on ideal links.
+
+    A slot sends its share of `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed) shows,
+    of a gather all of t. Exchanges of heads show as a whole; those inside a host take place beside those between hosts.
+    """
+    degree, kind = rows.degree, cost.cp_comm_type
+    speed = np.where(rows.together >= degree, cost.inside_bytes_per_second, cost.across_bytes_per_second)
+    turn = cost.ring_bytes * rows.tokens * (around - 1) / degree / speed
+    exposed = turn if kind == "all_gather" else np.maximum(turn - computed, 0.0)
+    exchanging = degree / around
+    if "a2a" in kind:
+        # Of a2a+p2p exchanges stay inside a host. Of a2a those between hosts take place beside those inside.
+        together = rows.together if kind == "a2a" else degree
+        near, far = np.minimum(exchanging, together) - 1, np.maximum(exchanging - together, 0)
+        sent = cost.exchange_bytes * rows.tokens / degree / exchanging
+        exposed = exposed + sent * np.maximum(near / cost.inside_bytes_per_second, far / cost.across_bytes_per_second)
+    return exposed
+
+
+def _network_seconds(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> Floats:
+    """Return the seconds of bytes that show on measured links, of all layers.
+
+    `block` is the bytes of a member's keys and values in a layer, `gradients` those of a block's gradients, `queries`
+    those of its queries (outputs are as many), `keys` and `back` those of keys and values that it exchanges with all
+    copies, forward and in backward: gradients of the copies of a head are summed, and travel in the dtype of sums.
+    Members of a narrow ring fetch before the kernels, and send after them. Of large exchanges and gathers, which go in
+    two slices of heads, half shows, and what is longer than the kernels of a slice.
+    """
+    network, kind = cost.network, cost.cp_comm_type
+    assert network is not None
+    inside, across, degree, together = network.inside, network.across, rows.degree, rows.together
+    exchanging, is_inside = degree / around, together >= degree
+    copies = kv_copies(network.heads, network.kv_heads, exchanging)
+    both = cost.passes != "forward"
+    member_rows = rows.tokens / degree / network.layers  # bytes of a cost are of all layers
+    ring_bytes = cost.ring_bytes * rows.sent
+    block = ring_bytes * member_rows * (network.block_share if both else 1.0)
+    gradients = ring_bytes * member_rows * network.gradient_share
+    exchanged = cost.exchange_bytes * member_rows / (2 if both else 1)
+    queries, keys = (1 - network.key_share) / 2 * exchanged, network.key_share * exchanged * copies
+    back = keys * np.where(copies > 1, network.gradient_share / network.block_share, 1.0)
+
+    def step(size: Floats) -> Floats:
+        """Return the seconds of a message to the next member of a ring, for which all wait where it crosses hosts."""
+        return np.where(is_inside, inside.point.seconds(size), across.point.seconds(size))
+
+    def exchange(sent: Floats, members: Floats) -> Floats:
+        """Return the seconds in which a member sends bytes to each of so many, inside its host and across."""
+        near = np.minimum(together, members)
+        return np.maximum(inside.exchange.seconds(sent * (near - 1)), across.exchange.seconds(sent * (members - near)))
+
+    def shown(messages: Sequence[Floats], kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
+        parts = [np.where(sliced, np.maximum(sent / 2, sent - kernels / 2), sent) for sent in messages]
+        return np.sum(np.broadcast_arrays(*parts), axis=0)
+
+    seconds = 0.0 * computed
+    for forward in (True, False) if both else (True,):
+        share = (FORWARD_OF_ATTENTION if forward else 1 - FORWARD_OF_ATTENTION) if both else 1.0
+        kernels = share * computed / network.layers
+        if kind == "all_gather":  # between hosts a gather's bytes come through all slots of a host together
+            received = block * (degree - 1)
+            near, far = inside.gather.seconds(received), across.gather.seconds(received / together)
+            messages = [np.where(is_inside, near, np.maximum(near, far))]
+            messages += [] if forward else [exchange(gradients, degree)]
+            seconds = seconds + shown(messages, kernels, block * degree >= GATHER_SLICE_BYTES)
+            continue
+        sizes = [block * copies] if forward else [block * copies, gradients * copies]
+        if rows.sent < 1:
+            seconds = seconds + sum(step((around - 1) * size) for size in sizes)
+        else:
+            travels = sum((around - 1) * step(size) for size in sizes)
+            seconds = seconds + np.maximum(travels - kernels * (1 - 1 / around), 0.0)
+        if "a2a" in kind:
+            leaves, returns = (queries + keys, queries) if forward else (queries, queries + back)
+            messages = [exchange(size / exchanging, exchanging) for size in (leaves, returns)]
+            seconds = seconds + shown(messages, kernels, queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES)
+    return network.layers * seconds

@@ -1,7 +1,7 @@
 """Changes of a model's cost by the settings of a run, and for layers that run forward twice."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from longspan.plan.cost.cost import Cost
 from longspan.plan.shape.model_shape import ModelShape
@@ -59,14 +59,12 @@ class CostSettings:
 
 
 def with_recomputation(
-    cost: Cost, config: Any, kind: Recomputation, layers: int = 0, *, frozen: bool = False, depths: int = 0
+    cost: Cost, shape: ModelShape, kind: Recomputation, layers: int = 0, *, frozen: bool = False
 ) -> Cost:
     """Return a model's cost if `layers` layers (0: all) run forward again in backward, by what they keep of attention.
 
     Layers of "selective" keep its output and the log-sum-exp, those of "exchanged" also what `a2a` types exchanged, and
     those of "full" nothing; "none" runs no layer again.
-
-    >>> with_recomputation(cost, "Qwen3-8B/config.json", "selective").linear_seconds  # doctest: +SKIP
 
     Forward is a third of what a layer's weights take (2 FLOPs of 6), and of "full" 2 products in attention of 7, one of
     the ring's two passes and a third of its bytes, and one of two exchanges of heads. Under "selective" an exchange has
@@ -77,7 +75,6 @@ def with_recomputation(
     """
     if kind == "none" and not frozen:
         return cost
-    shape, forward = ModelShape.of(config, depths=depths), cost.forward_only()
     share = recomputation_share(shape, kind, layers)
     full, selective = (share if kind == word else 0.0 for word in ("full", "selective"))  # shares of the layers
     keys = shape.key_width / max(1, shape.query_width + shape.key_width)  # of what is exchanged
@@ -95,7 +92,7 @@ def with_recomputation(
         merge_seconds=cost.merge_seconds * (1 + full * 2 / 7),
         copy_seconds=cost.copy_seconds * (1 + full * 2 / 7),
         states=cost.states and cost.states.with_recomputation(share),
-        forward=forward,
+        forward=cost.forward_only(),
     )
 
 

@@ -38,7 +38,7 @@ class Wire:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        """Check that there is a latency of at least 0 and a speed above 0."""
+        """Check both numbers."""
         if not (self.latency >= 0 and self.bytes_per_second > 0):
             raise PlanError(
                 f"a wire of {self.latency!r} s a message and {self.bytes_per_second!r} bytes/s; give a latency of at "
@@ -86,25 +86,25 @@ class Link:
 
     @classmethod
     def from_json(cls, values: Any) -> "Link":
-        """Read a link from a JSON object. Raises PlanError for any other value."""
+        """Read a link from a JSON object. Raises PlanError for any other value.
+
+        Version 0.2 wrote samples of (bytes, seconds), of which the last two give latency and speed.
+        """
+        pairs: dict[str, tuple[float, float]] = {}
         try:
-            pairs = {kind: _read_wire(*values[kind]) for kind in KINDS}
+            for kind in KINDS:
+                first, second = values[kind][-2:]
+                if isinstance(first, list):
+                    (small, begun), (large, ended) = cast(list[float], first), second
+                    speed = (large - small) / (ended - begun)
+                    first, second = max(0.0, begun - small / speed), speed
+                pairs[kind] = float(first), float(second)
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"a link is an object with seconds of a message and bytes a second for each of {', '.join(KINDS)}; "
                 f"got {values!r}"
             ) from error
         return cls(**{kind: Wire(*pair) for kind, pair in pairs.items()})
-
-
-def _read_wire(*values: Any) -> tuple[float, float]:
-    """Return latency and bytes a second; version 0.2 wrote samples of (bytes, seconds), whose last two give both."""
-    if not isinstance(values[0], list):
-        seconds, speed = values
-        return float(seconds), float(speed)
-    (small, first), (large, last) = values[-2:]
-    speed = (large - small) / (last - first)
-    return max(0.0, first - small / speed), speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,24 +138,14 @@ class Network:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, for a JSON document."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in LEVELS}
-        return {level: getattr(self, level).to_json() for level in LEVELS} | values
+        links = {level: getattr(self, level).to_json() for level in LEVELS}
+        return links | {name: value for name, value in vars(self).items() if name not in LEVELS}
 
     @classmethod
     def from_json(cls, values: Any) -> "Network":
         """Read a network from a JSON object. Raises PlanError for any other value."""
         names = {f.name for f in dataclasses.fields(cls)}
-        if not isinstance(values, dict) or set(cast(dict[str, Any], values)) != names:
+        if not isinstance(values, dict) or {*values} != names:
             raise PlanError(f"network of a cost is an object with {', '.join(sorted(names))}; got {values!r}")
         fields = cast(dict[str, Any], values)
-        links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
-        return cls(**fields | links)
-
-
-def fewest_together(degree: Floats, inside: ArrayLike, node_size: int) -> Floats:
-    """Return the slots of each group on the node where it has fewest, if all its nodes but the last are full.
-
-    A group that would fit a node, but is not `inside` one, counts as one slot on each node.
-    """
-    on_last = np.where(degree % node_size, degree % node_size, node_size)
-    return np.where(inside, degree, np.where(degree > node_size, on_last, 1.0))
+        return cls(**fields | {level: Link.from_json(fields[level]) for level in LEVELS})

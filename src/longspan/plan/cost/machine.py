@@ -6,13 +6,15 @@ a file; `Machine.known` holds figures of GPUs that were measured here, or follow
 """
 
 import dataclasses
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
-from longspan.errors import PlanError
-from longspan.plan.check import check_count
-from longspan.plan.cost.cost import Cost
+from longspan.errors import ConfigError, LongspanError, PlanError, plural
+from longspan.files import read_json
+from longspan.plan.check import check_choice, check_count, check_number
+from longspan.plan.cost.cost import Cost, price_shape
 from longspan.plan.cost.cost_changes import (
     CostSettings,
     recomputation_share,
@@ -20,8 +22,8 @@ from longspan.plan.cost.cost_changes import (
     with_recomputation,
 )
 from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, Level, Link, Network
-from longspan.plan.cost.model_flops import price_model
-from longspan.plan.cost.type_price import AttentionCall, TypePrice, describe_group, price_type, ring_share, type_ways
+from longspan.plan.cost.state_cost import StateCost
+from longspan.plan.cost.type_price import AttentionCall, TypePrice, price_types
 from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape
 
@@ -71,8 +73,8 @@ class Machine:
     A device holds `memory_bytes` (0: not known), and copies to its host's memory and back at
     `host_copy_bytes_per_second` each way. `inside` and `across` are the links of hosts of `node_size` slots.
 
-    `assumed`: figures of a data sheet, not of a measurement; `assumed_parts` names the figures that a measured machine
-    took from another. `world` is the number of ranks that were measured, `date` the day.
+    `assumed`: figures of a data sheet; `assumed_parts` are those that a measured machine took from another. `world` is
+    the number of ranks that were measured, `date` the day.
     """
 
     device: str = "H200"
@@ -98,14 +100,11 @@ class Machine:
     date: str = ""
 
     def __post_init__(self) -> None:
-        """Check the counts and the rates: finite and at least 0, speeds above."""
+        """Check the counts and the rates."""
         check_count("node_size of a machine", self.node_size)
         check_count("memory_bytes of a machine", self.memory_bytes, least=0)
         for name, value in self.rates().items():
-            good = isinstance(cast(object, value), (int, float)) and not isinstance(value, bool)
-            if not good or not math.isfinite(value) or value < 0 or (value == 0 and name.endswith("_per_second")):
-                least = "above 0" if name.endswith("_per_second") else "of at least 0"
-                raise PlanError(f"{name} of a machine is {value!r}; give a finite number {least}")
+            check_number(f"{name} of a machine", value, above_zero=name.endswith("_per_second"))
 
     def rates(self) -> dict[str, float]:
         """Return the figures that are floats by name."""
@@ -130,7 +129,7 @@ class Machine:
             return usual
         products, memory, inside, across, gib = scale
         rates = {key: value * products for key, value in usual.rates().items() if key.endswith("flops_per_second")}
-        return dataclasses.replace(
+        return replace(
             usual,
             **rates,
             device=name,
@@ -174,23 +173,15 @@ class Machine:
         is "card", one for each slot, or "sockets", over which kinds of messages differ in speed
         (`links.SOCKET_SPEEDS`); "": sockets below 10 GB/s.
         """
-        if level not in LEVELS:
-            raise PlanError(f"level of a link is {level!r}; use one of {', '.join(LEVELS)}")
-        present: Link = getattr(self, level)
-        latency = present.point.latency if seconds is None else seconds
-        inside = level == "inside"
-        link = Link.of(latency, bytes_per_second) if inside else Link.host_link(latency, bytes_per_second, network)
-        return dataclasses.replace(self, **{level: link})
+        check_choice("level of a link", level, LEVELS)
+        latency = getattr(self, level).point.latency if seconds is None else seconds
+        make = partial(Link.host_link, network=network) if level == "across" else Link.of
+        return replace(self, **{level: make(latency, bytes_per_second)})
 
     @property
     def sharding_bytes_per_second(self) -> float:
-        """Bytes a second that a slot of a host gets from FSDP2, of which `sharding_share` of the time shows."""
+        """Bytes a second that a slot of a host gets from FSDP2; SHARDING_SHARE of the time shows."""
         return self.inside.gather.bytes_per_second
-
-    @property
-    def sharding_share(self) -> float:
-        """The share of FSDP2's messages that shows in a micro-batch."""
-        return SHARDING_SHARE
 
     @property
     def weight_copy_seconds(self) -> float:
@@ -206,44 +197,30 @@ class Machine:
         """
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
-        kind, count = settings.recomputation, settings.recomputed_layers
+        kind, count, frozen = settings.recomputation, settings.recomputed_layers, settings.frozen
         share = recomputation_share(shape, kind, count)
-        both = self._shape_cost(shape, settings.bytes_per_number)
-        forward = self._add_rows(both, shape, settings, passes=3 * FORWARD_PASSES, products=3, saved=6, head=6)
-        forward = dataclasses.replace(forward, micro_batch_seconds=0.0).forward_only()
+        cost = self._shape_cost(shape, settings.bytes_per_number)
+        forward = self._add_rows(cost, shape, settings, passes=3 * FORWARD_PASSES, products=3, saved=6)
         # Such passes are short: what the host takes to launch them counts, in place of a micro-batch's seconds.
+        forward = replace(forward, micro_batch_seconds=0.0).forward_only()
         forward = self._share_weights(forward, shape, settings, 0.0)
-        both = with_recomputation(
-            dataclasses.replace(both, forward=forward),
-            model,
-            kind,
-            count,
-            frozen=settings.frozen,
-            depths=settings.depths,
-        )
+        if settings.forward:
+            return forward.shared_by(settings.tp)
+        cost = with_recomputation(replace(cost, forward=forward), shape, kind, count, frozen=frozen)
         # In float8 are forward's 2 FLOPs of each weight, backward's 2 for gradients of rows, and 2 of recomputation.
         saved = 4 + 2 * share * shape.recomputed_weights / max(1, shape.weights)
-        products = 2 if settings.frozen else 3  # of logits: forward, gradients of rows, and of weights
-        passes, head = 1 + RECOMPUTED_PASSES * share, 2 * products
-        both = self._add_rows(both, shape, settings, passes=passes, products=products, saved=saved, head=head)
-        cost = self._share_weights(both, shape, settings, share).shared_by(settings.tp)
-        return cost.forward_only() if settings.forward else cost
+        products = 2 if frozen else 3  # of logits: forward, gradients of rows, and of weights
+        passes = 1 + RECOMPUTED_PASSES * share
+        cost = self._add_rows(cost, shape, settings, passes=passes, products=products, saved=saved)
+        return self._share_weights(cost, shape, settings, share).shared_by(settings.tp)
 
     def _add_rows(
-        self,
-        cost: Cost,
-        shape: ModelShape,
-        settings: CostSettings,
-        *,
-        passes: float,
-        products: float,
-        saved: float,
-        head: int,
+        self, cost: Cost, shape: ModelShape, settings: CostSettings, *, passes: float, products: int, saved: float
     ) -> Cost:
         """Return a cost with what rows take besides the products of their weights, and without logits of no target.
 
         A layer makes `passes` of the passes over memory of forward and backward. Logits have `products` of 2 FLOPs a
-        weight, of a row that predicts a token `head` FLOPs; float8 saves `saved` FLOPs a weight of the layers.
+        weight; float8 saves `saved` FLOPs a weight of the layers.
         """
         tp = max(settings.tp, settings.weight_ranks)  # runs set only weight_ranks, to their tp
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
@@ -257,10 +234,10 @@ class Machine:
         saves = saved * layer_weights * (1 - 1 / FLOAT8_SPEED) / rate if settings.float8 else 0.0
         expert_share = shape.expert_weights / max(1, layer_weights)
         real = max(0.0, cost.real_row_seconds - saves * expert_share)
-        return dataclasses.replace(
+        return replace(
             cost,
             linear_seconds=cost.linear_seconds + layers + logits - unused - saves,
-            real_row_seconds=real + settings.target_share * head * head_weights / rate + logits,
+            real_row_seconds=real + settings.target_share * 2 * products * head_weights / rate + logits,
         )
 
     def _share_weights(self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float) -> Cost:
@@ -304,7 +281,7 @@ class Machine:
             update += UPDATE_BYTES / memory * weights
             update += weights * 4 * 2 * (copies - 1) / copies / link.gather.bytes_per_second
         host = shape.decoder_layers * (FORWARD_LAUNCHES if forward else 1)
-        return dataclasses.replace(
+        return replace(
             cost,
             linear_seconds=cost.linear_seconds + rows,
             real_row_seconds=cost.real_row_seconds + rows,
@@ -323,14 +300,20 @@ class Machine:
         a ring moves of a number of a key or value: twice itself, and its gradient, in float32 at least.
         """
         tflops, memory = self.product_flops_per_second / 1e12, self.memory_bytes_per_second
-        constants = price_model(
+        states = StateCost.of(
             shape,
-            tflops=tflops,
-            attention_tflops=self.attention_flops_per_second / 1e12,
             scan_tflops=tflops * SCAN_SPEED,
             summary_tflops=tflops * SUMMARY_SPEED,
+            step_latency=self.step_seconds,
+            bytes_per_value=bytes_per_number,
             channel_seconds=CHANNEL_BYTES / memory,
-            ring_step_latency=self.step_seconds,
+        )
+        constants = price_shape(
+            shape,
+            states,
+            tflops=tflops,
+            attention_tflops=self.attention_flops_per_second / 1e12,
+            step_latency=self.step_seconds,
             bytes_per_value=bytes_per_number,
         )
         expert_extra = 1 / self.expert_flops_per_second - 1 / self.product_flops_per_second
@@ -340,12 +323,16 @@ class Machine:
         if shape.layers:  # that attend: a model of state-space layers only needs no network
             turns = 2 * bytes_per_number + max(4, bytes_per_number)
             constants["ring_bytes"] = float(shape.layers * 2 * shape.key_width * turns)
-            network = self._model_network(
+            network = Network(
+                inside=self.inside,
+                across=self.across,
                 layers=shape.layers,
                 heads=shape.heads,
                 kv_heads=shape.kv_heads,
                 key_share=shape.key_width / (shape.query_width + shape.key_width),
                 block_share=bytes_per_number / turns,
+                half_speed_rows=self.half_speed_rows,
+                step_seconds=self.step_seconds,
             )
         return Cost(
             **constants,
@@ -359,16 +346,6 @@ class Machine:
             network=network,
         )
 
-    def _model_network(self, **model: Any) -> Network:
-        """Return this machine's links as a model's attention uses them; `model` are the model's fields of `Network`."""
-        return Network(
-            inside=self.inside,
-            across=self.across,
-            half_speed_rows=self.half_speed_rows,
-            step_seconds=self.step_seconds,
-            **model,
-        )
-
     def attention_seconds(
         self, group: Group, call: AttentionCall, *, node_size: int | None = None
     ) -> dict[str, TypePrice]:
@@ -377,7 +354,7 @@ class Machine:
         Hosts have `node_size` slots (None: the machine's). Of a2a+p2p the group's sizes count, or the fastest pair.
         """
         prices: dict[str, TypePrice] = {}
-        for price in self._type_prices(group, call, node_size or self.node_size):
+        for price in self._type_prices(group, call, node_size):
             kind = price.cp_comm_type
             if kind not in prices or price.seconds < prices[kind].seconds:
                 prices[kind] = price
@@ -389,71 +366,43 @@ class Machine:
         There always is one: p2p takes any heads.
         """
         if group.degree == 1:
-            return TypePrice("p2p", (1, 1), 0.0, 0.0, {"inside": 0.0, "across": 0.0})
-        return min(self._type_prices(group, call, node_size or self.node_size), key=lambda price: price.seconds)
+            return TypePrice("p2p", (1, 1), 0.0, 0.0)
+        return min(self._type_prices(group, call, node_size), key=lambda price: price.seconds)
 
     def explain_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> tuple[str, ...]:
         """Explain why `fastest_type` is chosen: a line of the group, one for each type and levels, and the choice."""
         if group.degree == 1:
             return ("one member holds all rows: nothing is communicated",)
-        node_size = node_size or self.node_size
         prices = sorted(self._type_prices(group, call, node_size), key=lambda price: bool(price.impossible))
-        best = min(prices, key=lambda price: price.seconds)
-        choice = f"{best.name} is chosen: it is the fastest"
-        return (describe_group(group, call, node_size), *map(str, prices), choice)
+        best, size = min(prices, key=lambda price: price.seconds), node_size or self.node_size
+        limits = {"window": call.window, "chunk": call.chunk}
+        head = (
+            f"{group.degree} members on {plural(len({slot // size for slot in group.slots}), 'node')} of {size} slots; "
+            f"{plural(len(group.lengths), 'document')} of {sum(group.lengths)} rows together, {max(group.lengths)} at "
+            f"most; {call.heads} query and {call.kv_heads} key/value heads"
+        ) + "".join(f", {name} {limit}" for name, limit in limits.items() if limit is not None)
+        return (head, *map(str, prices), f"{best.name} is chosen: it is the fastest")
 
-    def _type_prices(self, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
-        """Return the prices of a call under all types, of a2a+p2p for each pair of sizes that the group may have."""
-        nodes, cost = [slot // node_size for slot in group.slots], self._call_cost(call)
-        ways = type_ways(group)
-        return [price_type(cost, way, group, call, nodes, sent=ring_share(call, way, group)) for way in ways]
-
-    def _call_cost(self, call: AttentionCall) -> Cost:
-        """Return the cost of one layer of nothing but this call.
-
-        `pair` are forward's seconds for a query and a key: two products of the half of all pairs that a causal mask
-        shows; backward has 5. `turns` are as in `_shape_cost`. `keys` are the numbers of a row's keys and values,
-        `queries` those of its queries and outputs.
-        """
-        has_both, number, memory = call.passes == "both", call.bytes_per_number, self.memory_bytes_per_second
-        keys, queries = call.kv_heads * call.width, call.heads * call.width
-        turns = 2 * number + max(4, number)
-        pair, share = 2 * queries / self.attention_flops_per_second / 2, 1.0 if has_both else 2 / 7
-        return Cost(
-            linear_seconds=0.0,
-            attention_seconds=pair * (3.5 if has_both else 1.0),
-            ring_bytes=float(keys * (turns if has_both else number)),
-            exchange_bytes=float((2 if has_both else 1) * number * (queries + keys)),
-            merge_seconds=share * MERGE_BYTES * queries / 2 / memory,  # an output: half of both
-            copy_seconds=share * GATHER_BYTES * keys / memory,
-            ring_step_seconds=0.0,
-            micro_batch_seconds=0.0,
-            source="one layer",
-            passes="forward and backward" if has_both else "forward",
-            network=self._model_network(
-                layers=1,
-                heads=call.heads,
-                kv_heads=call.kv_heads,
-                key_share=keys / (queries + keys),
-                block_share=number / turns,
-            ),
-        )
+    def _type_prices(self, group: Group, call: AttentionCall, node_size: int | None) -> list[TypePrice]:
+        """Price a call under all types by the cost of a model of one layer with nothing but this call."""
+        widths = {"query_width": call.heads * call.width // 2, "key_width": call.kv_heads * call.width // 2}
+        shape = ModelShape(layers=1, weights=0, heads=call.heads, kv_heads=call.kv_heads, **widths)
+        cost = self._shape_cost(shape, call.bytes_per_number)
+        cost = cost if call.passes == "both" else cost.forward_only()
+        return price_types(cost, group, call, node_size or self.node_size)
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures by name, for a JSON document; `from_json` gives an equal machine back."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in LEVELS}
-        values["assumed_parts"] = list(self.assumed_parts)
-        return {"machine": VERSION} | values | {level: getattr(self, level).to_json() for level in LEVELS}
+        links = {level: getattr(self, level).to_json() for level in LEVELS}
+        return {"machine": VERSION} | vars(self) | {"assumed_parts": list(self.assumed_parts)} | links
 
     @classmethod
     def from_json(cls, values: Any) -> "Machine":
         """Read a machine from a JSON object. Raises PlanError for another version, and for other figures."""
         names = {f.name for f in dataclasses.fields(cls)}
-        if not isinstance(values, dict) or "machine" not in values:
-            raise PlanError(
-                f"a machine is an object with {', '.join(sorted(names))}; got {str(cast(object, values))[:80]}"
-            )
-        fields = dict(cast(dict[str, Any], values))
+        fields = dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {}
+        if "machine" not in fields:
+            raise PlanError(f"a machine is an object with {', '.join(sorted(names))}; got {str(values)[:80]}")
         if (version := fields.pop("machine")) != VERSION:
             raise PlanError(
                 f"the machine's file has version {version!r}, and this longspan reads {VERSION}; measure again"
@@ -479,3 +428,54 @@ def find_device(device: str) -> Machine | None:
     """
     names = (name for name in KNOWN if "GH200" not in device and all(part in device for part in name.split("-")))
     return next(map(Machine.known, names), None)
+
+
+def read_machine(file: str, key: str) -> Machine:
+    """Read the machine in a JSON file, which becomes its `source`, or of a known name such as "h200".
+
+    >>> read_machine("h200", "--machine") == Machine.known("H200")
+    True
+
+    A file that is there is read even if it has the name of a known machine. `key` is the option or key that names the
+    file, for messages. Raises ConfigError for a folder, and for a file that holds no machine.
+    """
+    if is_known(file) and not Path(file).is_file():
+        return Machine.known(file)
+    try:
+        return replace(Machine.from_json(read_json(Path(file))), source=file)
+    except (OSError, ValueError, TypeError, LongspanError) as error:
+        fault = f"holds no machine: {error.strerror if isinstance(error, OSError) else error}"
+        raise ConfigError(
+            f"{key} {file} {'is a folder' if isinstance(error, IsADirectoryError) else fault}; give the file that "
+            "`longspan bench calibrate --out FILE.json` writes for this machine"
+        ) from error
+
+
+def check_measured_machine(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
+    """Refuse a measured machine of another device or hosts of another size; returns what is assumed ("": nothing).
+
+    >>> check_measured_machine(Machine(), "run.machine", device="cpu", ranks_of_host=2, hosts=1)  # not measured
+    ''
+
+    A file of fewer hosts than a run has is taken if its hosts are as large: links between hosts are assumed then.
+    Raises ConfigError.
+    """
+    if not machine.world:
+        return ""
+    file, again = f"{key} {machine.source}", "measure again with longspan bench calibrate"
+    if machine.device != device:
+        raise ConfigError(f"{file} was measured on {machine.device}, and this run is on {device}; {again}")
+    measured_ranks = min(machine.world, machine.node_size)  # of a host
+    if measured_ranks != ranks_of_host:
+        raise ConfigError(
+            f"{file} was measured with {plural(measured_ranks, 'rank')} on a host, and this run has {ranks_of_host}; "
+            f"{again}"
+        )
+    measured_hosts = -(-machine.world // machine.node_size)
+    if hosts > measured_hosts and "across" in machine.assumed_parts:
+        speed = machine.across.point.bytes_per_second / 1e9
+        return (
+            f"{file} was measured on {plural(measured_hosts, 'host')}, and this run has {hosts}: the links between "
+            f"hosts are assumed, {speed:.3g} GB/s"
+        )
+    return ""

@@ -6,18 +6,17 @@ most. A contiguous group's causal attention, if it is no all-to-all, is uneven t
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
 from longspan.errors import PlanError
+from longspan.layout import Floats
+from longspan.plan.check import check_choice, check_number
 from longspan.plan.micro_batch import PARTITIONS
 from longspan.plan.shape.model_shape import ModelShape
-
-Floats = NDArray[np.float64]
 
 _STATE_SIZE = 4  # bytes of a number of a state
 # What forward takes of both passes: a third of the products; of summaries two thirds, as backward reads what forward
@@ -30,7 +29,6 @@ _FORWARD_SHARES = {
     "halo_bytes": 1 / 2,
     "step_seconds": 1 / 2,
 }
-_DIVIDED_BY_TP = ("scan_seconds", "summary_seconds", "state_bytes", "transition_bytes", "halo_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +40,10 @@ class StateCost:
     (850.0, 400.0)
 
     `scan_seconds` of a row's recurrence, convolution, norms and gates are part of `Cost.linear_seconds`;
-    `summary_seconds` are added for each row of a run that other slots need the state of. `state_bytes` are those of
-    a run's state, `transition_bytes` of what a run does to one, which go to all slots of a group; `halo_bytes` of
-    the rows before a run that its convolution reads, which go only to the run's slot. `step_seconds` is the
-    latency of a layer's exchanges in every layer: of states, and of rows before runs. `partition` is that of the
-    groups. Raises PlanError for a value that is negative or not finite.
+    `summary_seconds` are added for each row of a run that other slots need the state of. `state_bytes` are those of a
+    run's state, `transition_bytes` of what a run does to one, which go to all slots of a group; `halo_bytes` of the
+    rows before a run that its convolution reads, which go only to the run's slot. `step_seconds` is the latency of the
+    exchanges of all layers. Groups have the `partition`. Raises PlanError for a value that is negative or not finite.
     """
 
     scan_seconds: float = 0.0
@@ -59,12 +56,9 @@ class StateCost:
 
     def __post_init__(self) -> None:
         """Check the partition and the constants."""
-        if self.partition not in PARTITIONS:
-            raise PlanError(f"partition of a cost is {self.partition!r}; use one of {', '.join(PARTITIONS)}")
+        check_choice("partition of a cost", self.partition, PARTITIONS)
         for name, value in self.constants().items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value < 0:
-                raise PlanError(f"states.{name} is {value!r}; give a finite number of at least 0")
+            check_number(f"states.{name}", value)
 
     @classmethod
     def of(
@@ -74,14 +68,14 @@ class StateCost:
         scan_tflops: float,
         summary_tflops: float,
         step_latency: float,
-        bytes_per_value: int = 2,
+        bytes_per_value: int,
         channel_seconds: float = 0.0,
     ) -> "StateCost | None":
         """Price a model's state-space layers at these TFLOP/s of scans and of summaries; None for a model without any.
 
-        `channel_seconds` are those of a row and channel of a layer's convolution, with the norms and gates about it.
-        Forward and backward take 3 times a forward scan. In either pass states with transitions (in float32) are one
-        message and rows of the convolution, the halo (in `bytes_per_value`), another; each costs a `step_latency`.
+        `channel_seconds` are those of a row and channel of a convolution, with the norms and gates about it. Forward
+        and backward take 3 times a forward scan. In either pass states with transitions (in float32) are one message
+        and the halo (in `bytes_per_value`) another; each costs a `step_latency`.
         """
         mixer, layers = shape.mixer, shape.mixer_layers
         if mixer is None:
@@ -106,28 +100,24 @@ class StateCost:
 
     def forward_only(self) -> "StateCost":
         """Return the cost of forward passes only: the shares `_FORWARD_SHARES` of both passes."""
-        return self._scale_numbers(_FORWARD_SHARES)
+        return self._scaled(_FORWARD_SHARES)
 
     def shared_by(self, tp: int) -> "StateCost":
         """Return the cost of a rank, where tensor-parallel ranks share the heads."""
-        return self._scale_numbers(dict.fromkeys(_DIVIDED_BY_TP, 1 / tp))
+        return self._scaled({name: 1 / tp for name in _FORWARD_SHARES if name != "step_seconds"})
 
     def with_recomputation(self, share: float) -> "StateCost":
         """Return the cost where a share of the layers runs forward again in backward, its exchanges included."""
-        return self._scale_numbers({name: 1 + share * part for name, part in _FORWARD_SHARES.items()})
+        return self._scaled({name: 1 + share * part for name, part in _FORWARD_SHARES.items()})
 
-    def _scale_numbers(self, factors: dict[str, float]) -> "StateCost":
-        """Return the cost with these constants multiplied, the others as they are."""
-        return dataclasses.replace(
-            self, **{name: value * factors.get(name, 1) for name, value in self.constants().items()}
-        )
+    def _scaled(self, factors: dict[str, float]) -> "StateCost":
+        return dataclasses.replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def seconds(self, rows: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
         """Return the seconds that a group's states take of each slot: summaries, states on the wire, and latency.
 
         `rows` are the group's tokens, the sum of its documents' squared lengths, and the number of documents; `speed`
-        is the bytes/s of a slot. A group of one slot sends no state. Under "contiguous" a slot summarises only the run
-        that goes on in the next slot.
+        is the bytes/s of a slot. A group of one slot sends no state.
         """
         tokens, squares, documents = rows
         summarised = tokens / degree
@@ -136,44 +126,19 @@ class StateCost:
         wire = self.wire_bytes(documents, tokens, degree) / degree / speed
         return np.where(degree > 1, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
 
-    def wire_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
+    def wire_bytes(self, documents: ArrayLike, tokens: ArrayLike, degree: ArrayLike) -> Floats:
         """Return the bytes that all slots of a group receive.
 
         States and transitions of each run go to every other slot of the group. A run that does not begin its document,
         so that a state enters it, also gets the rows before it, from one slot.
         """
-        states, _ = self._count_states(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
+        states, _ = _count_states(self.partition, documents, tokens, degree)
         return self.run_bytes(documents, tokens, degree) * (np.asarray(degree) - 1) + self.halo_bytes * states
 
-    def run_bytes(self, documents: Floats | float, tokens: Floats | float, degree: Floats | float) -> Floats:
+    def run_bytes(self, documents: ArrayLike, tokens: ArrayLike, degree: ArrayLike) -> Floats:
         """Return the bytes of the states and transitions of a group's runs."""
-        states, transitions = self._count_states(np.asarray(documents), np.asarray(tokens), np.asarray(degree))
+        states, transitions = _count_states(self.partition, documents, tokens, degree)
         return self.state_bytes * states + self.transition_bytes * transitions
-
-    def _count_states(self, documents: Floats, tokens: Floats, degree: Floats) -> tuple[Floats, Floats]:
-        """Count the states and the transitions that a group sends.
-
-        Every run of a document but the last sends a state. A run that is not the first either also sends a transition,
-        as the state before it passes through. Under "zigzag" a document has two runs on every slot, of which those of
-        the last slot are neighbours and count as one. Under "contiguous" each of the degree − 1 boundaries between
-        slots cuts one document, whose state goes on; the first run of each document sends no transition.
-        """
-        if self.partition == "contiguous":
-            return degree - 1, np.maximum(degree - 1 - documents, 0)
-        runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))  # of a document, a row each at least
-        states, transitions = documents * (runs - 1), documents * np.maximum(runs - 2, 0)
-        return np.where(degree > 1, states, 0), np.where(degree > 1, transitions, 0)
-
-    def busiest_ratio(self, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
-        """Return the attention of the busiest slot in a ring of `around` members, over the mean of its slots.
-
-        A document that spans c slots end to end gives its last slot 2 - 1 / c times the mean: c here is that of a
-        typical row's document.
-        """
-        if self.partition == "zigzag":
-            return 1.0
-        spanned = np.maximum(around * squares / np.maximum(tokens, 1) ** 2, 1.0)
-        return 2 - 1 / spanned
 
     @classmethod
     def from_json(cls, values: Any) -> "StateCost":
@@ -183,3 +148,31 @@ class StateCost:
         if not all(name in names for name in constants):
             raise PlanError(f"states of a cost is an object with some of {', '.join(names)}; got {values!r}")
         return cls(**constants)
+
+
+def _count_states(partition: str, documents: ArrayLike, tokens: ArrayLike, degree: ArrayLike) -> tuple[Floats, Floats]:
+    """Count the states and the transitions that a group sends.
+
+    Every run of a document but the last sends a state. A run that is not the first either also sends a transition, as
+    the state before it passes through. Under "zigzag" a document has two runs on every slot, of which those of the last
+    slot are neighbours and count as one. Under "contiguous" each of the degree − 1 boundaries between slots cuts one
+    document, whose state goes on; the first run of each document sends no transition.
+    """
+    documents, tokens, degree = np.asarray(documents), np.asarray(tokens), np.asarray(degree)
+    if partition == "contiguous":
+        return degree - 1, np.maximum(degree - 1 - documents, 0)
+    runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))  # of a document, a row each at least
+    states, transitions = documents * (runs - 1), documents * np.maximum(runs - 2, 0)
+    return np.where(degree > 1, states, 0), np.where(degree > 1, transitions, 0)
+
+
+def busiest_ratio(partition: str, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
+    """Return the attention of the busiest slot in a ring of `around` members, over the mean of its slots.
+
+    A document that spans c slots end to end gives its last slot 2 - 1 / c times the mean: c here is that of a
+    typical row's document. In zigzag all slots have as much.
+    """
+    if partition == "zigzag":
+        return 1.0
+    spanned = np.maximum(around * squares / np.maximum(tokens, 1) ** 2, 1.0)
+    return 2 - 1 / spanned

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from math import ceil
 
-from longspan.plan.cost.attention_price import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
+from longspan.plan.cost.cost import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
 from longspan.plan.head_split import HeadSplit
 
 LEAST_OF_GPU = 1 << 30  # a CUDA context takes more: fewer bytes are GiB or MiB, written as bytes

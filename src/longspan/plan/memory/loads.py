@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longspan.plan.cost.attention_price import kv_copies
+from longspan.plan.cost.cost import kv_copies
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.type_price import AttentionCall
 from longspan.plan.head_split import head_split

@@ -11,7 +11,7 @@ from typing import Any
 
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.cost_changes import CostSettings, Recomputation
-from longspan.plan.cost.machine import Machine
+from longspan.plan.cost.machine import SHARDING_SHARE, Machine
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.settings import Measure
@@ -207,4 +207,4 @@ class MemoryPrices:
         numbers_of_layers = sum(numbers.whole for numbers in place.numbers.layers)
         received_bytes = numbers_of_layers * place.settings.compute_bytes * (place.shards - 1) / place.shards
         wire_seconds = received_bytes / machine.sharding_bytes_per_second
-        return machine.weight_copy_seconds * numbers_of_layers + machine.sharding_share * wire_seconds
+        return machine.weight_copy_seconds * numbers_of_layers + SHARDING_SHARE * wire_seconds

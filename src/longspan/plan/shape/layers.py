@@ -36,19 +36,20 @@ def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
-    windowed = bool(sliding_window(read)) and not types
     separate = any(kind in ("mlp", "moe") for kind in types)  # attention, mixers and MLPs each are layers of their own
-    usual = "sliding_attention" if windowed else ATTENTION[0]
-    return tuple(
-        _layer_kind(read, layer, types[layer] if layer < len(types) else usual, separate) for layer in range(count)
-    )
+    usual = "sliding_attention" if sliding_window(read) and not types else ATTENTION[0]
+    types += [usual] * (count - len(types))
+    return tuple(_layer_kind(read, layer, kind, separate) for layer, kind in enumerate(types[:count]))
 
 
 def layer_types(read: ConfigReader) -> list[str]:
     """Return the type of each layer by today's names; empty if the configuration tells no types: all layers attend."""
-    if (types := _read_types(read)) is None:
-        types = _infer_types(read, read.count("num_hidden_layers"))
-    return [_OLDER_NAMES.get(kind, kind) for kind in types]
+    for name in ("layer_types", "layers_block_type"):
+        if isinstance(types := read.value(name), (list, tuple)):
+            return [_OLDER_NAMES.get(str(kind), str(kind)) for kind in cast(Sequence[Any], types)]
+    if isinstance(pattern := read.value("hybrid_override_pattern"), str):
+        return [_LETTERS.get(letter, letter) for letter in pattern]
+    return _infer_types(read, read.count("num_hidden_layers"))
 
 
 def depth_types(config: Any, types: Sequence[str]) -> list[str]:
@@ -61,25 +62,17 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
     >>> depth_types({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
     ['full_attention', 'mlp']
     """
-    return _read_depth_types(ConfigReader.of(config), types)
-
-
-def _read_depth_types(read: ConfigReader, types: Sequence[str]) -> list[str]:
-    """Read the types of a depth's layers as the configuration names them, or by letters as Nemotron-H does.
-
-    `types` are those of the model's own layers. If these have no "moe", a depth's "moe" becomes "mlp", and likewise
-    "mlp" becomes "moe".
-    """
-    type_names: Sequence[str] = read.value("mtp_layers_block_type") or [
+    read = config if isinstance(config, ConfigReader) else ConfigReader.of(config)
+    names: Sequence[str] = read.value("mtp_layers_block_type") or [  # or by letters, as Nemotron-H has it
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
     ]
-    kinds = [_OLDER_NAMES.get(kind, kind) for kind in type_names]
+    kinds = [_OLDER_NAMES.get(kind, kind) for kind in names]
     return [kind if kind in types else _INSTEAD.get(kind, kind) for kind in kinds]
 
 
 def depth_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
     """Return the layers of a depth of multi-token prediction: those that the configuration names, else the last one."""
-    types = _read_depth_types(read, layer_types(read))
+    types = depth_types(read, layer_types(read))
     return tuple(_layer_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
 
 
@@ -89,32 +82,19 @@ def sliding_window(read: ConfigReader) -> int:
 
 
 def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> LayerKind:
-    """Return what one layer of type `kind` consists of: its attention, whether it has a mixer, and its MLP or experts.
-
-    `separate`: attention, mixers and MLPs are layers of their own.
-    """
     is_hybrid = kind == "hybrid"  # attention and a mixer side by side
     attention = ATTENTION[0] if is_hybrid else kind if kind in ATTENTION else ""
-    mixes = is_hybrid or kind in MIXING
     if separate:
-        return LayerKind(attention, mixes, {"mlp": "dense", "moe": "experts"}.get(kind, ""))
-    if _is_mamba2(read) or has_shared_blocks(read):  # no MLP of its own: Zamba 2's counts with the shared block
-        return LayerKind(attention, mixes, "")
-    return LayerKind(attention, mixes, "experts" if _visits_experts(read, layer) else "dense")
-
-
-def _read_types(read: ConfigReader) -> list[str] | None:
-    """Read the types of the layers that a configuration names or writes in letters; None if it does neither."""
-    for name in ("layer_types", "layers_block_type"):
-        if isinstance(types := read.value(name), (list, tuple)):
-            return [str(kind) for kind in cast(Sequence[Any], types)]
-    if isinstance(pattern := read.value("hybrid_override_pattern"), str):
-        return [_LETTERS.get(letter, letter) for letter in pattern]
-    return None
+        feeds = {"mlp": "dense", "moe": "experts"}.get(kind, "")
+    elif _is_mamba2(read) or has_shared_blocks(read):  # no MLP of its own: Zamba 2's counts with the shared block
+        feeds = ""
+    else:
+        feeds = "experts" if _visits_experts(read, layer) else "dense"
+    return LayerKind(attention, is_hybrid or kind in MIXING, feeds)
 
 
 def _infer_types(read: ConfigReader, layers: int) -> list[str]:
-    """Infer the types of a configuration that names none from its other attributes.
+    """Infer the types of a configuration that names none.
 
     Some configurations list the layers that attend, some name the interval at which a layer attends, and some have keys
     of models whose layers are all mixers or all hybrids. Empty if no attribute is one of mixers: all layers attend.
@@ -131,9 +111,7 @@ def _infer_types(read: ConfigReader, layers: int) -> list[str]:
     if read.count("linear_num_value_heads"):
         interval = read.count("full_attention_interval") or _INTERVAL
         return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
-    if read.count("mamba_n_heads") or _is_mamba2(read):
-        return ["linear_attention"] * layers
-    return []
+    return ["linear_attention"] * layers if read.count("mamba_n_heads") or _is_mamba2(read) else []
 
 
 def _is_mamba2(read: ConfigReader) -> bool:
@@ -153,7 +131,7 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
     the list of dense layers, at the interval of sparse ones, and not among the first, dense ones. No layer has experts
     if a token visits none, or if the count of experts is 0.
     """
-    if not read.count("num_experts_per_tok", "num_experts_per_token") or read.value("num_local_experts") == 0:
+    if not _visited_experts(read) or read.value("num_local_experts") == 0:
         return False
     if isinstance(moe_layers := read.value("moe_layers"), list):
         return layer in cast(list[int], moe_layers)
@@ -163,6 +141,10 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
     interval = read.count("decoder_sparse_step") or 1
     first_sparse = read.count("first_k_dense_replace", "num_dense_layers")
     return layer not in dense and (layer + 1) % interval == 0 and layer >= first_sparse
+
+
+def _visited_experts(read: ConfigReader) -> int:
+    return read.count("num_experts_per_tok", "num_experts_per_token")
 
 
 _GATED_QUERIES = ("qwen3_next", "qwen3_5")  # families whose query projection has a gate for each query
@@ -201,8 +183,8 @@ def attention_widths(read: ConfigReader) -> Widths:
     """
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     if has_latent_attention(read):
-        keys, values = _latent_sizes(read)
-        return Widths(heads * (keys + values) // 2, heads * (keys + values) // 2)
+        width = heads * sum(_latent_sizes(read)) // 2
+        return Widths(width, width)
     head = read.count("head_dim", "attention_head_dim") or (1 + has_shared_blocks(read)) * hidden // heads
     return Widths(heads * head, (read.count("num_key_value_heads") or heads) * head)
 
@@ -225,19 +207,19 @@ def attention_weights(read: ConfigReader) -> Weights:
         return _latent_weights(read, hidden)
     query, key = attention_widths(read)
     if has_shared_blocks(read):
-        return _shared_block_weights(read, hidden, Widths(query, key))
+        return _shared_block_weights(read, hidden, query, key)
     gate = query if read.family.startswith(_GATED_QUERIES) else 0
     return Weights(hidden * (2 * query + gate + 2 * key), query * hidden)
 
 
-def _shared_block_weights(read: ConfigReader, hidden: int, widths: Widths) -> Weights:
+def _shared_block_weights(read: ConfigReader, hidden: int, query: int, key: int) -> Weights:
     """Count the weights of Zamba 2's shared block in one layer.
 
     The block attends to [hidden | embedding], rows of twice the hidden size, and has an MLP with a gate. Each layer
     adds a projection of the block's output and its own adapters of low rank: of the MLP's first product and, if
     configured, of queries, keys and values, each with 2 · hidden numbers in and as many out.
     """
-    attention = 2 * hidden * (widths.query + 2 * widths.key) + widths.query * hidden
+    attention = 2 * hidden * (query + 2 * key) + query * hidden
     width, rank = read.count("intermediate_size") or 4 * hidden, read.count("adapter_rank")
     adapters = rank * (hidden + 2 * width) + 12 * rank * hidden * bool(read.value("use_shared_attention_adapter"))
     return Weights(attention + 3 * hidden * width + adapters + hidden * hidden, hidden * hidden)
@@ -248,7 +230,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
 
     Of experts those count that a token visits, with a shared expert; the weights of the others are returned as
     `unvisited`. A gate of the shared expert counts as one more column of the router. Experts that read a narrower row
-    have a projection to it and back.
+    (Nemotron-H) have a projection to it and back.
     """
     hidden = read.count("hidden_size")
     products = 2 if read.value("mlp_hidden_act") is not None or read.family in _WITHOUT_GATE else 3
@@ -257,11 +239,17 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
         return Weights(products * hidden * width, hidden * width)
     if not kind:
         return Weights(0, 0)
-    visited = read.count("num_experts_per_tok", "num_experts_per_token")
+    visited = _visited_experts(read)
     width = read.count("moe_intermediate_size") or read.count("intermediate_size")  # of an expert
     gated = read.family.startswith(_GATED_SHARED_EXPERT) and bool(read.count("shared_expert_intermediate_size"))
-    narrow_width = read.count("moe_latent_size")  # experts of Nemotron-H may read a narrower row
-    weights = products * ((narrow_width or hidden) * visited * width + hidden * _shared_width(read, width))
+    narrow_width = read.count("moe_latent_size")
+    shared = read.count(
+        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"
+    )
+    if not shared:  # by a number of experts that every token visits: Llama 4 always has one
+        one = bool(read.count("intermediate_size_mlp"))
+        shared = width * (one or read.count("n_shared_experts", "num_shared_experts"))
+    weights = products * ((narrow_width or hidden) * visited * width + hidden * shared)
     experts, expert_weights = read.experts()[1], products * (narrow_width or hidden) * width
     all_weights = weights + 2 * hidden * narrow_width + hidden * (experts + gated)
     # No last product: the router's weights multiply what experts return, so that backward needs it.
@@ -270,31 +258,18 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
 
 def count_routed_numbers(read: ConfigReader) -> int:
     """Count the numbers that a layer sends to experts for a row: the row as wide as experts read it, once for each."""
-    visited = read.count("num_experts_per_tok", "num_experts_per_token")
-    return visited * (read.count("moe_latent_size") or read.count("hidden_size"))
-
-
-def _shared_width(read: ConfigReader, expert_width: int) -> int:
-    """Return the width of the experts that every token visits, all together."""
-    names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
-    if width := read.count(*names):
-        return width
-    if read.count("intermediate_size_mlp"):  # Llama 4, which always has one shared expert
-        return expert_width
-    return read.count("n_shared_experts", "num_shared_experts") * expert_width
+    return _visited_experts(read) * (read.count("moe_latent_size") or read.count("hidden_size"))
 
 
 def _dense_mlp_width(read: ConfigReader) -> int:
-    """Return the width of an MLP without experts."""
-    if read.count("conv_L_cache") and not read.count("num_experts_per_tok"):  # LFM2; with experts it states the width
-        return _lfm2_width(read)
-    if shared := read.count("shared_intermediate_size"):  # of Granite without experts
-        return shared
-    return read.count("intermediate_size_mlp") or read.count("intermediate_size")  # the first is Llama 4's
+    """Return the width of an MLP without experts.
 
-
-def _lfm2_width(read: ConfigReader) -> int:
-    """Return the width of LFM2's MLP: two thirds of the configured one, times a factor, in whole multiples."""
+    LFM2's is two thirds of the configured one, times a factor, in whole multiples; with experts it states the width.
+    """
+    if not read.count("conv_L_cache") or read.count("num_experts_per_tok"):
+        # of Granite without experts, of Llama 4, of others
+        names = ("shared_intermediate_size", "intermediate_size_mlp", "intermediate_size")
+        return next((width for name in names if (width := read.count(name))), 0)
     width = read.count("block_ff_dim", "intermediate_size")
     if read.value("block_auto_adjust_ff_dim") is False:
         return width

@@ -96,10 +96,6 @@ class ModelShape:
         Each of the `depths` of multi-token prediction (`add_mtp`) adds the layers that the configuration names for a
         depth, or else one like the last, a projection from 2 · hidden to hidden, and the output projection once more.
         Raises PlanError naming the attributes that are missing, are no counts, or show layers that are not priced.
-
-        `weights` are those that multiply rows, in the layers and `outside` of them. `stored_weights` are all that
-        memory holds, also the experts that a row does not visit, and the embedding unless the output projection is tied
-        to it.
         """
         read = ConfigReader.of(config)
         mixer = _read_mixer(read)
@@ -140,23 +136,18 @@ class ModelShape:
 
 def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> Weights:
     """Count the weights of a whole layer; the last product is that of its MLP, or else mixer, or else attention."""
-    parts: list[Weights] = []
-    if kind.attention:
-        parts.append(attention_weights(read))
-    if kind.mixes and mixer:
-        parts.append(Weights(mixer.weights, mixer.last))
-    if kind.feeds:
-        parts.append(feed_forward_weights(read, kind.feeds))
-    experts, unvisited = sum(weights.of_experts for weights in parts), sum(weights.unvisited for weights in parts)
-    return Weights(sum(weights.all for weights in parts), parts[-1].last, experts, unvisited)
+    parts = [attention_weights(read)] if kind.attention else []
+    parts += [Weights(mixer.weights, mixer.last)] if kind.mixes and mixer else []
+    parts += [feed_forward_weights(read, kind.feeds)] if kind.feeds else []
+    every, _, of_experts, unvisited = (sum(numbers) for numbers in zip(*parts, strict=True))
+    return Weights(every, parts[-1].last, of_experts, unvisited)
 
 
 def _read_mixer(read: ConfigReader) -> MixerShape | None:
     """Read the state-space layer of a configuration, None without one, and check that all its layers can be priced.
 
-    Raises PlanError for layers that are not priced, and for missing counts. Counts of attention and of MLPs are needed
-    if some layer has such a part, or if the configuration names no layers. Latent attention is priced only in a
-    model with a mixer, as Kimi's are, and with the size of a value head.
+    Counts of attention and of MLPs are needed if some layer has such a part, or if the configuration names no layers.
+    Latent attention is priced only in a model with a mixer, as Kimi's are, and with the size of a value head.
     """
     mixer, types, kinds = read_mixer_shape(read), layer_types(read), layer_kinds(read)
     unpriced: list[str] = []

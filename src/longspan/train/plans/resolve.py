@@ -21,7 +21,7 @@ from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
-from longspan.plan.cost.model_cost import check_measured_machine
+from longspan.plan.cost.machine import check_measured_machine
 from longspan.plan.ways import PartitionChoice, which_partition
 from longspan.train.plans import PlanChoice
 from longspan.train.plans.run_cost import KEY, read_run_machine
