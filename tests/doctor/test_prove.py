@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -17,14 +17,14 @@ from longspan.doctor.proof import CaseRun, Outcome, Ranks, Task, prove, run_proo
 from longspan.doctor.stock import (
     EXACT,
     Expected,
-    Stock,
     compute_stock_answer,
     draw_documents,
+    expect_answers,
     gradient_errors,
     item_documents,
     make_image_documents,
     no_video_reason,
-    precision_mode,
+    whole_float64,
 )
 from longspan.doctor.which_model import find_configuration
 from longspan.layout import Layout
@@ -57,8 +57,8 @@ def test_half_precision_of_a_mixture_allows_rounding_alone(family: str) -> None:
 
 
 def _bounds(config: PreTrainedConfig) -> list[Expected]:
-    stock = Stock(config, draw_documents(config, LENGTHS))
-    expected = stock.compute_answers([Case(dtype="float64"), Case(dtype="float32")]).values()
+    cases = [Case(dtype="float64"), Case(dtype="float32")]
+    expected = expect_answers(config, cases, draw_documents(config, LENGTHS)).values()
     assert all(isinstance(answer, Expected) for answer in expected), expected
     return cast(list[Expected], [*expected])
 
@@ -71,7 +71,7 @@ def test_an_ill_conditioned_model_is_allowed_what_rounding_does_and_no_more(fami
     documents = draw_documents(config, LENGTHS)
     changed = [*documents[:-1], np.roll(documents[-1], 1)]
     for dtype, expected in zip((torch.float64, torch.float32), _bounds(config), strict=True):
-        with precision_mode(dtype, whole=True):
+        with whole_float64() if dtype == torch.float64 else nullcontext():
             rounded = compute_stock_answer(config, documents, dtype, attention="sdpa")
             wrong = compute_stock_answer(config, changed, dtype)
         errors = [max(gradient_errors(answer.gradients, expected.answer).values()) for answer in (rounded, wrong)]
@@ -152,7 +152,7 @@ def _of_mutants(rank: int, tasks: dict[str, Task]) -> dict[str, tuple[Outcome, O
 
 def _task(config: PreTrainedConfig) -> Task:
     documents = draw_documents(config, LENGTHS)
-    expected = Stock(config, documents).compute_answers([CASE])
+    expected = expect_answers(config, [CASE], documents)
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     return Task(config, Layout(ranks=2), ((0, CASE),), answers, documents, "gloo", 60.0)
 

@@ -134,8 +134,8 @@ def test_other_words_and_numbers_of_words_are_refused() -> None:
             prepare(tiny("qwen3"), world, measures=("none", "full", "full"))
         with pytest.raises(ModelError, match="has 2 decoder layers and 2 depths of multi-token prediction"):
             prepare(with_depths("qwen3", 2), world, measures=("none", "full"))
-        with pytest.raises(ModelError, match="measures say what each layer keeps, and recompute_layers is 1; use one"):
-            prepare(tiny("qwen3"), world, measures="full", recompute_layers=1)
+        with pytest.raises(ModelError, match="what each layer keeps, and offload_activations is True; use one"):
+            prepare(tiny("qwen3"), world, measures="full", offload_activations=True)
         with pytest.raises(
             ModelError, match=r"activations on the host take .* bytes .* for 1 rank of host .* are free"
         ):

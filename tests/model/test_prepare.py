@@ -282,12 +282,11 @@ def test_a_failed_save_is_told_on_every_rank(tmp_path: Path) -> None:
 
 def test_options_are_one_value_and_keywords_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "prepare_language_model", lambda model, world, options: options)
-    monkeypatch.setattr(prepared, "try_rows_at_first_call", lambda model: None)
     model: Any = object()
-    options: Any = prepare(model, model, options=PrepareOptions(probe=False, recompute_layers=2), recompute_layers=1)
-    assert options == PrepareOptions(probe=False, recompute_layers=1)
-    with pytest.raises(TypeError, match="recompute_layer"):
-        prepare(model, model, recompute_layer=1)
+    options: Any = prepare(model, model, options=PrepareOptions(probe=False, virtual_stages=2), virtual_stages=1)
+    assert options == PrepareOptions(probe=False, virtual_stages=1)
+    with pytest.raises(TypeError, match="virtual_stage"):
+        prepare(model, model, virtual_stage=1)
 
 
 def test_names_are_the_same_from_both_packages() -> None:

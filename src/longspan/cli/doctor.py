@@ -234,7 +234,7 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
 
 
 def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
-    """Yield checks that name the ranks of each level of hierarchical groups, and what `auto` chose.
+    """Yield checks that name the ranks of each level of hierarchical groups.
 
     Every case was compared in two dtypes, in which groups are the same: one row of a degree, type and sizes is enough.
     """
@@ -242,8 +242,6 @@ def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
     for row in rows.values():
         for levels in row.get("levels", ()):
             yield Check("group", f"cp {row['cp']}, a2a+p2p {tuple(row['sizes'])}", f"ranks of {levels}", None)
-        if row.get("why"):
-            yield Check("group", f"cp {row['cp']}, auto", row["why"][-1], None)
 
 
 def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:

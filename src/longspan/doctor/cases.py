@@ -78,22 +78,18 @@ class Case:
         """Which answer of the stock model the case is compared with: dtype, with losses of routers, with images."""
         return self.dtype, self.router_losses, self.encoder > 0
 
-    @property
-    def unit(self) -> int:
-        """What the ranks of its home are a multiple of."""
-        return self.tp * self.pp * self.ep
-
     def home(self, ranks: int) -> Layout:
         """Return the home of this case over the largest number of these ranks that tp x pp x ep divides.
 
         Raises LayoutError where they are too few.
         """
-        if ranks < self.unit:
+        unit = self.tp * self.pp * self.ep
+        if ranks < unit:
             raise LayoutError(
-                f"tp {self.tp} x pp {self.pp} x ep {self.ep} need {self.unit} ranks, and there are {ranks}; "
-                f"use --world {self.unit}"
+                f"tp {self.tp} x pp {self.pp} x ep {self.ep} need {unit} ranks, and there are {ranks}; "
+                f"use --world {unit}"
             )
-        return Layout(ranks // self.unit * self.unit, tp=self.tp, pp=self.pp, ep=self.ep)
+        return Layout(ranks // unit * unit, tp=self.tp, pp=self.pp, ep=self.ep)
 
 
 def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
@@ -132,7 +128,8 @@ def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("floa
             Case(ep=2, cp=2, plan="several", router_losses=True),
         ]
         # Under a2a the smaller last group would have to deal out the heads to another number of slots.
-        cases = [case for case in cases if ranks % (case.cp if "a2a" in case.cp_comm_type else case.unit) == 0]
+        units = {case: case.cp if "a2a" in case.cp_comm_type else case.tp * case.pp * case.ep for case in cases}
+        cases = [case for case, unit in units.items() if ranks % unit == 0]
     return tuple(replace(case, dtype=dtype) for dtype in dtypes for case in cases)
 
 
@@ -151,8 +148,7 @@ def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ..
 def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
     """List the cases of `list_cases` with images among the text, without those of routers' losses.
 
-    The whole set on an even number of ranks also has an encoder with tp 2: by itself, and with cp, tp and pp of the
-    model.
+    The whole set on an even number of ranks also has an encoder with tp 2.
     """
     cases = [replace(case, encoder=1) for case in list_cases(name, ranks, dtypes) if not case.router_losses]
     if name == "whole" and ranks % 2 == 0:
@@ -172,83 +168,54 @@ def list_type_cases(cp: int) -> list[Case]:
     return [flat["p2p"], flat["all_gather"], flat["a2a"], *hierarchical, flat["auto"]]
 
 
-@dataclass(frozen=True)
-class PackedDocuments:
-    """What plans need of documents: their lengths, and how many tokens they predict."""
-
-    lengths: tuple[int, ...]
-    targets: int
-
-
-TEXTS = PackedDocuments(LENGTHS, sum(LENGTHS) - len(LENGTHS))
-
-
 def plan_case(
-    case: Case, home: Layout, *, documents: PackedDocuments = TEXTS, heads: int | None = None, node_size: int = 8
+    case: Case,
+    home: Layout,
+    *,
+    lengths: tuple[int, ...] = LENGTHS,
+    targets: int = sum(LENGTHS) - len(LENGTHS),
+    heads: int | None = None,
+    node_size: int = 8,
 ) -> Plan:
-    """Plan a case. Raises LayoutError where the home has fewer slots than the case's degree.
+    """Plan a case for documents of these lengths, which predict so many tokens.
 
-    Raises PlanError where the type cannot deal out this number of query `heads`; None: that is not checked.
+    Raises LayoutError where the home has fewer slots than the case's degree, and PlanError where the type cannot deal
+    out this number of query `heads`; None: that is not checked.
     """
     if case.cp > home.slots:
         raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")
+    row_multiple = case.tp if case.sequence_parallel else 1  # sequence parallelism splits a slot's rows over tp ranks
+    slots, documents = tuple(range(home.slots)), range(len(lengths))
     if case.plan == "several":
-        return _plan_several(case, home, documents)
-    lengths, targets = documents.lengths, documents.targets
-    options = PlanOptions(
-        cp_comm_type=case.cp_comm_type,
-        hierarchical_context_parallel_sizes=case.sizes,
-        partition=case.partition,
-        node_size=node_size,
-        row_multiple=_row_multiple(case),
-        heads=heads,
-    )
-    if case.plan == "dynamic":
+        # In the first only slot 0 has documents. In the second the first `cp` slots share two documents, and slot 0
+        # and the last slot have one more each. In the third all slots share the rest. The fourth is a dummy: all idle.
+        batches = [
+            [(slots[:1], documents[:2])],
+            [(slots[: case.cp], documents[2:4]), (slots[:1], documents[4:5]), (slots[-1:], documents[5:6])],
+            [(slots, documents[6:])],
+            [],
+        ]
+    elif case.plan == "one" and home.slots % case.cp:  # the last group has the slots that remain
+        blocks = [slots[first : first + case.cp] for first in range(0, home.slots, case.cp)]
+        batches = [[(block, documents[i :: len(blocks)]) for i, block in enumerate(blocks)]]
+    else:
+        options = PlanOptions(
+            cp_comm_type=case.cp_comm_type,
+            hierarchical_context_parallel_sizes=case.sizes,
+            partition=case.partition,
+            node_size=node_size,
+            row_multiple=row_multiple,
+            heads=heads,
+        )
+        if case.plan == "one":
+            return plan_fixed(lengths, home, case.cp, options=options, targets=targets)
         # So small that the longest document needs most slots: its even share, and 8 tokens more for short documents.
         cap = -(-max(lengths) // home.slots) + 8
         return plan_dynamic(lengths, home, options=options, targets=targets, max_tokens_per_slot=cap)
-    if home.slots % case.cp:
-        return _plan_uneven_groups(case, home, documents)
-    return plan_fixed(lengths, home, case.cp, options=options, targets=targets)
 
+    def make_group(slots: tuple[int, ...], documents: Sequence[int]) -> Group:
+        of_group = tuple(lengths[d] for d in documents)
+        return Group(slots, tuple(documents), of_group, case.cp_comm_type, partition=case.partition)
 
-def _plan_uneven_groups(case: Case, home: Layout, packed: PackedDocuments) -> Plan:
-    """Plan one micro-batch of a degree that does not divide the slots: the last group has those that remain.
-
-    Documents go to the groups in turn.
-    """
-    blocks = [tuple(range(first, min(first + case.cp, home.slots))) for first in range(0, home.slots, case.cp)]
-    documents = range(len(packed.lengths))
-    groups = [_make_group(case, slots, documents[i :: len(blocks)], packed) for i, slots in enumerate(blocks)]
-    return _make_plan(case, home, packed, MicroBatch(tuple(groups)))
-
-
-def _plan_several(case: Case, home: Layout, packed: PackedDocuments) -> Plan:
-    """Plan micro-batches in which slots idle, have documents of their own, and share documents.
-
-    In the first only slot 0 has documents. In the second the first `cp` slots share two documents, and slot 0 and the
-    last slot have one more each, which they do not share. In the third all slots share the remaining documents. The
-    fourth is empty: a dummy, in which every slot idles.
-    """
-    slots, documents = tuple(range(home.slots)), range(len(packed.lengths))
-    batches = (
-        [(slots[:1], documents[:2])],
-        [(slots[: case.cp], documents[2:4]), (slots[:1], documents[4:5]), (slots[-1:], documents[5:6])],
-        [(slots, documents[6:])],
-        [],
-    )
-    made = (MicroBatch(tuple(_make_group(case, *group, packed) for group in groups)) for groups in batches)
-    return _make_plan(case, home, packed, *made)
-
-
-def _make_group(case: Case, slots: tuple[int, ...], documents: Sequence[int], packed: PackedDocuments) -> Group:
-    lengths = tuple(packed.lengths[d] for d in documents)
-    return Group(slots, tuple(documents), lengths, case.cp_comm_type, partition=case.partition)
-
-
-def _make_plan(case: Case, home: Layout, packed: PackedDocuments, *batches: MicroBatch) -> Plan:
-    return Plan(home.slots, packed.lengths, batches, targets=packed.targets, row_multiple=_row_multiple(case)).check()
-
-
-def _row_multiple(case: Case) -> int:
-    return case.tp if case.sequence_parallel else 1  # sequence parallelism splits a slot's rows over tp ranks
+    made = tuple(MicroBatch(tuple(make_group(*group) for group in groups)) for groups in batches)
+    return Plan(home.slots, lengths, made, targets=targets, row_multiple=row_multiple).check()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from longspan.attention import KERNELS, AttendCall, Mask, choose_kernel
 from longspan.attention.kernels.table import Kernel
@@ -32,25 +32,11 @@ class KernelLine:
 
 
 def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[KernelLine, ...]:
-    """Describe each kind of attention of a model at its true sizes, and its kernels.
+    """Describe each kind of attention of a model at its true sizes, and its kernels, those of GPUs best first.
 
     The model is made on the meta device, without memory for weights. Raises what the model's own code
     raises if it cannot be made or run there, ModelError if it is refused.
     """
-    calls = record_model(_make_meta_model(config)).calls
-    kinds: dict[tuple[int, int, int | None, float | None], list[RecordedCall]] = {}
-    for call in calls:
-        kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
-    lines: list[KernelLine] = []
-    for (size, value_size, window, softcap), calls_of_kind in kinds.items():
-        # One head of each: the choice of a kernel depends neither on how many there are, nor on chunks of keys.
-        call = AttendCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
-        kind_text, layers = _call_text(calls_of_kind[0]), len(calls_of_kind)
-        lines.append(KernelLine(kind_text, layers, _local_kernel_text(call), _gpu_kernels_text(call)))
-    return tuple(lines)
-
-
-def _make_meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         automatic = AutoModelForImageTextToText if reads_images_alone(config) else AutoModelForCausalLM
         model = automatic.from_config(
@@ -59,34 +45,29 @@ def _make_meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     model.set_attn_implementation(IMPLEMENTATION)
     number_layers(model)
     use_experts(model)
-    return model
-
-
-def _call_text(call: RecordedCall) -> str:
-    sizes = f"heads of {call.head_size}"
-    values = "" if call.value_size == call.head_size else f" with values of {call.value_size}"
-    asks = {"a window": call.window is not None, "a soft cap": call.softcap is not None, "sinks": call.sinks}
-    return ", ".join([sizes + values, *(feature for feature, is_asked in asks.items() if is_asked)])
-
-
-def _local_kernel_text(call: AttendCall) -> str:
-    device_and_dtype = f"({call.device.type}, {str(call.dtype).removeprefix('torch.')})"
-    try:
-        return f"{choose_kernel(call).name} {device_and_dtype}"
-    except AttentionError as error:
-        return f"none {device_and_dtype}: {error}"
-
-
-def _gpu_kernels_text(call: AttendCall) -> str:
-    """Name the kernels that can run a call on GPUs, best first: the first that is installed runs it.
-
-    Empty on a GPU, where `_local_kernel_text` says which kernel runs.
-    """
-    if call.device.type == "cuda":
-        return ""
-    kernels = list_gpu_kernels(call)
-    words = [kernel.name + (f" (needs {kernel.needs})" if kernel.needs != "nothing" else "") for kernel in kernels]
-    return ", else ".join(words) or "none"
+    kinds: dict[tuple[int, int, int | None, float | None], list[RecordedCall]] = {}
+    for call in record_model(model).calls:
+        kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
+    lines: list[KernelLine] = []
+    for (size, value_size, window, softcap), calls_of_kind in kinds.items():
+        # One head of each: the choice of a kernel depends neither on how many there are, nor on chunks of keys.
+        call = AttendCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
+        features = {
+            f"heads of {size}" + ("" if value_size == size else f" with values of {value_size}"): True,
+            "a window": window is not None,
+            "a soft cap": softcap is not None,
+            "sinks": calls_of_kind[0].sinks,
+        }
+        here = f"({device.type}, {str(dtype).removeprefix('torch.')})"
+        try:
+            local = f"{choose_kernel(call).name} {here}"
+        except AttentionError as error:
+            local = f"none {here}: {error}"
+        gpu_kernels = [k.name + (f" (needs {k.needs})" if k.needs != "nothing" else "") for k in list_gpu_kernels(call)]
+        on_gpus = "" if device.type == "cuda" else ", else ".join(gpu_kernels) or "none"
+        text = ", ".join(feature for feature, is_asked in features.items() if is_asked)
+        lines.append(KernelLine(text, len(calls_of_kind), local, on_gpus))
+    return tuple(lines)
 
 
 def list_gpu_kernels(call: AttendCall) -> list[Kernel]:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -25,23 +26,23 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longspan.comm import World, run_local
-from longspan.doctor.cases import LENGTHS, TEXTS, Case, PackedDocuments, plan_case
+from longspan.doctor.cases import LENGTHS, Case, plan_case
 from longspan.doctor.stock import (
     NO_ROUTER,
     ROUTER,
     Answer,
     Expected,
-    Stock,
     choose_every_expert,
     collect_gradients,
     draw_documents,
     error_text,
+    expect_answers,
     gradient_errors,
     item_documents,
     loss_error,
     make_image_documents,
     missing_errors,
-    precision_mode,
+    whole_float64,
 )
 from longspan.doctor.which_model import register_class
 from longspan.errors import CommError, LongspanError, ModelError, plural
@@ -50,7 +51,6 @@ from longspan.layout import Layout
 from longspan.model import EncoderHome, prepare
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.exactness.trial_documents import TrialDocument
-from longspan.model.execution import model_execution
 from longspan.model.experts.moe import router_statistics
 from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.refusals import DOCTOR
@@ -71,7 +71,7 @@ class Outcome:
 
     "wrong": an error above `tolerance`; "refused": a LongspanError, its text in `message`; "crashed": another error, a
     rank that died or did not end; "not built": the stock model itself cannot run. Errors are None where nothing was
-    compared. `levels` has the ranks of the levels of hierarchical groups, `why` the choice of `auto` and its reasons.
+    compared. `levels` has the ranks of the levels of hierarchical groups.
     """
 
     case: Case
@@ -83,7 +83,6 @@ class Outcome:
     message: str = ""
     seconds: float = 0.0
     levels: tuple[str, ...] = ()
-    why: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -188,66 +187,59 @@ def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
     register_class(task.config, task.architecture)
     torch.backends.cudnn.allow_tf32 = False  # of the convolutions of towers; the stock model's answers are in float32
     with World(task.home, backend=task.backend, timeout=task.timeout) as world:
-        for _, group in groupby(task.cases, key=lambda numbered: preparation_key(numbered[1])):
+        for _, group in groupby(task.cases, key=lambda numbered: _preparation_key(numbered[1])):
             cases = list(group)
             run = CaseRun(task, world, cases[0][1])
             for number, case in cases:
-                outcomes[number] = run.run_case(case)
-                _record_outcome(task, world, number, outcomes[number])
+                outcome = outcomes[number] = run.run_case(case)
+                if world.rank == task.home.ranks[0] and task.record:
+                    line = json.dumps(asdict(outcome) | {"number": number, "case": None})  # the number stands for it
+                    with open(task.record, "a", encoding="utf-8") as file:  # noqa: PTH123
+                        file.write(line + "\n")
+                if world.rank == task.home.ranks[0] and task.show:
+                    text = f"{case.name}: {outcome.status} ({outcome.seconds:.1f} s)"
+                    print(text, file=sys.stderr, flush=True)
         process_groups = tuple(asdict(record) for record in world.process_groups.made)
         return WorldFacts(len(task.home.ranks), str(world.device), world.backend, process_groups), outcomes
 
 
-def preparation_key(case: Case) -> tuple[str, str, bool, int]:
-    """Return what cases of one home must have in common to share a prepared model."""
+def _preparation_key(case: Case) -> tuple[str, str, bool, int]:
+    # what cases of one home must have in common to share a prepared model
     return case.dtype, case.recompute, case.sequence_parallel, case.encoder
-
-
-def _record_outcome(task: Task, world: World, number: int, outcome: Outcome) -> None:
-    if world.rank != task.home.ranks[0]:
-        return
-    if task.record:
-        with open(task.record, "a", encoding="utf-8") as file:  # noqa: PTH123
-            fields = asdict(outcome)
-            del fields["case"]  # its number stands for it
-            file.write(json.dumps({"number": number, **fields}) + "\n")
-    if task.show:
-        print(f"{outcome.case.name}: {outcome.status} ({outcome.seconds:.1f} s)", file=sys.stderr, flush=True)
 
 
 class CaseRun:
     """One prepared model, or why it was refused, and its cases one after another."""
 
     def __init__(self, task: Task, world: World, first: Case) -> None:
-        """Prepare a model for the first of some cases that share it: they have one `preparation_key`.
+        """Prepare a model for the first of some cases that share it.
 
         A refusal becomes the outcome of each case; an error of communication is raised and ends the world.
         """
         self.task, self.world = task, world
-        self.dtype: torch.dtype = getattr(torch, first.dtype)
         self.refusal, self.model = "", nn.Module()
-        has_images = first.encoder > 0
-        expected = task.expected[first.dtype, False, has_images]
-        self.whole: bool = expected.whole  # float64 without casts to float32, as the stock model ran
-        self.config: PreTrainedConfig = choose_every_expert(task.config) if expected.every_expert else task.config
-        self.documents: Any = item_documents(task.config, task.image_documents) if has_images else task.documents
         self._began = time.perf_counter()
-        try:
-            with precision_mode(self.dtype, whole=self.whole):
-                self.model: nn.Module = self._prepare_model(first)
-        except LongspanError as error:
-            if isinstance(error, CommError):
-                raise
-            self.refusal: str = str(error).partition(DOCTOR)[0]  # without its advice to run this command
-
-    def _prepare_model(self, first: Case) -> nn.Module:
+        expected = task.expected[first.dtype, False, first.encoder > 0]
+        self.whole = expected.whole  # float64 without casts to float32, as the stock model ran
+        config = choose_every_expert(task.config) if expected.every_expert else task.config
+        self.documents: Any = item_documents(task.config, task.image_documents) if first.encoder else task.documents
         options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
-        model = make_tiny_model(self.config, self.dtype, images=first.encoder > 0)
-        if not first.encoder:
-            return prepare(model, self.world, options=options)
-        home = Layout(len(self.task.home.ranks), tp=first.encoder)
-        settings = EncoderHome(home=home, recompute=first.recompute != "none", activation_checkpointing=first.recompute)
-        return prepare(model, self.world, encoder=settings, options=options)
+        encoder = None
+        if first.encoder:
+            home = Layout(len(task.home.ranks), tp=first.encoder)
+            recompute = first.recompute
+            encoder = EncoderHome(home=home, recompute=recompute != "none", activation_checkpointing=recompute)
+        try:
+            with self._mode():
+                model = make_tiny_model(config, getattr(torch, first.dtype), images=first.encoder > 0)
+                self.model = prepare(model, world, encoder=encoder, options=options)
+        except CommError:
+            raise
+        except LongspanError as error:
+            self.refusal = str(error).partition(DOCTOR)[0]  # without its advice to run this command
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        return whole_float64() if self.whole else nullcontext()
 
     def run_case(self, case: Case) -> Outcome:
         """Run one case and return its outcome; an error of the step is raised, as other ranks may wait in it.
@@ -262,11 +254,16 @@ class CaseRun:
             plan = self._plan_case(case)
         except LongspanError as error:  # the same on every rank: nothing was sent yet
             return Outcome(case, "refused", message=str(error), seconds=time.perf_counter() - began)
-        with precision_mode(self.dtype, whole=self.whole):
+        with self._mode():
             loss, errors = self._step_errors(case, plan, expected.answer)
         parameter = max(errors, key=lambda name: errors[name], default="")
         gradient = errors.get(parameter)
         self._began = time.perf_counter()
+        plane = self.world.plane  # the ranks of slots, with this rank's pipeline stage and tp position
+        levels = [
+            Levels(*(tuple(tuple(plane[s] for s in slots) for slots in level) for level in (pair.a2a, pair.p2p)))
+            for pair in map(group_levels, hierarchical_groups(plan))
+        ]
         return Outcome(
             case,
             "exact" if max(loss, gradient or 0.0) <= expected.tolerance else "wrong",
@@ -275,15 +272,14 @@ class CaseRun:
             parameter,
             expected.tolerance,
             seconds=self._began - began,
-            levels=tuple(str(self._rank_levels(group_levels(group))) for group in hierarchical_groups(plan)),
-            why=self._choice_reason(case, plan),
+            levels=tuple(map(str, levels)),
         )
 
     def _plan_case(self, case: Case) -> Plan:
         """Plan a case. Raises what its step would, on every rank, before it communicates."""
         heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
-        packed = PackedDocuments(self.documents.lengths, self.documents.targets) if case.encoder else TEXTS
-        plan = plan_case(case, self.task.home, documents=packed, heads=heads, node_size=self.world.node_size)
+        packed = {"lengths": self.documents.lengths, "targets": self.documents.targets} if case.encoder else {}
+        plan = plan_case(case, self.task.home, heads=heads, node_size=self.world.node_size, **packed)
         check_step(self.model, plan, self.documents, self.world, backward=not case.evaluation)
         if case.router_losses:  # raises for a model whose routers have no losses
             router_statistics(self.model, self.world, plan.tokens, ROUTER)
@@ -296,48 +292,22 @@ class CaseRun:
         ranks is an error. The losses of routers count as losses of the case. An evaluation has only a loss.
         """
         if case.evaluation:
-            loss = evaluate(self.model, self.documents, plan, self.world).loss
-            return loss_error(loss, stock.loss), {}
+            return loss_error(evaluate(self.model, self.documents, plan, self.world).loss, stock.loss), {}
         router = ROUTER if case.router_losses else NO_ROUTER
         self.world.prepare(plan)
         result = run_step(self.model, plan, self.documents, self.world, router=router)
         gradients = collect_gradients(self.model)
-        errors_here = gradient_errors(
-            {original: gradients[name] for original, name in map_stock_names(gradients).items()}, stock
-        )
+        stock_names = map_stock_names(gradients)
+        errors_here = gradient_errors({name: gradients[ours] for name, ours in stock_names.items()}, stock)
         self.model.zero_grad()
-        rank_errors = self.world.control.gather_objects(errors_here, "errors of gradients")
-        errors = {
-            name: max(errors_of_rank.get(name, 0.0) for errors_of_rank in rank_errors)
-            for name in {n for errors_of_rank in rank_errors for n in errors_of_rank}
-        }
+        errors: dict[str, float] = {}
+        for rank_errors in self.world.control.gather_objects(errors_here, "errors of gradients"):
+            errors |= {name: max(error, errors.get(name, 0.0)) for name, error in rank_errors.items()}
         errors |= missing_errors(set(errors), stock)
         losses = [loss_error(result.loss, stock.loss)]
         if case.router_losses and result.router is not None:
             losses += [loss_error(a, b) for a, b in zip(result.router, stock.routers, strict=True)]
         return max(losses), errors
-
-    def _choice_reason(self, case: Case, plan: Plan) -> tuple[str, ...]:
-        """Return why `auto` chose its type for the first group of the plan; empty for another type.
-
-        It is empty too for a model whose calls of attention were not recorded, by which types are priced.
-        """
-        calls = model_execution(self.model).calls
-        if case.cp_comm_type != "auto" or not calls:
-            return ()
-        config = self.task.config.get_text_config()
-        heads = int(config.num_attention_heads)
-        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        # recorded calls are of one head; types are priced for all heads of the model
-        call = replace(calls[0], heads=heads, kv_heads=kv_heads)
-        group, machine = plan.micro_batches[0].groups[0], self.world.machine
-        return machine.explain_type(group, call.sizes, node_size=self.world.node_size)
-
-    def _rank_levels(self, levels: Levels) -> Levels:
-        """Return levels of slots as levels of ranks: those with this rank's pipeline stage and tp position."""
-        plane = self.world.plane
-        a2a, p2p = (tuple(tuple(plane[s] for s in slots) for slots in level) for level in (levels.a2a, levels.p2p))
-        return Levels(a2a, p2p)
 
 
 InWorld = tuple[WorldFacts, dict[int, Outcome]]
@@ -373,8 +343,9 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
     """Run every case on these ranks; returns their outcomes, in the order of cases, with the facts of their worlds.
 
     First the stock model computes what each case should give, in one process. A case whose documents or images cannot
-    be made, or whose stock model fails, gets its outcome from that. All other cases run grouped by home, as ranks start
-    once for each home.
+    be made, or whose stock model fails, gets its outcome from that, and one whose home the ranks cannot have is
+    refused. All other cases run grouped by home, as ranks start once for each home; cases that share a prepared model
+    follow each other, in the place of the first of them.
     """
     outcomes: dict[int, Outcome] = {}
     worlds: list[WorldFacts] = []
@@ -382,63 +353,38 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
         documents = draw_documents(config, LENGTHS)
     except Exception as error:
         return Proof(tuple(Outcome(case, "not built", message=error_text(error)) for case in cases))
-    image_documents, refusal = _draw_image_documents(config, cases)
-    expected = Stock(config, documents, image_documents).compute_answers(cases)
+    image_documents: tuple[TrialDocument, ...] = ()
+    image_failure: tuple[Status, str] | None = None
+    try:
+        image_documents = make_image_documents(config) if any(case.encoder for case in cases) else ()
+    except LongspanError as error:
+        image_failure = "refused", str(error).partition(DOCTOR)[0]
+    except Exception as error:
+        image_failure = "not built", error_text(error)
+    expected = expect_answers(config, cases, documents, image_documents)
+    cases_of_homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
-        if case.encoder and refusal is not None:
-            outcomes[number] = replace(refusal, case=case)
+        if case.encoder and image_failure is not None:
+            outcomes[number] = Outcome(case, image_failure[0], message=image_failure[1])
         elif isinstance(failure := expected[case.dtype, False, case.encoder > 0], str):
             outcomes[number] = Outcome(case, "not built", message=failure)
         elif case.router_losses and isinstance(failure := expected[case.answer], str):
             # The stock model runs, as the branch before shows: only losses of its routers cannot be computed.
             outcomes[number] = Outcome(case, "refused", message=failure)
+        else:
+            try:
+                cases_of_homes.setdefault(case.home(ranks.count), []).append((number, case))
+            except LongspanError as error:
+                outcomes[number] = Outcome(case, "refused", message=str(error))
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
-    for home, numbered in _group_cases(cases, ranks.count, outcomes).items():
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    for home, numbered in cases_of_homes.items():
+        first_numbers = {_preparation_key(case): number for number, case in reversed(numbered)}
+        numbered.sort(key=lambda pair: (first_numbers[_preparation_key(pair[1])], pair[0]))
         task = Task(config, home, tuple(numbered), answers, documents, ranks.backend, ranks.timeout, show=ranks.show)
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         task = replace(task, architecture=architecture, image_documents=image_documents)
         outcomes |= _run_home_cases(task, ranks, worlds)
     return Proof(tuple(outcomes[number] for number in range(len(cases))), tuple(worlds))
-
-
-def _draw_image_documents(
-    config: PreTrainedConfig, cases: Sequence[Case]
-) -> tuple[tuple[TrialDocument, ...], Outcome | None]:
-    """Draw the documents with images, none if no case has an encoder; or make the outcome of all cases that have one.
-
-    A refusal's message is cut at DOCTOR, where its advice to run this command begins.
-    """
-    first = next((case for case in cases if case.encoder), None)
-    if first is None:
-        return (), None
-    try:
-        return make_image_documents(config), None
-    except LongspanError as error:
-        return (), Outcome(first, "refused", message=str(error).partition(DOCTOR)[0])
-    except Exception as error:
-        return (), Outcome(first, "not built", message=error_text(error))
-
-
-def _group_cases(
-    cases: Sequence[Case], ranks: int, outcomes: dict[int, Outcome]
-) -> dict[Layout, list[tuple[int, Case]]]:
-    """Group the cases that have no outcome yet by their home, with their numbers.
-
-    Cases that share a prepared model follow each other, in the place of the first of them. A case whose home the ranks
-    cannot have is added to `outcomes` as refused.
-    """
-    cases_of_homes: dict[Layout, list[tuple[int, Case]]] = {}
-    for number, case in enumerate(cases):
-        if number in outcomes:
-            continue
-        try:
-            cases_of_homes.setdefault(case.home(ranks), []).append((number, case))
-        except LongspanError as error:
-            outcomes[number] = Outcome(case, "refused", message=str(error))
-    for numbered in cases_of_homes.values():
-        first_numbers = {preparation_key(case): number for number, case in reversed(numbered)}
-        numbered.sort(key=lambda pair: (first_numbers[preparation_key(pair[1])], pair[0]))
-    return cases_of_homes
 
 
 def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
@@ -450,8 +396,17 @@ def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[
     pending = list(task.cases)
     with tempfile.TemporaryDirectory(prefix="longspan-proof-") as folder:
         while pending:
-            record = Path(folder) / f"{len(pending)}.jsonl"
-            new_outcomes, failure = _run_world(replace(task, cases=tuple(pending), record=str(record)), ranks, worlds)
+            record, failure = Path(folder) / f"{len(pending)}.jsonl", None
+            world_task = replace(task, cases=tuple(pending), record=str(record))
+            count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(pending)
+            try:
+                if ranks.launch is not None:
+                    world, new_outcomes = ranks.launch(run_cases, world_task, count, seconds)
+                else:
+                    world, new_outcomes = run_local(run_cases, count, (world_task,), timeout=seconds, grace=5.0)[0]
+                worlds.append(world)
+            except Exception as error:
+                failure, new_outcomes = error, _read_outcomes(world_task)
             outcomes |= new_outcomes
             pending = [(number, case) for number, case in pending if number not in outcomes]
             if pending and failure is not None:
@@ -461,23 +416,8 @@ def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[
                 outcomes[number] = Outcome(case, "refused" if refused else "crashed", message=error_text(failure))
             if ranks.launch is not None:  # torchrun's processes: nothing here can start them again
                 reason = "ranks had ended in the case before"
-                outcomes |= {number: Outcome(case, "crashed", message=reason) for number, case in pending}
-                break
+                return outcomes | {number: Outcome(case, "crashed", message=reason) for number, case in pending}
     return outcomes
-
-
-def _run_world(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> tuple[dict[int, Outcome], BaseException | None]:
-    """Run cases in one world; returns their outcomes, and the error that ended the world early, or None."""
-    count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(task.cases)
-    try:
-        if ranks.launch is not None:
-            world, outcomes = ranks.launch(run_cases, task, count, seconds)
-        else:
-            world, outcomes = run_local(run_cases, count, (task,), timeout=seconds, grace=5.0)[0]
-    except Exception as error:
-        return _read_outcomes(task), error
-    worlds.append(world)
-    return outcomes, None
 
 
 def _read_outcomes(task: Task) -> dict[int, Outcome]:
@@ -487,6 +427,6 @@ def _read_outcomes(task: Task) -> dict[int, Outcome]:
     for line in record.read_text().splitlines() if record.exists() else []:
         fields: dict[str, Any] = json.loads(line)
         number = fields.pop("number")
-        fields |= {name: tuple(fields[name]) for name in ("levels", "why")}  # JSON has lists only
-        outcomes[number] = Outcome(cases[number], **fields)
+        fields |= {"case": cases[number], "levels": tuple(fields["levels"])}  # JSON has lists only
+        outcomes[number] = Outcome(**fields)
     return outcomes

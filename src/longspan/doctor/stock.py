@@ -7,10 +7,10 @@ float32 inside models are left out, on both sides of a comparison (`whole_float6
 import copy
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,15 @@ from longspan.plan.shape.model_shape import read_experts
 
 NO_LABEL = -100
 
+# ---- documents
+
+
+def draw_documents(config: PreTrainedConfig, lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
+    """Draw documents of random token ids, without those that mean something to the model: padding, images."""
+    usual = np.array(ordinary_ids(config))
+    random = np.random.default_rng(seed)
+    return [random.choice(usual, length) for length in lengths]
+
 
 def make_image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
     """Make documents with images for a small configuration, and one with videos if its model reads them.
@@ -74,11 +83,10 @@ def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument])
     items = items_at_placeholders(ids, image_tokens(config).placeholder, of_images)
     if any(of_videos):
         items += items_at_placeholders(ids, video_tokens(config).placeholder, of_videos)
-    # as the items are: all images (0 of `_split_items`) before all frames of videos (1)
     images = [
         image for kind in (0, 1) for document in documents for image in _split_items(document, document.images)[kind]
     ]
-    tokens = [_label_document(document) if document.prefix else document.ids for document in documents]
+    tokens = [Document(d.ids, loss_mask=np.arange(len(d.ids)) >= d.prefix) if d.prefix else d.ids for d in documents]
     return ItemDocuments(tokens, items, images, lambda number: documents[number].positions)
 
 
@@ -87,41 +95,15 @@ def _split_items(document: TrialDocument, values: Sequence[Any]) -> tuple[list[A
     return [x for i, x in enumerate(values) if i not in groups], [values[i] for i in sorted(groups)]
 
 
-def document_labels(document: np.ndarray | TrialDocument) -> np.ndarray:
-    """Return the labels that each token but the last predicts, (T − 1,).
-
-    NO_LABEL stands in place of what is not predicted: placeholders of images, and the prefix that all tokens see.
-    """
-    if isinstance(document, TrialDocument):
-        not_predicted = document.at_images | (np.arange(len(document.ids)) < document.prefix)
-        return np.where(not_predicted, NO_LABEL, document.ids)[1:]
-    return document[1:]
+def _document_labels(document: np.ndarray | TrialDocument) -> Tensor:
+    """What each token but the last predicts, (T − 1,): NO_LABEL for placeholders and a prefix that all tokens see."""
+    if not isinstance(document, TrialDocument):
+        return torch.from_numpy(document[1:])
+    not_predicted = document.at_images | (np.arange(len(document.ids)) < document.prefix)
+    return torch.from_numpy(np.where(not_predicted, NO_LABEL, document.ids)[1:])
 
 
-def _label_document(document: TrialDocument) -> Document:
-    return Document(document.ids, loss_mask=np.arange(len(document.ids)) >= document.prefix)
-
-
-def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Copy a configuration so that every row gets every expert, of every group.
-
-    A configuration without experts to choose from is returned itself.
-
-    >>> choose_every_expert(MixtralConfig()).num_experts_per_tok
-    8
-    """
-    count = read_experts(config.get_text_config()).of_layer
-    copied_config = copy.deepcopy(config)
-    text = copied_config.get_text_config()
-    names = [name for name in PICKED if isinstance(getattr(text, name, None), int)]  # fields: experts per row
-    if count < 2 or not names:
-        return config
-    for name in names:
-        setattr(text, name, count)
-    groups = [getattr(text, name) for name in EXPERT_GROUPS if isinstance(getattr(text, name, None), int)]
-    if groups and isinstance(getattr(text, "topk_group", None), int):
-        text.topk_group = groups[0]  # routers that choose groups of experts first choose all of them
-    return copied_config
+# ---- the stock model
 
 
 class _Float64(TorchFunctionMode):
@@ -179,18 +161,6 @@ class Answer:
         object.__setattr__(self, "norm", sum(squares) ** 0.5)
 
 
-def precision_mode(dtype: torch.dtype, *, whole: bool) -> AbstractContextManager[Any]:
-    """Return the context in which a model of this type is compared: with `whole`, float64 without casts to float32."""
-    return whole_float64() if whole and dtype == torch.float64 else nullcontext()
-
-
-def draw_documents(config: PreTrainedConfig, lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
-    """Draw documents of random token ids, without those that mean something to the model: padding, images."""
-    usual = np.array(ordinary_ids(config))
-    random = np.random.default_rng(seed)
-    return [random.choice(usual, length) for length in lengths]
-
-
 def compute_stock_answer(
     config: PreTrainedConfig,
     documents: Sequence[np.ndarray | TrialDocument],
@@ -213,22 +183,36 @@ def compute_stock_answer(
     images = any(isinstance(document, TrialDocument) for document in documents)
     model: Any = make_stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
     if nudge:
-        _nudge_weights(model, nudge)
-    labels_of_documents = [torch.from_numpy(document_labels(document)) for document in documents]
+        random = torch.Generator().manual_seed(nudge)
+        with torch.no_grad():
+            for weight in model.parameters():  # times 1 + eps or 1 − eps
+                signs = torch.randint(2, weight.shape, generator=random) * 2 - 1
+                weight.mul_(1 + torch.finfo(weight.dtype).eps * signs.to(weight.dtype))
+    labels_of_documents = [_document_labels(document) for document in documents]
     targets, losses, router_logits = sum(int((labels != NO_LABEL).sum()) for labels in labels_of_documents), [], []
-    states = _module_states(model)
+    plain = bool | int | float | str | None
+    states = [
+        (module, {n: x for n, x in vars(module).items() if isinstance(x, plain)}, dict(module._buffers))
+        for module in model.modules()
+    ]
     for document, labels in zip(documents, labels_of_documents, strict=True):
-        _restore_states(states)
+        for module, values, buffers in states:  # "dynamic" rotary frequencies stay those of the longest document else
+            vars(module).update(values)
+            module._buffers.update(buffers)
         output = _run_stock(model, document, with_routers=router.any)
         logits = output.logits[0, :-1]
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         losses.append(F.cross_entropy(logits, labels, reduction="sum").double() / targets)
-        router_logits.append(_router_logits(output, config) if router.any else ())
+        if router.any:
+            if not (layers := getattr(output, "router_logits", None)):
+                raise ModelError(
+                    f"{config.model_type} returns no router_logits: there are no losses of routers to compare"
+                )
+            router_logits.append([layer.flatten(0, -2) for layer in layers if layer is not None])  # (T, E) a layer
     loss = total = torch.stack(losses).sum()
     routers: tuple[Tensor, ...] = ()
     if router.any:
-        layers = tuple(torch.cat(layer) for layer in zip(*router_logits, strict=True))
-        routers = _router_losses(model, layers)
+        routers = _router_losses(model, [torch.cat(layer) for layer in zip(*router_logits, strict=True)])
         total = loss + (router.balance or 0.0) * routers[0] + router.z * routers[1]
     total.backward()
     return Answer(loss.item(), collect_gradients(model), tuple(value.item() for value in routers))
@@ -248,53 +232,40 @@ def make_stock_model(
     return model.train()
 
 
-def _nudge_weights(model: nn.Module, seed: int) -> None:
-    """Multiply every weight by 1 + eps or 1 − eps of its dtype, at random."""
-    random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            signs = torch.randint(2, weight.shape, generator=random) * 2 - 1
-            weight.mul_(1 + torch.finfo(weight.dtype).eps * signs.to(weight.dtype))
+def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Copy a configuration so that every row gets every expert, of every group.
 
+    A configuration without experts to choose from is returned itself.
 
-_State = tuple[nn.Module, dict[str, Any], dict[str, Tensor | None]]
-
-
-def _module_states(model: nn.Module) -> list[_State]:
-    plain = bool | int | float | str | None
-    return [
-        (module, {n: x for n, x in vars(module).items() if isinstance(x, plain)}, dict(module._buffers))
-        for module in model.modules()
-    ]
-
-
-def _restore_states(states: list[_State]) -> None:
-    """Restore what modules hold: rotary frequencies of type "dynamic" stay those of the longest document otherwise."""
-    for module, values, buffers in states:
-        vars(module).update(values)
-        module._buffers.update(buffers)
+    >>> choose_every_expert(MixtralConfig()).num_experts_per_tok
+    8
+    """
+    experts = read_experts(config.get_text_config()).of_layer
+    copied_config = copy.deepcopy(config)
+    text = copied_config.get_text_config()
+    names = [name for name in PICKED if isinstance(getattr(text, name, None), int)]  # fields: experts per row
+    if experts < 2 or not names:
+        return config
+    for name in names:
+        setattr(text, name, experts)
+    groups = [getattr(text, name) for name in EXPERT_GROUPS if isinstance(getattr(text, name, None), int)]
+    if groups and isinstance(getattr(text, "topk_group", None), int):
+        text.topk_group = groups[0]  # routers that choose groups of experts first choose all of them
+    return copied_config
 
 
 def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, with_routers: bool) -> Any:
     if isinstance(document, TrialDocument):
         return model(**make_stock_arguments(model, document))
-    ids = torch.from_numpy(document)[None]
     wrapper = model.config.get_text_config() is not model.config  # GPT-2 would embed the kinds as tokens
     arguments = inspect.signature(model.forward).parameters if wrapper else ()
     options: dict[str, Any] = {name: token_kinds(model, len(document)) for name in TOKEN_KINDS if name in arguments}
     if with_routers:
         options["output_router_logits"] = True
-    return model(input_ids=ids, use_cache=False, **options)
+    return model(input_ids=torch.from_numpy(document)[None], use_cache=False, **options)
 
 
-def _router_logits(output: Any, config: PreTrainedConfig) -> tuple[Tensor, ...]:
-    logits = getattr(output, "router_logits", None)
-    if not logits:
-        raise ModelError(f"{config.model_type} returns no router_logits: there are no losses of routers to compare")
-    return tuple(layer.flatten(0, -2) for layer in logits if layer is not None)  # (tokens, experts) for each layer
-
-
-def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def _router_losses(model: PreTrainedModel, layers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compute the balance and z losses of all layers' logits (T, E), in float64.
 
     Raises ModelError where the balance loss of transformers' own function for this model, in float32, is another one.
@@ -306,14 +277,16 @@ def _router_losses(model: PreTrainedModel, layers: tuple[Tensor, ...]) -> tuple[
     balance = rows.shape[1] * (one_hot.sum((0, 1)) / len(rows) * rows.softmax(-1).mean(0)).sum()
     family_loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     if family_loss is not None:
-        detached = tuple(layer.detach().float() for layer in layers)
-        expected = float(family_loss(detached, rows.shape[1], top_k))
+        expected = float(family_loss(tuple(layer.detach().float() for layer in layers), rows.shape[1], top_k))
         if abs(expected - balance.item()) > 1e-5 * balance.item():
             raise ModelError(
                 f"{type(model).__name__} weighs its experts by a function of its own: its balance loss is "
                 f"{expected:.6g}, that of softmax and top {top_k} is {balance.item():.6g}"
             )
     return balance, rows.logsumexp(-1).square().mean()
+
+
+# ---- errors
 
 
 def collect_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -354,134 +327,92 @@ def loss_error(loss: float, stock: float) -> float:
     return error if error == error else float("inf")
 
 
+def _worst_error(answer: Answer, exact: Answer) -> float:
+    return max(loss_error(answer.loss, exact.loss), *gradient_errors(answer.gradients, exact).values())
+
+
 def error_text(error: BaseException) -> str:
     """Write the message of an error, with its type unless it is this package's."""
     return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
+
+
+# ---- tolerances
 
 
 @dataclass(frozen=True)
 class Expected:
     """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed.
 
-    `whole`: float64 without casts to float32 (`precision_mode`). `every_expert`: in stock model and case alike each row
+    `whole`: float64 without casts to float32 (`whole_float64`). `every_expert`: in stock model and case alike each row
     gets every expert.
     """
 
     answer: Answer
     tolerance: float
-    whole: bool
+    whole: bool = False
     every_expert: bool = False
 
 
-class Stock:
-    """Answers of the stock model by dtype, with or without losses of routers and images; a text if it cannot run."""
+def expect_answers(
+    config: PreTrainedConfig,
+    cases: Sequence[Case],
+    documents: Sequence[Any],
+    image_documents: Sequence[TrialDocument] = (),
+) -> dict[tuple[str, bool, bool], Expected | str]:
+    """Compute the expected answer, or why there is none, for every dtype that the cases use.
 
-    def __init__(
-        self, config: PreTrainedConfig, documents: Sequence[Any], image_documents: Sequence[TrialDocument] = ()
-    ) -> None:
-        self.config, self.documents, self.image_documents = config, documents, image_documents
-
-    def compute_answers(self, cases: Sequence[Case]) -> dict[tuple[str, bool, bool], Expected | str]:
-        """Compute the expected answer, or why there is none, for every dtype that the cases use.
-
-        Keys are dtype, with losses of routers or not, and with images or not (`Case.answer`). Answers without losses
-        of routers are always computed, as they say in which mode a model is prepared.
-        """
-        keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
-        keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
-        answers: dict[tuple[str, bool, bool], Expected | str] = {}
-        for name, with_routers, with_images in keys:
-            stock = Stock(self.config, self.image_documents) if with_images else self
-            try:
-                answers[name, with_routers, with_images] = stock._expectation(getattr(torch, name), with_routers)
-            except Exception as error:
-                answers[name, with_routers, with_images] = error_text(error)
-        return answers
-
-    def _expectation(self, dtype: torch.dtype, with_routers: bool) -> Expected:
-        """Compute the stock answer in a dtype, and the tolerance of cases that are compared with it.
-
-        In half precision the tolerance is ROUNDING times the error of the stock model's own pass in that precision,
-        against float32. There each row gets every expert, because rounding would change which experts are chosen.
-        """
-        if dtype == torch.float64:
-            return self._float64_expectation(with_routers)
-        if dtype == torch.float32:
-            answer = self._stock_answer(dtype, dtype, with_routers)
-            return Expected(answer, self._float32_bound(answer, with_routers), whole=False)
-        stock = self._every_expert_stock  # the error of half precision is measured on the stock model itself
-        answer, half_answer = (
-            stock._stock_answer(dtype, compute_dtype, with_routers) for compute_dtype in (torch.float32, dtype)
-        )
-        return Expected(
-            answer, ROUNDING * _worst_error(half_answer, answer), whole=False, every_expert=stock is not self
-        )
-
-    @cached_property
-    def _every_expert_stock(self) -> "Stock":
-        """The stock model whose rows get every expert; `self` without experts, and where its own code then fails."""
-        config_of_every = choose_every_expert(self.config)
-        if config_of_every is self.config:
-            return self
-        stock = Stock(config_of_every, self.documents)
-        try:
-            stock._stock_answer(torch.bfloat16, torch.bfloat16, False)
-        except Exception:  # of the model's own code
-            return self
-        return stock
-
-    def _float32_bound(self, answer: Answer, with_routers: bool) -> float:
-        """Return EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left.
-
-        That is ROUNDING times the error of the stock model's own float32 pass against float64, if its conditioning
-        explains this error. A larger error has other causes, such as a row that got another expert, and EXACT stays.
-        EXACT stays too where the model's code cannot run in float64 throughout.
-        """
-        exact_bound = EXACT[torch.float32]
-        try:
-            with precision_mode(torch.float64, whole=True):  # scans and norms in float64 too
-                exact = self._stock_answer(torch.float32, torch.float64, with_routers)
-                most_rounding = self._most_rounding(exact, torch.float32, with_routers)
-        except (RuntimeError, TypeError):  # such as a product of two dtypes
-            return exact_bound
-        error = _worst_error(answer, exact)
-        return max(exact_bound, ROUNDING * error) if error <= most_rounding else exact_bound
-
-    def _float64_expectation(self, with_routers: bool) -> Expected:
-        """Return the answer in float64 throughout, if the model's code allows it, and EXACT or what rounding may do.
-
-        If the code does not, its own casts to float32 stay, and attention is "sdpa": the eager one casts its softmax
-        to float32.
-        """
-        exact_bound = EXACT[torch.float64]
-        try:
-            with precision_mode(torch.float64, whole=True):
-                answer = self._stock_answer(torch.float64, torch.float64, with_routers)
-                most_rounding = self._most_rounding(answer, torch.float64, with_routers)
-            return Expected(answer, max(exact_bound, most_rounding), whole=True)
-        except (RuntimeError, TypeError):  # such as a product of two dtypes
-            answer = self._stock_answer(torch.float64, torch.float64, with_routers, attention="sdpa")
-            return Expected(answer, exact_bound, whole=False)
-
-    def _most_rounding(self, exact: Answer, dtype: torch.dtype, with_routers: bool) -> float:
-        """Return how far rounding to a dtype can move the stock model's answer, whose weights are of this dtype.
-
-        The conditioning is measured in float64: by how much the answer `exact` changes if every weight does by one
-        rounding unit. 0 for a change that is not rounding's.
-        """
-        nudged = (self._stock_answer(dtype, torch.float64, with_routers, nudge=seed) for seed in (1, 2))
-        change = max(_worst_error(answer, exact) for answer in nudged)
-        units = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
-        return ROUNDINGS * units * change if change <= MOST_NUDGED else 0.0
-
-    def _stock_answer(
-        self, weights: torch.dtype, compute: torch.dtype, with_routers: bool, attention: str = "eager", nudge: int = 0
-    ) -> Answer:
+    Keys are dtype, with losses of routers or not, and with images or not (`Case.answer`). Answers without losses of
+    routers are always computed, as they say in which mode a model is prepared.
+    """
+    keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
+    keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
+    answers: dict[tuple[str, bool, bool], Expected | str] = {}
+    for name, with_routers, with_images in keys:
         router = ROUTER if with_routers else NO_ROUTER
-        return compute_stock_answer(
-            self.config, self.documents, weights, compute, router=router, attention=attention, nudge=nudge
+        answer_of = partial(
+            compute_stock_answer, documents=image_documents if with_images else documents, router=router
         )
+        try:
+            answers[name, with_routers, with_images] = _expect_answer(config, answer_of, getattr(torch, name))
+        except Exception as error:  # of the model's own code
+            answers[name, with_routers, with_images] = error_text(error)
+    return answers
 
 
-def _worst_error(answer: Answer, exact: Answer) -> float:
-    return max(loss_error(answer.loss, exact.loss), *gradient_errors(answer.gradients, exact).values())
+def _expect_answer(config: PreTrainedConfig, answer_of: Callable[..., Answer], dtype: torch.dtype) -> Expected:
+    """Compute the stock answer in a dtype, and the tolerance of cases that are compared with it.
+
+    In half precision the tolerance is ROUNDING times the error of the stock model's own pass in that precision,
+    against float32. There each row gets every expert, because rounding would change which experts are chosen.
+
+    In float32 it is EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left.
+    That is ROUNDING times the error of the stock model's own float32 pass against float64, if its conditioning
+    explains this error. A larger error has other causes, such as a row that got another expert, and EXACT stays.
+
+    In float64 it is EXACT, or what rounding may do. A model whose code cannot run in float64 throughout keeps its own
+    casts to float32 and EXACT; its attention is then "sdpa" in float64, as the eager one casts its softmax to float32.
+    """
+    if dtype not in EXACT:
+        every = choose_every_expert(config)
+        try:
+            answers = [answer_of(every, weights=dtype, compute=compute) for compute in (torch.float32, dtype)]
+        except Exception:  # of the model's own code
+            every = config
+            answers = [answer_of(every, weights=dtype, compute=compute) for compute in (torch.float32, dtype)]
+        tolerance = ROUNDING * _worst_error(answers[1], answers[0])
+        return Expected(answers[0], tolerance, every_expert=every is not config)
+    answer = answer_of(config, weights=dtype) if dtype == torch.float32 else None
+    try:
+        with whole_float64():  # scans and norms in float64 too
+            exact = answer_of(config, weights=dtype, compute=torch.float64)
+            nudged = [answer_of(config, weights=dtype, compute=torch.float64, nudge=seed) for seed in (1, 2)]
+    except (RuntimeError, TypeError):  # such as a product of two dtypes
+        return Expected(answer or answer_of(config, weights=dtype, attention="sdpa"), EXACT[dtype])
+    # The conditioning: how far rounding to the dtype can move the answer, from what one unit of float64 does.
+    change = max(_worst_error(moved, exact) for moved in nudged)
+    units = torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
+    most_rounding = ROUNDINGS * units * change if change <= MOST_NUDGED else 0.0
+    if answer is None:
+        return Expected(exact, max(EXACT[dtype], most_rounding), whole=True)
+    error = _worst_error(answer, exact)
+    return Expected(answer, max(EXACT[dtype], ROUNDING * error if error <= most_rounding else 0.0))

@@ -24,45 +24,40 @@ def find_configuration(name: str) -> PreTrainedConfig:
     >>> find_configuration("Qwen3ForCausalLM").model_type, find_configuration("qwen3").model_type
     ('qwen3', 'qwen3')
 
-    A dotted class is one of another package, with a `config_class`. Raises ConfigError for an unknown name, with near
-    ones, and for a class that is neither the causal language model of its configuration nor that from images and text
-    to text; ModelError for a folder that cannot be read.
+    A dotted class is one of another package, with a `config_class`; it is registered with transformers, which would not
+    find it by itself. Raises ConfigError for an unknown name, with near ones, for a class that is neither the causal
+    language model of its configuration nor that from images and text to text, and for a configuration without either;
+    ModelError for a folder that cannot be read.
     """
-    path = Path(name)
+    path, architecture = Path(name), None
     if path.exists() or "/" in name:
-        return _check_has_model(read_configuration(path), name)
-    if name in CONFIG_MAPPING:
-        return _check_has_model(CONFIG_MAPPING[name](), name)
-    named_class: Any = _import_dotted_name(name) if "." in name else getattr(transformers, name, None)
-    if isinstance(named_class, type) and issubclass(named_class, PreTrainedConfig):
-        return _check_has_model(named_class(), name)
-    if not isinstance(named_class, type) or getattr(named_class, "config_class", None) is None:
-        raise ConfigError(f"there is no folder, class of transformers or model_type {name!r}; {_suggest_names(name)}")
-    return _class_configuration(named_class, name)
-
-
-def _class_configuration(architecture: Any, name: str) -> PreTrainedConfig:
-    """Return the default configuration of a model class, `name` as the user gave it.
-
-    A dotted class is registered with transformers, which would not find it by itself. Raises ConfigError for a class
-    that is neither of `_model_classes`.
-    """
-    config: PreTrainedConfig = architecture.config_class()
-    if "." in name:
-        register_class(config, architecture)
-    classes = _model_classes(_check_has_model(config, name))
-    if architecture in classes:
-        return config
-    raise ConfigError(
-        f"{name} is not the language model of {type(config).__name__}, which is {classes[0].__name__}; "
-        f"use --model {classes[0].__name__}"
-    )
-
-
-def _model_classes(config: PreTrainedConfig) -> list[Any]:
-    """Return the causal language model of a configuration, and that from images and text, as far as they exist."""
+        config = read_configuration(path)
+    elif name in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[name]()
+    else:
+        named_class: Any = _import_dotted_name(name) if "." in name else getattr(transformers, name, None)
+        if isinstance(named_class, type) and issubclass(named_class, PreTrainedConfig):
+            config = named_class()
+        elif isinstance(named_class, type) and getattr(named_class, "config_class", None) is not None:
+            architecture, config = named_class, named_class.config_class()  # pyright: ignore[reportAttributeAccessIssue]
+            register_class(config, architecture if "." in name else None)
+        else:
+            raise ConfigError(
+                f"there is no folder, class of transformers or model_type {name!r}; {_suggest_names(name)}"
+            )
     mappings: tuple[Any, ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-    return [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    classes = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    if not classes:
+        raise ConfigError(
+            f"{name}: transformers has no causal language model for {type(config).__name__}, nor one from images and "
+            f"text to text; {_suggest_names(name)}"
+        )
+    if architecture is not None and architecture not in classes:
+        raise ConfigError(
+            f"{name} is not the language model of {type(config).__name__}, which is {classes[0].__name__}; "
+            f"use --model {classes[0].__name__}"
+        )
+    return config
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
@@ -83,15 +78,6 @@ def _import_dotted_name(name: str) -> object:
         return getattr(import_module(module), attribute, None)
     except ImportError as error:
         raise ConfigError(f"{name}: {module} cannot be imported: {error}") from error
-
-
-def _check_has_model(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    if not _model_classes(config):
-        raise ConfigError(
-            f"{name}: transformers has no causal language model for {type(config).__name__}, nor one from images and "
-            f"text to text; {_suggest_names(name)}"
-        )
-    return config
 
 
 def _suggest_names(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The base model and its decoder layers: finding them, counting those of stages, what stands in for those elsewhere."""
+"""The base model and its decoder layers: finding them, and what stands in for those elsewhere."""
 
 import copy
 from typing import Any
@@ -6,31 +6,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.errors import ModelError, PlanError
-from longspan.plan.memory import parameters
+from longspan.errors import ModelError
 from longspan.plan.shape.model_shape import read_experts
 
 
 def architecture_name(model: nn.Module) -> str:
     """Return the name of a model's class, without the word that FSDP2 puts before it."""
     return type(model).__name__.removeprefix("FSDP")
-
-
-def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
-    """Divide consecutive layers over stages, at least one each: the embedding and the head count as one layer each.
-
-    Layers that remain go to the stage with the least to do, the last of equals: in 1F1B earlier stages keep the
-    activations of more micro-batches.
-
-    >>> [len(part) for part in stage_layers(36, 4)]
-    [8, 9, 10, 9]
-
-    Raises ModelError if there are more stages than layers.
-    """
-    try:
-        return parameters.stage_layers(layers, stages)
-    except PlanError as error:
-        raise ModelError(str(error)) from None
 
 
 class Absent(nn.Module):

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from longspan.attention import AttendCall
 from longspan.comm import World, raise_first_error
 from longspan.errors import ModelError
 from longspan.layout import Layout
@@ -28,7 +27,7 @@ from longspan.model.compiled_layers import (
 )
 from longspan.model.exactness.adapter_rules import check_encoder_adapter
 from longspan.model.exactness.check_model import Evidence, check_model
-from longspan.model.exactness.row_trial import try_rows_at_first_call
+from longspan.model.exactness.row_trial import try_before_call
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import use_experts
 from longspan.model.float8_layers import float8_error, use_float8
@@ -68,7 +67,6 @@ class PrepareOptions:
     reshard_after_forward: bool = True
     activation_checkpointing: bool | str = False
     offload_activations: bool = False
-    recompute_layers: int = 0
     measures: str | Sequence[str] | None = None
     host_bytes: int = 0
     mlp_tile_rows: int = 0
@@ -97,25 +95,18 @@ class PrepareOptions:
                 reshard_after_forward=frees_parameters,
                 compute_dtype=self.compute_dtype,
             ),
-            self.recomputation(),
+            replace(self._recomputation(), segment_layers=self.segment_layers),
             sequence_parallel=self.sequence_parallel,
             mlp_tile_rows=self.mlp_tile_rows,
         )
 
-    def recomputation(self) -> Recomputation:
-        """Decide what each layer keeps. Raises ModelError for options that exclude each other."""
-        return replace(self._read_measures(), segment_layers=self.segment_layers)
-
-    def _read_measures(self) -> Recomputation:
+    def _recomputation(self) -> Recomputation:
         if self.measures is None:
             return Recomputation.from_options(
-                self.activation_checkpointing,
-                layers=self.recompute_layers,
-                offload=self.offload_activations,
-                host_bytes=self.host_bytes,
+                self.activation_checkpointing, offload=self.offload_activations, host_bytes=self.host_bytes
             )
-        for name in ("activation_checkpointing", "offload_activations", "recompute_layers"):
-            if (value := getattr(self, name)) not in (False, "none", 0):
+        for name in ("activation_checkpointing", "offload_activations"):
+            if (value := getattr(self, name)) not in (False, "none"):
                 raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
         return Recomputation.parse_measures(self.measures, self.host_bytes)
 
@@ -176,10 +167,9 @@ def prepare(
     All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
     every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
     `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
-    but attention, whose output is kept; `recompute_layers` is how many of a stage's layers, the first ones, do so (0:
-    all); `offload_activations` keeps in the host's memory what recomputation starts from. `measures` replaces these
-    three: a word of `longspan.plan.MEASURES` for each decoder layer of the whole model and then for each depth of
-    multi-token prediction, measures=("none", "selective+host", …), or one word for all.
+    but attention, whose output is kept; `offload_activations` keeps in the host's memory what recomputation starts
+    from. `measures` replaces these two: a word of `longspan.plan.MEASURES` for each decoder layer of the whole model
+    and then for each depth of multi-token prediction, measures=("none", "selective+host", …), or one word for all.
     `host_bytes` is how much of the host's memory a rank uses for this: `prepare` checks that it is there and allocates
     it (0: the first step measures how much it needs).
     `mlp_tile_rows` is the most rows that MLPs and experts compute at once, forward and backward (0: all rows), so that
@@ -222,9 +212,7 @@ def prepare(
     """
     options = replace(options or PrepareOptions(), **changes)
     if encoder is None:
-        prepared = prepare_language_model(model, world, options)
-        try_rows_at_first_call(prepared)
-        return prepared
+        return prepare_language_model(model, world, options)
     home = EncoderHome.of(encoder, shard_parameters=options.shard_parameters, compute_dtype=options.compute_dtype)
     stock = unwrap_model(model)
     weights, adapter = find_deferred_weights(stock), find_adapter(stock)
@@ -233,7 +221,6 @@ def prepare(
         if adapter is not None:
             check_encoder_adapter(parts.encoder, adapter, home.layout.tp)
         language_model: Any = prepare_language_model(model, world, options)
-        try_rows_at_first_call(language_model)
         language_model.adapter = adapter  # also if only the encoder has one
         prepared = join_parts(parts, language_model, world, home, weights)
     redirect_peft_model(model, prepared)
@@ -262,7 +249,11 @@ def prepare_language_model(
         start_compile_workers(ranks_of_host)
 
     def connect_layers(model: PreTrainedModel) -> None:
-        _choose_norms(model, options.fused_norms, world.device)
+        on_gpu = world.device.type == "cuda"
+        if options.fused_norms == "on" or (options.fused_norms == "auto" and on_gpu):
+            fuse_norms(model, required=options.fused_norms == "on")
+        if on_gpu:
+            split_long_norms(model)
         if compiled == "layers":  # the compiler fuses the norms in its graphs itself
             unfuse_norms_in_graphs(model)
         _connect_operations(model)
@@ -276,8 +267,9 @@ def prepare_language_model(
     if evidence.adapter is None and not is_tied(model):  # transformers keeps two matrices that a folder has, if unequal
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False  # so that a saved folder has both too
-    execution = _make_execution(model, placement, evidence.calls, options)
-    execution = replace(execution, float8=use_float8(model) if options.float8 else "")
+    mixers, float8 = len(find_mixers(model)), use_float8(model) if options.float8 else ""
+    dtypes = model.dtype, placement.dtype_of(model), placement.reduce_dtype_of(model)
+    execution = Execution(*dtypes, evidence.calls, options.attention_kernel, mixers, float8)
     if placement.recomputation.exchanges_again and world.home.slots > 1:
         check_same_kernels(execution, world)
     # Over stages always tried here: an error in the first pass would come on the last stage only, while others wait.
@@ -302,18 +294,12 @@ def prepare_language_model(
     if evidence.adapter is not None:
         prepared.adapter = evidence.adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         redirect_peft_model(peft_model, prepared)
+    prepared.register_forward_pre_hook(try_before_call, prepend=True, with_kwargs=True)
     return prepared
 
 
 def _look_for_no_padding(*_: Any) -> None:
     """Stand in for transformers' warning of padding without a mask."""
-
-
-def _choose_norms(model: PreTrainedModel, fused_norms: str, device: torch.device) -> None:
-    if fused_norms == "on" or (fused_norms == "auto" and device.type == "cuda"):
-        fuse_norms(model, required=fused_norms == "on")
-    if device.type == "cuda":
-        split_long_norms(model)
 
 
 def _connect_operations(model: PreTrainedModel) -> None:
@@ -333,14 +319,6 @@ def _connect_operations(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):  # to look for padding waits for the device, and a shard has none
             vars(module)["warn_if_padding_and_no_attention_mask"] = _look_for_no_padding
-
-
-def _make_execution(
-    model: PreTrainedModel, placement: Placement, calls: tuple[AttendCall, ...], options: PrepareOptions
-) -> Execution:
-    dtype, reduce_dtype = placement.dtype_of(model), placement.reduce_dtype_of(model)
-    mixers = len(find_mixers(model))
-    return Execution(model.dtype, dtype, reduce_dtype, calls, options.attention_kernel, mixers)
 
 
 def _make_call_rules(model: PreTrainedModel, placement: Placement, kernel: str | None, evidence: Evidence) -> CallRules:

@@ -400,7 +400,7 @@ class Placement:
         if self.world.home.tp > 1 or self.sequence_parallel:
             refuse_tensor_parallel(model, self.world, sequence_parallel=self.sequence_parallel)
         check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
-        self.recomputation.check_measures(model, stages)
+        self.recomputation.check_measures(model)
         if self.mlp_tile_rows:
             check_tiles(model, self.mlp_tile_rows)
 

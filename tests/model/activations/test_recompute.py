@@ -28,17 +28,13 @@ from tests.model.stock import gradients_of, prepare_untried, stock_answer, texts
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-WAYS = ("none", "full", "full, some", "selective", "selective, some", "full, offloaded", "selective, offloaded")
+WAYS = ("none", "full", "selective", "full, offloaded", "selective, offloaded")
 TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-6, 1e-5)}
 
 
 def _settings(way: str) -> dict[str, Any]:
     kind, _, more = way.partition(", ")
-    return {
-        "activation_checkpointing": kind,
-        "offload_activations": more == "offloaded",
-        "recompute_layers": int(more == "some"),
-    }
+    return {"activation_checkpointing": kind, "offload_activations": more == "offloaded"}
 
 
 def by_hand() -> Plan:
@@ -115,10 +111,6 @@ def test_other_choices_are_refused() -> None:
             prepare(tiny("qwen3"), world, activation_checkpointing="some")
         with pytest.raises(ModelError, match="needs activation_checkpointing 'full' or 'selective'"):
             prepare(tiny("qwen3"), world, offload_activations=True)
-        with pytest.raises(ModelError, match="recompute_layers is 9, 2 decoder layers are here; use 0"):
-            prepare(tiny("qwen3"), world, activation_checkpointing="full", recompute_layers=9)
-        with pytest.raises(ModelError, match="recompute_layers is 1; it needs activation_checkpointing"):
-            prepare(tiny("qwen3"), world, recompute_layers=1)
 
 
 class Layer(nn.Module):

@@ -15,7 +15,6 @@ from longspan.comm.watch import Watch
 from longspan.errors import CommError, LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model, sharding
-from longspan.model.layers import stage_layers
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.copies import StageCopies
 from longspan.model.pipeline.pipeline import PipelineModel, _original_error, _run_watched_schedule
@@ -23,6 +22,7 @@ from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage
 from longspan.model.pipeline.stages import Stage, StageInput, cut_model, refuse_inexact
 from longspan.model.prepared import IMPLEMENTATION
 from longspan.plan import plan_fixed
+from longspan.plan.memory.parameters import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from tests.model.deep import answer, deep
@@ -49,7 +49,7 @@ def test_layers_are_balanced_with_embedding_and_head(layers: int, stages: int, c
 
 
 def test_more_stages_than_layers() -> None:
-    with pytest.raises(ModelError, match=r"6 pipeline stages .* for 4 layers.*use at most 4 stages"):
+    with pytest.raises(PlanError, match=r"6 pipeline stages .* for 4 layers.*use at most 4 stages"):
         stage_layers(4, 6)
 
 
@@ -357,10 +357,6 @@ def _refused(rank: int) -> dict[str, str]:
         shared = deep("llama", torch.float32)
         shared.model.layers[2].mlp = shared.model.layers[1].mlp
         note("shared", lambda: prepare(shared, world))
-        recompute = {"activation_checkpointing": "full", "shard_parameters": False}
-        note("layers", lambda: prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=4))
-        some = prepare(deep("llama", torch.float32, 5), world, **recompute, recompute_layers=3)
-        refusals["recomputed"] = str(sum(getattr(m, "gradient_checkpointing", False) for m in some.modules()))
         plan = plan_fixed((9,), world.home, cp=1)
         note("whole", lambda: run_step(torch.nn.Linear(2, 2), plan, texts((9,)), world))
         refusals["afterwards"] = str(gradients_of(prepare(deep("llama", torch.float32), world)))
@@ -368,11 +364,8 @@ def _refused(rank: int) -> dict[str, str]:
 
 
 def test_what_is_refused_on_every_rank() -> None:
-    """On some ranks alone, the others would wait: stages of two and three layers are asked for three and for four."""
-    of_ranks = run_ranks(_refused, 2)
-    assert [refusals["recomputed"] for refusals in of_ranks] == ["2", "3"]
-    for refusals in of_ranks:
-        assert "recompute_layers is 4, 3 decoder layers are in the largest of 2 pipeline stages" in refusals["layers"]
+    """On some ranks alone, the others would wait."""
+    for refusals in run_ranks(_refused, 2):
         assert "6 pipeline stages" in refusals["stages"] and "for 4 layers" in refusals["stages"]
         assert "'2f2b'" in refusals["unknown"]
         assert "layers that share parameters are not sharded" in refusals["shared"]

@@ -22,7 +22,7 @@ from longspan.doctor.stock import (
     gradient_errors,
     loss_error,
     missing_errors,
-    precision_mode,
+    whole_float64,
 )
 from longspan.layout import Layout
 from longspan.model import prepare
@@ -80,7 +80,7 @@ def _errors(rank: int, ranks: int, config: Any, cases: list[tuple[Draw, list[np.
     """The largest error of each draw, and the parameter that has it."""
     found = list[Any]()
     for case, documents, answer in cases:
-        with World(Layout(ranks, dp_replicate=case.copies)) as world, precision_mode(torch.float64, whole=True):
+        with World(Layout(ranks, dp_replicate=case.copies)) as world, whole_float64():
             recompute: Any = case.recompute
             model = prepare(make_tiny_model(config, torch.float64), world, activation_checkpointing=recompute)
             world.prepare(case.plan)
@@ -100,7 +100,7 @@ def test_random_documents_and_plans_are_exact(family: str, ranks: int) -> None:
     for seed in range(first, first + DRAWS):
         drawn = draw(seed, ranks)
         documents = draw_documents(config, drawn.plan.lengths, seed)
-        with precision_mode(torch.float64, whole=True):
+        with whole_float64():
             cases.append((drawn, documents, compute_stock_answer(config, documents, torch.float64)))
         print(f"seed {seed}: {drawn}")
     for errors in run_local(_errors, ranks, (ranks, config, cases), timeout=60 * DRAWS):
@@ -112,7 +112,7 @@ def test_random_documents_and_plans_are_exact(family: str, ranks: int) -> None:
 
 def _logits(rank: int, config: Any, plan: Plan, texts: list[list[np.ndarray]]) -> bool:
     """Whether logits of other documents keep their bits where document 1 changes, and those of its rows do not."""
-    with World(Layout(plan.slots)) as world, precision_mode(torch.float64, whole=True), torch.no_grad():
+    with World(Layout(plan.slots)) as world, whole_float64(), torch.no_grad():
         model: Any = prepare(make_tiny_model(config, torch.float64), world)
         same = True
         for batch in plan.micro_batches:

@@ -26,7 +26,7 @@ from longspan.doctor.stock import (
     draw_documents,
     gradient_errors,
     make_stock_model,
-    precision_mode,
+    whole_float64,
 )
 from longspan.errors import LayoutError, ModelError, PlanError
 from longspan.layout import Layout
@@ -199,7 +199,7 @@ class Expected:
 def dense_run(draw: Draw, steps: Sequence[Step]) -> Expected:
     """The same steps of the stock model in one process."""
     losses, evaluations = list[tuple[float, ...]](), list[float]()
-    with precision_mode(torch.float64, whole=True):
+    with whole_float64():
         model = draw.model(make_stock_model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0)
         for step in steps:
@@ -239,7 +239,7 @@ def _loss(model: Any, documents: Sequence[np.ndarray]) -> Tensor:
 
 def _run(rank: int, drawn: Draw, steps: Sequence[Step], expected: Expected) -> tuple[float, str]:
     """The largest error and of what it is, or 0 and why the draw is refused."""
-    with World(drawn.home, backend=backend(), timeout=60) as world, precision_mode(torch.float64, whole=True):
+    with World(drawn.home, backend=backend(), timeout=60) as world, whole_float64():
         try:
             model = prepare(drawn.model(make_tiny_model), world, **drawn.settings)
         except (ModelError, LayoutError) as refusal:

@@ -29,7 +29,7 @@ from longspan.errors import ModelError
 from longspan.model.activations.host_arena import HostArena, check_host_room
 from longspan.model.activations.host_offload import HostOffload, park_saved_tensors
 from longspan.model.activations.segments import Segments
-from longspan.model.layers import Absent, layer_list, stage_layers
+from longspan.model.layers import Absent, layer_list
 from longspan.model.mtp.depths import MtpBlocks, model_depths
 from longspan.plan.memory.settings import MEASURES, Measure
 
@@ -38,24 +38,20 @@ _CHECKPOINTING = ("none", "full", "selective")
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """The measure of each decoder layer: of a whole model in `measures`, or `measure` for a stage's first `layers`.
+    """The measure of each decoder layer: of a whole model in `measures`, or `measure` for all.
 
     `measures` has a word for each decoder layer of the model, and then one for each depth of multi-token prediction.
-    Without it, the first `layers` layers of each pipeline stage (0: all) have `measure`, and the others "none".
     `host_bytes` is the first size of a rank's arena on the host; with 0 it grows in the first step. Of `segment_layers`
     layers in a row that recompute, only the first one's input waits for backward (`segments.py`); 0: no segments.
     """
 
     measure: Measure = "none"
-    layers: int = 0
     measures: tuple[Measure, ...] | None = None
     host_bytes: int = 0
     segment_layers: int = 0
 
     @classmethod
-    def from_options(
-        cls, checkpointing: bool | str, *, layers: int = 0, offload: bool = False, host_bytes: int = 0
-    ) -> "Recomputation":
+    def from_options(cls, checkpointing: bool | str, *, offload: bool = False, host_bytes: int = 0) -> "Recomputation":
         """Make a Recomputation from the options of `prepare`: `activation_checkpointing` True is "full", False "none".
 
         Raises ModelError for another word, and for options that only checkpointed layers can have.
@@ -63,15 +59,12 @@ class Recomputation:
         kind = ("full" if checkpointing else "none") if isinstance(checkpointing, bool) else checkpointing
         if kind not in _CHECKPOINTING:
             raise ModelError(f"activation_checkpointing is {kind!r}; use one of {', '.join(_CHECKPOINTING)}")
-        if kind == "none" and layers:
-            raise ModelError(f"recompute_layers is {layers}; it needs activation_checkpointing 'full' or 'selective'")
         if kind == "none" and offload:
             raise ModelError(
                 "offload_activations moves what checkpointed layers keep; it needs activation_checkpointing "
                 "'full' or 'selective'"
             )
-        measure = cast(Measure, f"{kind}+host" if offload else kind)
-        return cls(measure=measure, layers=layers, host_bytes=host_bytes)
+        return cls(measure=cast(Measure, f"{kind}+host" if offload else kind), host_bytes=host_bytes)
 
     @classmethod
     def parse_measures(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
@@ -93,20 +86,20 @@ class Recomputation:
         """Whether any layer is "selective": its backward repeats the all-to-all before attention, but not attention."""
         return any(word.startswith("selective") for word in self.measures or (self.measure,))
 
-    def check_measures(self, model: PreTrainedModel, stages: int) -> None:
-        """Raise ModelError where a whole model, to be cut into this number of stages, cannot have these measures.
+    def check_measures(self, model: PreTrainedModel) -> None:
+        """Raise ModelError where a whole model cannot have these measures.
 
-        Refused are more `layers` than the largest stage has, another number of words than layers and depths, and layers
-        that cannot be recomputed. The result is the same on every rank, before anything is changed.
+        Refused are another number of words than layers and depths, segments where no layer recomputes, and layers that
+        cannot be recomputed. The result is the same on every rank, before anything is changed.
         """
-        self._check_segments()
-        layers, depths = len(layer_list(model)[1]), len(model_depths(model))
-        limit = max(len(stage) for stage in stage_layers(layers, stages))
-        if not 0 <= self.layers <= limit:
-            place = "are here" if stages == 1 else f"are in the largest of {stages} pipeline stages"
+        if (size := self.segment_layers) < 0:
+            raise ModelError(f"segment_layers is {size}; use 0 (no segments), or the layers of a segment, such as 4")
+        if size > 1 and all(word == "none" for word in self.measures or (self.measure,)):
             raise ModelError(
-                f"recompute_layers is {self.layers}, {limit} decoder layers {place}; use 0 (each) to {limit}"
+                f"segment_layers is {size}: of so many layers that recompute the first one's input is kept, and no "
+                "layer recomputes; use activation_checkpointing 'full' or 'selective', or segment_layers 0"
             )
+        layers, depths = len(layer_list(model)[1]), len(model_depths(model))
         if self.measures is not None and len(self.measures) != layers + depths:
             depths_text = f" and {depths} depths of multi-token prediction" if depths else ""
             raise ModelError(
@@ -120,16 +113,6 @@ class Recomputation:
                     f"{type(model).__name__}: {name} ({type(layer).__name__}) does not support activation "
                     "checkpointing; switch it off"
                 )
-
-    def _check_segments(self) -> None:
-        size = self.segment_layers
-        if size < 0:
-            raise ModelError(f"segment_layers is {size}; use 0 (no segments), or the layers of a segment, such as 4")
-        if size > 1 and all(word == "none" for word in self.measures or (self.measure,)):
-            raise ModelError(
-                f"segment_layers is {size}: of so many layers that recompute the first one's input is kept, and no "
-                "layer recomputes; use activation_checkpointing 'full' or 'selective', or segment_layers 0"
-            )
 
     def make_offload(self, world: World) -> HostOffload | None:
         """Make the store in which all layers of a rank keep tensors on the host; None if no layer does.
@@ -155,13 +138,13 @@ class Recomputation:
         for _, layer, measure in self._layer_measures(model):
             module: Any = layer  # the attributes that transformers' gradient_checkpointing_enable sets, in 5.17 to 5.23
             if measure != "none":
-                run = run_checkpointed if segments is None else partial(_run_in_segment, segments, layer)
+                run = run_checkpointed if segments is None else partial(segments.run_layer, layer)
                 module._gradient_checkpointing_func = partial(run, measure=measure, offload=offload, first=first)
                 module.gradient_checkpointing = True
             if measure.endswith("+host"):
                 first = False
             elif offload is not None and not first:
-                module.register_forward_pre_hook(partial(_count_empty_layer, offload))
+                module.register_forward_pre_hook(lambda *_: offload.count_empty_layer())
 
     def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
         """All layers of one depth of multi-token prediction share the measure of that depth; they come last."""
@@ -174,18 +157,8 @@ class Recomputation:
                 (len(layers) + number, f"depth {number} of multi-token prediction", depth_layer)
                 for depth_layer in depth_layers
             ]
-        if self.measures is not None:
-            return [(name, layer, self.measures[index]) for index, name, layer in local_layers]
-        count = self.layers or len(local_layers)
-        return [(name, layer, self.measure if i < count else "none") for i, (_, name, layer) in enumerate(local_layers)]
-
-
-def _count_empty_layer(offload: HostOffload, *_: Any) -> None:
-    offload.count_empty_layer()
-
-
-def _run_in_segment(segments: Segments, layer: nn.Module, run: Callable[..., Any], *args: Any, **how: Any) -> Any:
-    return segments.run_layer(layer, run, args, **how)
+        measures = self.measures
+        return [(name, layer, measures[i] if measures else self.measure) for i, name, layer in local_layers]
 
 
 def run_checkpointed(

@@ -31,7 +31,7 @@ class Segments:
     """The segments of a model's layers, of at most `size` each: `run_layer` runs one layer of a pass.
 
     >>> segments = Segments(4)
-    >>> out = segments.run_layer(layer, layer.forward, (x,), measure="selective")  # doctest: +SKIP
+    >>> out = segments.run_layer(layer, layer.forward, x, measure="selective")  # doctest: +SKIP
     """
 
     def __init__(self, size: int) -> None:
@@ -42,8 +42,7 @@ class Segments:
         self,
         layer: nn.Module,
         run: Run,
-        args: tuple[Any, ...],
-        *,
+        *args: Any,
         measure: str,
         offload: HostOffload | None = None,
         first: bool = False,
@@ -128,9 +127,7 @@ class _Link:
             if (saved.data_ptr(), saved.shape, saved.dtype) != identity:
                 return _keep_in_place(saved)
             fetch = keep(saved)
-            if (
-                self.before is None
-            ):  # the segment before is needed, and fetched ahead, once its first layer runs backward
+            if self.before is None:  # a segment is fetched ahead once the first layer of the one behind runs backward
                 self._fetch_first = fetch_alone(fetch)
             return fetch
 
@@ -153,7 +150,6 @@ class _Link:
 
     @torch.no_grad()
     def run_again(self, x: Tensor) -> Tensor:
-        """Run the layer without a graph; `replay_attention` gives attention's outputs, if its measure keeps them."""
         self._recording = Recording(keep_exchanged=self._keeps_exchanged) if self._keeps_attention else None
         with ExitStack() as stack:
             stack.enter_context(_gather_parameters(self._layer))

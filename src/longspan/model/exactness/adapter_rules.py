@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -44,23 +44,24 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     The result is the same on every rank, before the first collective. Whether tensor parallelism can split its layers
     is checked in `tensor_parallel/split_adapters.py`.
     """
-    _refuse_adapted_embedding(model, world)
-    reasons = [*_configuration_reasons(adapter)]  # what peft then did to the model is a consequence
-    reasons = reasons or [*_layer_reasons(model), *_value_reasons(model), *_parameter_reasons(model)]
-    if world.home.pp > 1:
-        reasons += _stage_reasons(model)
-    if reasons:
-        raise ModelError(
-            f"the adapter {adapter.name!r} of {type(model).__name__} cannot be trained: {'; '.join(reasons)}"
-        )
-
-
-def _refuse_adapted_embedding(model: PreTrainedModel, world: World) -> None:
-    if world.home.pp > 1 and model_depths(model) and is_adapted(model.get_input_embeddings()):
+    staged = world.home.pp > 1
+    if staged and model_depths(model) and is_adapted(model.get_input_embeddings()):
         raise ModelError(
             f"{type(model).__name__} has multi-token prediction, for which the last pipeline stage has a copy of the "
             "embedding, and an adapter of the embedding, which would be trained twice; leave it out of "
             "target_modules, or use pp 1"
+        )
+    reasons = [*_configuration_reasons(adapter)]  # what peft then did to the model is a consequence
+    reasons = reasons or [*_layer_reasons(model), *_value_reasons(model), *_parameter_reasons(model)]
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    if staged and is_tied(model) and any(is_adapted(end) or is_copied(end) for end in ends):
+        reasons.append(
+            "it changes an embedding that is tied to the head, of which the first and the last pipeline stage hold a "
+            "copy each; leave embed_tokens and lm_head out, or use pp 1"
+        )
+    if reasons:
+        raise ModelError(
+            f"the adapter {adapter.name!r} of {type(model).__name__} cannot be trained: {'; '.join(reasons)}"
         )
 
 
@@ -70,7 +71,8 @@ def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
     Compared are checksums of all that is trained; parameters on the meta device have no values yet.
     """
     trained = dict(adapter_parameters(model)) | {n: p for n, p in model.named_parameters() if p.requires_grad}
-    digests = {name: zlib.crc32(_parameter_bytes(p)) for name, p in trained.items() if not p.is_meta}
+    values: dict[str, Any] = {name: p.detach().cpu().contiguous() for name, p in trained.items() if not p.is_meta}
+    digests = {name: zlib.crc32(x.view(torch.uint8).numpy()) for name, x in values.items()}
     digests_of_ranks = world.control.gather_objects(digests, "digests of adapters")
     for rank, rank_digests in zip(world.home.ranks, digests_of_ranks, strict=True):
         for name, digest in digests_of_ranks[0].items():
@@ -80,10 +82,6 @@ def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
                     "generator; call torch.manual_seed with one seed on every rank before peft.get_peft_model, or load "
                     "the adapter from a folder"
                 )
-
-
-def _parameter_bytes(x: Tensor) -> Any:
-    return x.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
 def _configuration_reasons(adapter: Adapter) -> Iterator[str]:
@@ -156,47 +154,31 @@ def _parameter_reasons(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _stage_reasons(model: PreTrainedModel) -> Iterator[str]:
-    modules = (model.get_input_embeddings(), model.get_output_embeddings())
-    if is_tied(model) and any(is_adapted(module) or is_copied(module) for module in modules if module is not None):
-        yield (
-            "it changes an embedding that is tied to the head, of which the first and the last pipeline stage hold a "
-            "copy each; leave embed_tokens and lm_head out, or use pp 1"
-        )
-
-
 def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None:
     """Raise ModelError, with every reason, for an adapter that is not shown to be exact in an encoder under this tp.
 
     Ranks need not agree on the error: `prepare_encoder` checks that the adapter is the same on all.
     """
-    if not peft_modules(encoder):
+    if not (modules := peft_modules(encoder)):
         return
-    if reasons := [
-        *_configuration_reasons(adapter),
-        *_layer_reasons(encoder),
-        *_encoder_reasons(encoder, adapter, tp),
-    ]:
-        raise ModelError(
-            f"the adapter {adapter.name!r} of a tower or projector cannot be trained: {'; '.join(reasons)}"
-        )
-
-
-def _encoder_reasons(encoder: nn.Module, adapter: Adapter, tp: int) -> Iterator[str]:
-    modules = peft_modules(encoder)
+    reasons = [*_configuration_reasons(adapter), *_layer_reasons(encoder)]
     if copied := [name for name, module in modules.items() if is_copied(module)]:
-        yield (
+        reasons.append(
             f"modules_to_save has {', '.join(copied[:2])}; leave it out and call requires_grad_(True) of that module: "
             "it is saved as one of modules_to_save"
         )
     adapted = {name: base_module(module) for name, module in modules.items() if is_adapted(module)}
     if trained := [name for name, linear in adapted.items() if any(p.requires_grad for p in linear.parameters())]:
-        yield f"{', '.join(trained[:2])} have adapters, and weights that are trained too; train one of them"
+        reasons.append(f"{', '.join(trained[:2])} have adapters, and weights that are trained too; train one of them")
     for key in ("use_dora", "lora_bias"):
         if tp > 1 and getattr(adapter.config, key, False):
-            yield f"{key} is set, which is not shown to be exact under the encoder's tp {tp}; use tp 1"
+            reasons.append(f"{key} is set, which is not shown to be exact under the encoder's tp {tp}; use tp 1")
     if tp > 1 and adapter.dropout:
-        yield (
+        reasons.append(
             f"lora_dropout is {adapter.dropout:g}, and the encoder's {tp} tensor-parallel ranks would drop different "
             "inputs; use tp 1"
+        )
+    if reasons:
+        raise ModelError(
+            f"the adapter {adapter.name!r} of a tower or projector cannot be trained: {'; '.join(reasons)}"
         )

@@ -48,13 +48,6 @@ class ClassTrial:
     draws: tuple[str, ...] = ()
 
 
-def try_class(model: PreTrainedModel) -> ClassTrial:
-    """Try a small model of a model's class, once for each configuration. The model itself is not touched."""
-    base = innermost_decoder(model)
-    key = "class", type(base), base.config.to_json_string()
-    return try_once(key, lambda: _try_small_copy(type(base), base.config, required=has_experts(model)))
-
-
 def refuse_class(model: PreTrainedModel) -> tuple[str, ...]:
     """Raise ModelError, with every reason, for a model of a class that would not be exact; returns its random draws."""
     trial = try_class(model)
@@ -65,13 +58,27 @@ def refuse_class(model: PreTrainedModel) -> tuple[str, ...]:
     return trial.draws
 
 
+def try_class(model: PreTrainedModel) -> ClassTrial:
+    """Try a small model of a model's class, once for each configuration. The model itself is not touched."""
+    base = innermost_decoder(model)
+    key = "class", type(base), base.config.to_json_string()
+    return try_once(key, lambda: _try_small_copy(type(base), base.config, required=has_experts(model)))
+
+
 def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
     # A class that draws at random in training is compared in evaluation mode: draws would differ from pass to pass.
     # That a small model cannot be made or run is a reason only where the trial is required, of a class with experts.
     try:
         model = _make_small_model(kind, config)
-        draws = _random_draws(model)
-        return ClassTrial(tuple(_row_reasons(model.train(not draws))), draws)
+        outs: list[Tensor] = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            ids, positions = torch.arange(_ROWS)[None], torch.full((1, _ROWS), 3)
+            with torch.no_grad():
+                outs.append(model(input_ids=ids, position_ids=positions, use_cache=False)[0])
+        draws = not torch.equal(*outs)
+        seen = ("numbers by which a small model of its class differs from seed to seed",) if draws else ()
+        return ClassTrial(tuple(_row_reasons(model.train(not draws))), seen)
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
@@ -93,15 +100,9 @@ def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
 
 
 def _attend_by_row(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    return attend_separately(query, key, value, scaling), None
+    return attend_separately(query, key, value, options.get("scaling")), None
 
 
 AttentionInterface.register(_STAND_IN, _attend_by_row)
@@ -141,17 +142,6 @@ def _row_tensors(out: Any, rows: int) -> Iterator[Tensor]:
                 yield leaf[0].flatten(1)
 
 
-@torch.no_grad()
-def _random_draws(model: PreTrainedModel) -> tuple[str, ...]:
-    """In words what a class, whose model is in training mode, draws if two runs with different seeds differ."""
-    outs: list[Tensor] = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        out = model(input_ids=torch.arange(_ROWS)[None], position_ids=torch.full((1, _ROWS), 3), use_cache=False)
-        outs.append(out[0])
-    return () if torch.equal(*outs) else ("numbers by which a small model of its class differs from seed to seed",)
-
-
 def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
     # Gradients and experts are compared only if outputs are equal, since other outputs have other gradients.
     # Buffers that are not saved may only log what was run; if results depend on them, rows differ below.
@@ -186,28 +176,26 @@ def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> st
 
 def _gradient_reasons(whole: _Pass, parts: Sequence[_Pass], evidence: str) -> Iterator[str]:
     for name, gradient in whole.gradients.items():
-        pieces = [piece_pass.gradients[name] for piece_pass in parts]
-        present = [piece for piece in pieces if piece is not None]
-        if gradient is not None and len(present) < len(pieces):
+        pieces = [piece for piece_pass in parts if (piece := piece_pass.gradients[name]) is not None]
+        if gradient is not None and len(pieces) < len(parts):
             yield (
                 f"{name} has no gradient, not even zeros, where no row of a rank visits it, and ranks would add "
                 f"different parameters {evidence}"
             )
             return
-        if gradient is not None and (error := relative_error(torch.stack(present).sum(0), gradient)) > _TOLERANCE:
+        if gradient is not None and (error := relative_error(torch.stack(pieces).sum(0), gradient)) > _TOLERANCE:
             yield f"the gradient of {name} is not the sum over rows: it differs by {error:.1e} {evidence}"
             return
 
 
+@torch.no_grad()
 def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
-    for name, experts in expert_modules(model).items():
-        count = int(experts.num_experts)  # pyright: ignore[reportArgumentType]
+    for name, module in expert_modules(model).items():
+        experts: Any = module
         x = torch.randn(_ROWS, model.config.get_text_config().hidden_size, dtype=torch.float64)
-        experts_of_rows = torch.rand(_ROWS, count).topk(min(2, count)).indices
-        weights = torch.rand(experts_of_rows.shape, dtype=torch.float64)
-        with torch.no_grad():
-            stock = experts(x, experts_of_rows, weights)
-            error = relative_error(mix_all_rows(experts, x, experts_of_rows, weights), stock)
+        chosen = torch.rand(_ROWS, int(experts.num_experts)).topk(min(2, int(experts.num_experts))).indices
+        weights = torch.rand(chosen.shape, dtype=torch.float64)
+        error = relative_error(mix_all_rows(experts, x, chosen, weights), experts(x, chosen, weights))
         if error > _TOLERANCE:
             yield f"{name} ({type(experts).__name__}) computes something of its own: ours differs by {error:.1e}"
             return

@@ -36,7 +36,12 @@ def refuse_unsupported(model: nn.Module) -> None:
             "a model of your own calls longspan.attend itself and needs no prepare"
         )
     refuse_quantized(model)
-    reasons = [reason for rule in (_architecture_reasons, _output_reasons, _forward_reasons) for reason in rule(model)]
+    reasons = [*_architecture_reasons(model)]
+    if model.config.return_dict is False:
+        reasons.append(
+            "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
+        )
+    reasons += _forward_reasons(model)
     text_rules = (_rope_reasons, _temperature_reasons, _layer_type_reasons, _convolution_reasons)
     reasons += [reason for rule in text_rules for reason in rule(text_model(model))]
     if reasons:
@@ -61,25 +66,17 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, only decoder-only language models are supported"
         return
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    text_config = type(config.get_text_config())
+    use = f"use {classes[text_config].__name__ if text_config in classes else 'the causal language model'}"
     several = reads_other_modalities(model)
     head = re.search(r"For(?!CausalLM)[A-Z]\w+$", name)
     if head and not (several and head.group() == "ForConditionalGeneration"):
-        yield f"its head ({head.group()}) is not a language model's; use {_text_class_name(model)}"
+        yield f"its head ({head.group()}) is not a language model's; {use}"
     if several and (model.get_output_embeddings() is None or text_model(model) in (model, base_model(model))):
-        yield f"its text model, inside a model of several modalities, is not found; use {_text_class_name(model)}"
+        yield f"its text model, inside a model of several modalities, is not found; {use}"
     if getattr(config, "add_cross_attention", False):
         yield "add_cross_attention is set, cross attention is not supported"
-
-
-def _text_class_name(model: PreTrainedModel) -> str:
-    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    config = type(model.config.get_text_config())
-    return classes[config].__name__ if config in classes else "the causal language model"
-
-
-def _output_reasons(model: PreTrainedModel) -> Iterator[str]:
-    if model.config.return_dict is False:
-        yield "return_dict is False, so that hidden states come without a name; set model.config.return_dict = True"
 
 
 def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:

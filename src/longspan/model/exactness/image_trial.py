@@ -41,7 +41,35 @@ from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 _SIZES = ((9, 3), (7, 0), (6, 1))  # tokens of text and images of each document
 _TOLERANCE = 1e-5  # relative; many norms and the softmax compute in float32, whatever the model's type
 _FLOOR = 0.01  # of the largest gradient: below, a gradient may be rounding alone, as that of a key's bias is
-_MakeDocuments = Callable[[PreTrainedModel], list[TrialDocument]]
+
+
+def image_reasons(config: PreTrainedConfig, *, videos: bool = False) -> tuple[str, ...]:
+    """Return why images do not enter a model of this configuration as rows and positions only; empty if they do.
+
+    A small copy is tried once for each configuration. If it cannot be made or run, that is a reason too. With `videos`
+    the same of videos, of which each group of frames is an item as an image is; only for a model without reasons
+    against images.
+    """
+    key = "videos" if videos else "images", type(config), config.to_json_string()
+    return try_once(key, lambda: tuple(_differences(config, videos=videos)))
+
+
+def video_tokens(config: PreTrainedConfig) -> VideoTokens:
+    """Return what a model of this configuration takes for videos, whose groups of frames are items as images are.
+
+    Once for each configuration a small copy of the model is given videos, whole and as items. Raises ModelError where
+    the two differ, and for a model without videos.
+
+    >>> video_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((3, 4, 6))  # doctest: +SKIP
+    [6, 6, 6]
+    """
+    tokens = VideoTokens.of(config)
+    if reasons := image_reasons(config, videos=True):
+        raise ModelError(
+            f"{type(config).__name__} ({config.model_type}) cannot be given videos: {'; '.join(reasons)}; give frames "
+            "as images"
+        )
+    return tokens
 
 
 class _Pass(NamedTuple):
@@ -49,44 +77,37 @@ class _Pass(NamedTuple):
     gradients: dict[str, Tensor | None]
 
 
-def image_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return why images do not enter a model of this configuration as rows and positions only; empty if they do.
-
-    A small copy is tried once for each configuration. If it cannot be made or run, that is a reason too.
-    """
-    return _try_images_once(config, "images", lambda model: make_trial_documents(model, _SIZES))
-
-
-def video_reasons(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return why videos do not enter a model of this configuration as rows and positions only; empty if they do.
-
-    Each group of frames of a video is an item, as an image is. Call it only for a model without `image_reasons`.
-    """
-    return _try_images_once(config, "videos", lambda model: [make_video_document(model)])
-
-
-def _try_images_once(config: PreTrainedConfig, modality: str, make_documents: _MakeDocuments) -> tuple[str, ...]:
-    key = modality, type(config), config.to_json_string()
-    return try_once(key, lambda: tuple(_image_differences(config, make_documents)))
-
-
-def _image_differences(config: PreTrainedConfig, make_documents: _MakeDocuments) -> Iterator[str]:
+def _differences(config: PreTrainedConfig, *, videos: bool) -> Iterator[str]:
     try:
         model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
-        documents = make_documents(model)
-        parameters = dict(model.named_parameters())
-        whole_pass = _make_pass(parameters, documents, lambda d: model(**make_stock_arguments(model, d)).logits[0])
+        documents = [make_video_document(model)] if videos else make_trial_documents(model, _SIZES)
+        named = dict(model.named_parameters())
+        whole = _make_pass(named, documents, lambda d: model(**make_stock_arguments(model, d)).logits[0])
         parts = split_model(model)
         pack_attention(parts.encoder)
         named = dict(parts.language_model.named_parameters()) | dict(parts.encoder.named_parameters())
-        parts_pass = _make_pass(named, documents, partial(_part_logits, parts))
+        apart = _make_pass(named, documents, partial(_part_logits, parts))
     except ModelError as error:
         yield str(error)
         return
     except Exception as error:
         yield f"a small model that shows what it does with images cannot be run on the host ({trial_error(error)})"
         return
-    yield from _difference_reasons(whole_pass, parts_pass)
+    evidence = "(found with a small model of its class, whole and in parts)"
+    error = max(relative_error(a, b) for a, b in zip(apart.logits, whole.logits, strict=True))
+    if error > _TOLERANCE:
+        yield (
+            "it does more with images than put their rows in the places of their placeholders: logits differ by "
+            f"{error:.1e} {evidence}"
+        )
+        return
+    largest = max(float(g.abs().max()) for g in whole.gradients.values() if g is not None)
+    for name, exact in whole.gradients.items():
+        gradient = apart.gradients.get(name)
+        exact, gradient = (torch.zeros(1) if g is None else g for g in (exact, gradient))  # None counts as zeros
+        if (error := relative_error(gradient, exact, least=_FLOOR * largest)) > _TOLERANCE:
+            yield f"the gradient of {name} is another where rows of images are made apart: by {error:.1e} {evidence}"
+            return
 
 
 def _make_pass(
@@ -104,8 +125,7 @@ def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
     placeholders = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [parts.encoder([image]) for image in document.images]
     embedding: Any = model.get_input_embeddings()
-    width = embedding.weight.shape[1]
-    rows = torch.cat(encoded).split(width, -1) if encoded else ()
+    rows = torch.cat(encoded).split(embedding.weight.shape[1], -1) if encoded else ()
     positions = torch.arange(ids.shape[1])[None]
     if document.positions is not None:
         positions = torch.from_numpy(document.positions)[:, None]
@@ -121,52 +141,14 @@ def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
 
 def _hook_image_rows(model: PreTrainedModel, places: Tensor, rows: tuple[Tensor, ...], hooks: ExitStack) -> None:
     """`rows[0]` (R, D) take the place of the embedding's; the first layers add the further ones (DeepStack)."""
-    embedding_rows, *rows_of_layers = rows
+
+    def add_part(part: Tensor, _: Any, __: Any, out: Any) -> Any:
+        if isinstance(out, tuple):
+            return (out[0].index_add(1, places, part[None]), *out[1:])
+        return out.index_add(1, places, part[None])
+
     embedding = model.get_input_embeddings()
-    hooks.callback(
-        embedding.register_forward_hook(lambda _, __, out: out.index_copy(1, places, embedding_rows[None])).remove
-    )
-    for layer, layer_rows in zip(decoder_layers(model).values(), rows_of_layers, strict=False):
-        hooks.callback(layer.register_forward_hook(partial(_add_part, places, layer_rows)).remove)
-
-
-def _add_part(places: Tensor, part: Tensor, _: Any, __: Any, out: Any) -> Any:
-    if isinstance(out, tuple):
-        return (out[0].index_add(1, places, part[None]), *out[1:])
-    return out.index_add(1, places, part[None])
-
-
-def _difference_reasons(whole: _Pass, parts: _Pass) -> Iterator[str]:
-    evidence = "(found with a small model of its class, whole and in parts)"
-    errors = [relative_error(a, b) for a, b in zip(parts.logits, whole.logits, strict=True)]
-    if max(errors) > _TOLERANCE:
-        yield (
-            "it does more with images than put their rows in the places of their placeholders: logits differ by "
-            f"{max(errors):.1e} {evidence}"
-        )
-        return
-    largest = max(float(g.abs().max()) for g in whole.gradients.values() if g is not None)
-    for name, exact in whole.gradients.items():
-        gradient = parts.gradients.get(name)
-        exact, gradient = (torch.zeros(1) if g is None else g for g in (exact, gradient))  # None counts as zeros
-        if (error := relative_error(gradient, exact, least=_FLOOR * largest)) > _TOLERANCE:
-            yield f"the gradient of {name} is another where rows of images are made apart: by {error:.1e} {evidence}"
-            return
-
-
-def video_tokens(config: PreTrainedConfig) -> VideoTokens:
-    """Return what a model of this configuration takes for videos, whose groups of frames are items as images are.
-
-    Once for each configuration a small copy of the model is given videos, whole and as items. Raises ModelError where
-    the two differ, and for a model without videos.
-
-    >>> video_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((3, 4, 6))  # doctest: +SKIP
-    [6, 6, 6]
-    """
-    tokens = VideoTokens.of(config)
-    if reasons := video_reasons(config):
-        raise ModelError(
-            f"{type(config).__name__} ({config.model_type}) cannot be given videos: {'; '.join(reasons)}; give frames "
-            "as images"
-        )
-    return tokens
+    replace_rows = embedding.register_forward_hook(lambda _, __, out: out.index_copy(1, places, rows[0][None]))
+    hooks.callback(replace_rows.remove)
+    for layer, part in zip(decoder_layers(model).values(), rows[1:], strict=False):
+        hooks.callback(layer.register_forward_hook(partial(add_part, part)).remove)

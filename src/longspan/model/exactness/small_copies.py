@@ -39,7 +39,6 @@ from longspan.model.seams.mixers import use_torch_operations
 
 _T = TypeVar("_T")
 MOST_PARAMETERS = 4_000_000  # of a copy with small heads
-_TIMES_WITH_TRUE_HEADS = 256  # heads of 256 instead of 16, squared
 _LEFT_OUT = ("quantization_config", "auto_map", "torch_dtype", "dtype", "id2label", "label2id", "_name_or_path")
 _LEFT_OUT += ("transformers_version", "architectures", "attn_implementation", "_attn_implementation")
 
@@ -60,12 +59,13 @@ def shrink_configuration(
 
     Raises ModelError, with the errors of its construction, if no small copy of the class can be made.
     """
-    sizes = Sizes(true_heads=true_heads, experts=experts)
+    base: Any = MODEL_MAPPING.get(type(config), None)  # pyright: ignore[reportArgumentType]
     errors: list[str] = []
-    for attempt in alternative_sizes(sizes):
+    for sizes in alternative_sizes(Sizes(true_heads=true_heads, experts=experts)):
         try:
-            small = _small_configuration(config, attempt)
-            _check_small_model(small, attempt, images=images)
+            values = _small_attributes(config, sizes, least_layers(config))
+            small = type(config).from_dict(small_image_values(values, sizes, base))
+            _check_small_model(small, sizes, images=images)
             return small
         except Exception as error:  # configurations and models raise errors of every kind
             errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
@@ -100,18 +100,16 @@ def make_tiny_model(
 
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
-    settings: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}
+    settings = {"dtype": torch.float32, "experts_implementation": "eager", "trust_remote_code": False}
     automatic: Any = AutoModelForImageTextToText if images or reads_images_alone(config) else AutoModelForCausalLM
     if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         automatic = AutoModel  # of a text model inside a wrapper
     try:
-        return automatic.from_config(
-            deepcopy(config), attn_implementation=attention, trust_remote_code=False, **settings
-        )
+        return automatic.from_config(deepcopy(config), attn_implementation=attention, **settings)
     except ValueError as error:
         if "does not support" not in str(error):
             raise
-        return automatic.from_config(deepcopy(config), attn_implementation="eager", trust_remote_code=False, **settings)
+        return automatic.from_config(deepcopy(config), attn_implementation="eager", **settings)
 
 
 def reads_images_alone(config: PreTrainedConfig) -> bool:
@@ -120,14 +118,8 @@ def reads_images_alone(config: PreTrainedConfig) -> bool:
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _small_configuration(config: PreTrainedConfig, sizes: Sizes) -> PreTrainedConfig:
-    base: Any = MODEL_MAPPING.get(type(config), None)  # pyright: ignore[reportArgumentType]
-    values = _small_attributes(config, sizes, least_layers(config))
-    return type(config).from_dict(small_image_values(values, sizes, base))
-
-
-def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) -> dict[str, Any]:
-    """With the configurations inside; values in OVERRIDES may be functions of the others."""
+def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int) -> dict[str, Any]:
+    # with the configurations inside; values in OVERRIDES may be functions of the others
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)
@@ -141,8 +133,8 @@ def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int = 2) ->
 def _check_small_model(config: PreTrainedConfig, sizes: Sizes, *, images: bool) -> None:
     with torch.device("meta"), _silence_warnings():
         model = _make_model(config, "sdpa", images=images)
-    count = sum(p.numel() for p in model.parameters())
-    limit = MOST_PARAMETERS * (_TIMES_WITH_TRUE_HEADS if sizes.true_heads else 1)
+    count, limit = sum(p.numel() for p in model.parameters()), MOST_PARAMETERS
+    limit *= 256 if sizes.true_heads else 1  # heads of 256 instead of 16, squared
     if count > limit:
         name, largest = max(model.named_parameters(), key=lambda item: item[1].numel())
         raise ModelError(

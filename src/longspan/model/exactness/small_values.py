@@ -6,26 +6,18 @@ scalings of rotary positions keep their type. Attributes that no rule knows stay
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from longspan.model.seams.rope import rope_types
 
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
-def _replace_value(name: str, value: Any) -> Any:
-    return lambda small: value if small.get(name) is None else small[name]
+def _where_none(**values: Any) -> dict[str, Any]:
+    return {name: lambda small, n=name: values[n] if small.get(n) is None else small[n] for name in values}
 
-
-_QWEN4_INDEXER = {
-    "indexer_n_heads": _replace_value("indexer_n_heads", 2),
-    "indexer_kv_heads": _replace_value("indexer_kv_heads", 1),
-    "indexer_head_dim": _replace_value("indexer_head_dim", 16),
-    "indexer_budget": _replace_value("indexer_budget", 8),
-    "indexer_compress_ratio": _replace_value("indexer_compress_ratio", 4),
-}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
@@ -35,12 +27,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         )
     },
     "dbrx": {"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}},
-    "deepseek_v2": {"num_experts_per_tok": _replace_value("num_experts_per_tok", 2)},
-    "dots1": {
-        "n_shared_experts": _replace_value("n_shared_experts", 1),
-        "n_routed_experts": _replace_value("n_routed_experts", 4),
-        "num_experts_per_tok": _replace_value("num_experts_per_tok", 2),
-    },
+    "deepseek_v2": _where_none(num_experts_per_tok=2),
+    "dots1": _where_none(n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2),
     "dory": {  # its dict counts attention and MLPs apart: four layers, the two in the middle run again
         "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
         "num_hidden_layers": 8,
@@ -49,14 +37,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "n_output_layers": 2,
     },
     "kimi_k25": {"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]},
-    "lfm2_moe": {"layer_types": _replace_value("layer_types", ["conv", "full_attention"])},
+    "lfm2_moe": _where_none(layer_types=["conv", "full_attention"]),
     "llama4_vision_model": {
         "intermediate_size": lambda small: int(small["hidden_size"] / small["pixel_shuffle_ratio"] ** 2),
         "vision_output_dim": lambda small: small["projector_output_dim"],
     },
     "mamba2": {"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
     "paligemma": {"projection_dim": lambda small: small["text_config"]["hidden_size"]},
-    "qwen4_exp_text": _QWEN4_INDEXER,
+    "qwen4_exp_text": _where_none(
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
+    ),
     "reformer": {"axial_pos_embds": False, "lsh_attn_chunk_length": 1, "local_attn_chunk_length": 1},
     "xmod": {"default_language": lambda small: small["languages"][0]},
     "zamba2": {  # two layers of the same shared block
@@ -92,6 +82,7 @@ _NETWORK = re.compile(
 )
 _TOKEN = re.compile(r"_token_(id|index)$|^(mask|unk)_index$")
 _FIXED = {  # what they count has no kinds: state sizes, ranks, chunks of kernels, tables of hashed ids
+    "topk_group": 1, "original_max_position_embeddings": SCALED_FROM,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "o_lora_rank": 16, "qk_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 6,
     "index_block_size": 4, "index_topk_blocks": 2, "attention_chunk_size": CHUNK, "floor_scale": 8,
@@ -103,7 +94,7 @@ _FIXED = {  # what they count has no kinds: state sizes, ranks, chunks of kernel
     "encoder_hash_byte_group_vocab": 64, "position_bias_max_distance": 64, "position_bias_num_buckets": 32,
     "num_buckets": 8, "relative_max_distance": 16, "adapter_rank": 8, "gated_norm_rank": 4, "block_multiple_of": 8,
     "ffn_round_up_to_multiple_of": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_headdim": 16,
-    "d_conv": 4, "lang_id": 0, "shape_vocab_size": 16, "pronunciation_vocab_size": 16, "shape_embed_dim": 8,
+    "lang_id": 0, "shape_vocab_size": 16, "pronunciation_vocab_size": 16, "shape_embed_dim": 8,
     "pronunciation_embed_dim": 8, "patch_size": 4, "image_size": 16, "n_groups": 2, "mamba_ngroups": 1,
 }  # fmt: skip
 
@@ -126,21 +117,21 @@ class Sizes:
 
 
 class _Rules:
-    def __init__(self, values: Mapping[str, Any], sizes: Sizes):
-        """Read the sizes that others follow from: hidden size, heads, head size and experts.
+    """The sizes that others follow from: hidden size, heads, head size and experts.
 
-        The small hidden size is heads · head size. If the model's hidden size is not its heads · head size, that of the
-        small copy is three quarters of this product (`sizes.narrow`), except under latent attention, where a head's
-        size says nothing of the hidden size. With `sizes.true_heads` heads keep the model's size.
-        """
+    The small hidden size is heads · head size. If the model's hidden size is not its heads · head size, that of the
+    small copy is three quarters of this product (`sizes.narrow`), except under latent attention, where a head's size
+    says nothing of the hidden size. With `sizes.true_heads` heads keep the model's size.
+    """
+
+    def __init__(self, values: Mapping[str, Any], sizes: Sizes):
         self.values = values
-        self.hidden = _first_count(values, _HIDDEN)
-        self.heads = _first_count(values, _HEADS)
-        self.head_size = _first_count(values, _HEAD_SIZES)
+        self.hidden, self.heads, self.head_size, self.experts = (
+            _first_count(values, names) for names in (_HIDDEN, _HEADS, _HEAD_SIZES, _EXPERTS)
+        )
         if sizes.true_heads and self.hidden and self.heads:
             sizes = replace(sizes, head_size=self.head_size or self.hidden // self.heads)
         self.sizes = sizes
-        self.experts = _first_count(values, _EXPERTS)
         full = sizes.heads * sizes.head_size
         differs = bool(self.head_size and self.hidden and self.heads and self.heads * self.head_size != self.hidden)
         latent = values.get("kv_lora_rank") is not None
@@ -162,7 +153,9 @@ class _Rules:
             fits = isinstance(value, int) and value < self.sizes.vocabulary
             return value if fits or not value else 2  # None or an empty list: no such token
         if value is None:
-            return self._fill_missing(name)
+            if name in _HEAD_SIZES and self.hidden and self.heads:
+                return self.sizes.head_size
+            return self.sizes.heads if name in _KV_HEADS else None
         if isinstance(value, float) and _DROPOUT.search(name):
             return 0.0
         if isinstance(value, float) and name in _SCORE_SCALES:  # by Granite's default, 1, a softmax sees one key alone
@@ -171,38 +164,31 @@ class _Rules:
             return value
         return self._small_integer(name, value)
 
-    def _fill_missing(self, name: str) -> int | None:
-        if name in _HEAD_SIZES and self.hidden and self.heads:
-            return self.sizes.head_size
-        return self.sizes.heads if name in _KV_HEADS else None
-
     def _small_integer(self, name: str, value: int) -> int:
-        """By its name if that is known, otherwise by its ratio to widths."""
-        dynamic = "dynamic" in rope_types(self.values.get("rope_parameters"))  # which scales beyond few positions
-        positions = SCALED_FROM if dynamic else POSITIONS
-        simple = {
-            **dict.fromkeys(_HEADS, self.sizes.heads),
-            **dict.fromkeys(_EXPERTS, min(value, self.sizes.experts)),
-            **dict.fromkeys(PICKED, min(value, 2)),
-            **dict.fromkeys(EXPERT_GROUPS, min(value, 2)),
-            **dict.fromkeys(_WINDOWS, WINDOW),
-            **dict.fromkeys(_LENGTHS, positions),
-            **dict.fromkeys(_VOCABULARIES, self.sizes.vocabulary),
-            "topk_group": 1,
-            "original_max_position_embeddings": SCALED_FROM,
-            **_FIXED,
-        }
-        if self.sizes.true_heads and name in _OF_LATENTS:
+        """By its name if that is known, otherwise by its ratio to widths (`_derive_width`)."""
+        sizes, true_heads = self.sizes, self.sizes.true_heads
+        if true_heads and name in _OF_LATENTS:
             return value
-        if name in simple:
-            return simple[name]
-        if name in _KV_HEADS:
-            return self._small_kv_heads(name, value)
+        if name in _FIXED:
+            return _FIXED[name]
+        if name in _LENGTHS:
+            dynamic = "dynamic" in rope_types(self.values.get("rope_parameters"))  # which scales beyond few positions
+            return SCALED_FROM if dynamic else POSITIONS
+        if name in (*_EXPERTS, *PICKED, *EXPERT_GROUPS):
+            return min(value, sizes.experts if name in _EXPERTS else 2)
+        known = {_HEADS: sizes.heads, _WINDOWS: WINDOW, _VOCABULARIES: sizes.vocabulary}
+        for names, small in known.items():
+            if name in names:
+                return small
+        if name in _KV_HEADS:  # one, or as many as query heads, where the configuration says so
+            # layers with a sliding window may have their own number of query heads
+            queries = self.values.get("swa_num_attention_heads") if name.startswith("swa") else self.heads
+            full = 1 if value == 1 else sizes.heads
+            return full if value in (1, queries) or not sizes.grouped else sizes.heads // 2
         if name in _HEAD_SIZES:
             if value == self.values.get("qk_rope_head_dim"):
-                return value if self.sizes.true_heads else _FIXED["qk_rope_head_dim"]
-            multiple = value // self.head_size if self.head_size else 1
-            return self.sizes.head_size * max(1, multiple)
+                return value if true_heads else _FIXED["qk_rope_head_dim"]
+            return sizes.head_size * max(1, value // self.head_size if self.head_size else 1)
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
@@ -211,48 +197,33 @@ class _Rules:
         The first of these that applies: widths in `derived` have a formula, as Mamba's heads of 16; networks of experts
         have 32, other sizes of experts stay; the hidden size itself becomes the small one; networks have one and a half
         times the hidden size, or 32 if experts read their width from it too; sizes above 64 keep their ratio to the
-        hidden size; what is left are small numbers, which stay.
+        hidden size where one divides the other (and are at least 8), else they are three quarters of it; what is left
+        are small numbers, which stay.
         """
-        expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
+        small, hidden, expand = self.small_hidden, self.hidden, self.values.get("mamba_expand") or 0
+        expand = expand or self.values.get("expand") or 2
         derived = {
-            "mamba_n_heads": expand * self.small_hidden // 16,
-            "mamba_num_heads": expand * self.small_hidden // 16,
-            "n_mamba_heads": expand * self.small_hidden // 16,
-            "mamba_d_ssm": expand * self.small_hidden,
+            **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), expand * small // 16),
+            "mamba_d_ssm": expand * small,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 2 * max(1, value // (self.values.get("linear_num_key_heads") or value)),
             "query_pre_attn_scalar": self.sizes.head_size,
             "rotary_dim": self.sizes.head_size // 2,
-            "attention_head_dim": 2 * self.small_hidden // self.sizes.heads,
+            "attention_head_dim": 2 * small // self.sizes.heads,
         }
         if name in derived:
             return derived[name]
         if "shared" in name or "moe" in name or "expert" in name:
             return 32 if _NETWORK.search(name) else value
-        if self.hidden and value == self.hidden:
-            return self.small_hidden
+        if hidden and value == hidden:
+            return small
         if _NETWORK.search(name):
-            return 32 if self.experts and "moe_intermediate_size" not in self.values else self.small_hidden * 3 // 2
-        if self.hidden and value > 64 and re.search(r"(size|dim|width|channels)$", name):
-            return self._scale_width(value)
-        return value
-
-    def _scale_width(self, value: int) -> int:
-        """By its ratio to the hidden size if one divides the other (at least 8), else three quarters of that size."""
-        assert self.hidden
-        if value % self.hidden == 0:
-            return self.small_hidden * (value // self.hidden)
-        if self.hidden % value == 0:
-            return max(8, self.small_hidden // (self.hidden // value))
-        return self.small_hidden * 3 // 4
-
-    def _small_kv_heads(self, name: str, value: int) -> int:
-        """One, or as many as query heads, where the configuration says so; else half of these if `grouped`."""
-        # layers with a sliding window may have their own number of query heads
-        queries = self.values.get("swa_num_attention_heads") if name.startswith("swa") else self.heads
-        if value == 1:
-            return 1
-        return self.sizes.heads if value == queries or not self.sizes.grouped else self.sizes.heads // 2
+            return 32 if self.experts and "moe_intermediate_size" not in self.values else small * 3 // 2
+        if not (hidden and value > 64 and re.search(r"(size|dim|width|channels)$", name)):
+            return value
+        if value % hidden == 0:
+            return small * (value // hidden)
+        return max(8, small // (hidden // value)) if hidden % value == 0 else small * 3 // 4
 
 
 def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
@@ -273,6 +244,11 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     return small
 
 
+def _rotary_pairs(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> int:
+    share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
+    return int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * share) // 2
+
+
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Return the rotary parameters of a small copy, whose scaling begins at a length that documents of trials exceed.
 
@@ -281,9 +257,7 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes)
     columns: frames keep their share, rows and columns get equal shares, and frames get what division leaves over.
     Mappings by type of layer are made small one by one.
     """
-    out: dict[str, Any] = {}
-    rotated_share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
-    pairs = int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * rotated_share) // 2
+    out, pairs = dict(rope), _rotary_pairs(rope, small, sizes)
     for name, value in rope.items():
         if isinstance(value, Mapping):
             out[name] = _small_rope(value, small, sizes)
@@ -292,11 +266,8 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes)
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
             out[name] = [value[len(value) * i // pairs] for i in range(pairs)]
         elif name == "mrope_section" and isinstance(value, list):
-            frame_pairs = max(1, pairs * value[0] // sum(value))
-            out[name] = [frame_pairs, *[(pairs - frame_pairs) // (len(value) - 1)] * (len(value) - 1)]
-            out[name][0] += pairs - sum(out[name])
-        else:
-            out[name] = value
+            others = (pairs - max(1, pairs * value[0] // sum(value))) // (len(value) - 1)
+            out[name] = [pairs - others * (len(value) - 1), *[others] * (len(value) - 1)]
     return out
 
 
@@ -305,9 +276,9 @@ def alternative_sizes(sizes: Sizes) -> list[Sizes]:
 
     Some classes need a hidden size of all heads together, as many key heads as queries, or a padding id.
     """
-    equal, wide = replace(sizes, grouped=False), replace(sizes, narrow=False)
-    padded = [replace(sizes, pad=0), replace(sizes, pad=1)]
-    return [sizes, wide, equal, replace(equal, narrow=False), *padded, replace(equal, narrow=False, pad=0)]
+    equal = replace(sizes, grouped=False)
+    wide, both = replace(sizes, narrow=False), replace(equal, narrow=False)
+    return [sizes, wide, equal, both, replace(sizes, pad=0), replace(sizes, pad=1), replace(both, pad=0)]
 
 
 def _first_count(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
@@ -332,8 +303,7 @@ _PERIODS |= {"expert_layer_period": "expert_layer_offset", "moe_layer_interval":
 _MOST = 6  # kinds of layers that each get a layer; of more kinds, layers that show each property
 
 
-@dataclass(frozen=True)
-class LayerChoice:
+class LayerChoice(NamedTuple):
     """The layers, of `count`, that a small copy has; `layer_value` gives the values of a configuration for them."""
 
     count: int
@@ -370,49 +340,27 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
     >>> choose_layers({"num_hidden_layers": 8, "layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 3})
     LayerChoice(count=8, layers=(0, 5))
 
-    A kind is the list of what a configuration's values say of a layer. If there are more than six kinds, layers are
-    chosen that show each of these properties at least once.
+    A kind is what a configuration's values become for a layer alone. If there are more than six kinds, layers are
+    chosen that show each of these values at least once. Periods become two (`small_periods`), so that four layers show
+    each kind twice.
     """
     count = next((values[name] for name in LAYER_COUNTS if isinstance(values.get(name), int)), 0)
-    kinds = [tuple(_layer_properties(values, layer, count)) for layer in range(count)]
+    kinds = list[frozenset[str]]()
+    for layer in range(count):
+        choice = LayerChoice(count, (layer,))
+        kinds.append(frozenset(f"{name}={choice.layer_value(name, value)}" for name, value in values.items()))
     layers = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
     if len(layers) > _MOST:
-        layers = _covering_layers(kinds, layers)
+        shown, layers_of_kinds, layers = set[str](), layers, list[int]()
+        for layer in layers_of_kinds:
+            if not shown.issuperset(kinds[layer]):
+                layers.append(layer)
+                shown |= kinds[layer]
     further_layers = [layer for layer in range(count) if layer not in layers]
     layers += further_layers[: max(0, least - len(layers))]
-    return LayerChoice(count, _cover_periods(values, tuple(sorted(layers)), count))
-
-
-def _layer_properties(values: Mapping[str, Any], layer: int, count: int) -> list[str]:
-    """As texts: layers with equal texts are alike, so that a small model needs one of them."""
-    properties = list[str]()
-    for name, value in sorted(values.items()):
-        if name in _INDICES and isinstance(value, list | tuple):
-            properties.append(f"{name}={layer in value}")
-        elif name in _FIRST and isinstance(value, int):
-            properties.append(f"{name}={layer < value}")
-        elif name in _LAST and isinstance(value, int):
-            properties.append(f"{name}={layer >= count - value}")
-        elif name == "per_layer_config" and isinstance(value, Mapping):
-            properties.append(str([entry for key, entry in value.items() if int(key) == layer]))
-        elif isinstance(value, list | tuple) and len(value) == count > 1:
-            properties.append(f"{name}={value[layer]}")
-    return properties
-
-
-def _covering_layers(kinds: Sequence[tuple[str, ...]], candidates: Sequence[int]) -> list[int]:
-    layers, properties = list[int](), set[str]()
-    for layer in candidates:
-        if not properties.issuperset(kinds[layer]):
-            layers.append(layer)
-            properties.update(kinds[layer])
-    return layers
-
-
-def _cover_periods(values: Mapping[str, Any], layers: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Periods become two in a small copy, so that four layers show each kind twice."""
-    periods = [name for name in _PERIODS if isinstance(values.get(name), int) and values[name] > 1]
-    return tuple(range(min(4, count))) if periods and len(layers) < 4 else layers
+    if small_periods(values) and len(layers) < 4:
+        layers = list(range(min(4, count)))
+    return LayerChoice(count, tuple(sorted(layers)))
 
 
 def small_periods(values: Mapping[str, Any]) -> dict[str, int]:
@@ -433,6 +381,7 @@ def small_periods(values: Mapping[str, Any]) -> dict[str, int]:
 
 PATCH, SIDE = 4, 16
 _TOKENS = ("_token_id", "_token_index", "_patch_id")
+_TOKENS_OF_TEXT = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
 _OF_TEXT = ("out_hidden_size", "text_hidden_size", "text_config_hidden_size")  # names of the text model's width
 _TOWER: Mapping[str, Any] = {
     "num_position_embeddings": (SIDE // PATCH) ** 2, "num_patches": (SIDE // PATCH) ** 2,
@@ -464,18 +413,22 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
     `base` is its class below the head; one with `get_rope_index` has positions in three parts (M-RoPE). Ids of
     placeholders become the largest of the vocabulary. Values of a model without images are returned as they are.
     """
-    vision, width = values.get("vision_config"), _text_width(values)
+    vision = values.get("vision_config")
     if not isinstance(vision, dict):
         return values
+    text = next((values[name] for name in _TEXTS if values.get(name)), values)
     result = {**values, **{name: value for name, value in _TOP.items() if values.get(name) is not None}}
-    result["vision_config"] = _small_tower(vision, width)
+    result["vision_config"] = _small_tower(vision, text.get("hidden_size") if isinstance(text, Mapping) else None)
     if isinstance(second_tower := values.get("high_res_vision_config"), dict):
         result["high_res_vision_config"] = second_tower | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
     if hasattr(base, "get_rope_index"):
         result |= {name: _set_sections(result[name], sizes) for name in _TEXTS if isinstance(result.get(name), dict)}
     if isinstance(layers := values.get("vision_feature_layer"), list | tuple):
         result["vision_feature_layer"] = [-1, -2][: len(layers)]  # a small tower has them, counted from its end
-    return result | dict(zip(_placeholder_names(values), range(sizes.vocabulary - 1, 2, -1), strict=False))
+    tokens = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
+    placeholders = [name for name in tokens if not name.startswith(_TOKENS_OF_TEXT)]
+    placeholders.sort(key=lambda name: (not name.startswith("image_token"), name))
+    return result | dict(zip(placeholders, range(sizes.vocabulary - 1, 2, -1), strict=False))
 
 
 def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
@@ -487,12 +440,12 @@ def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
     """
     result = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
     result |= {name: width for name in _OF_TEXT if name in vision and width}
-    for name in ("image_size", "patch_size"):
+    for name, side in (("image_size", SIDE), ("patch_size", PATCH)):
         if isinstance(vision.get(name), list | tuple):
-            result[name] = [SIDE if name == "image_size" else PATCH] * 2
+            result[name] = [side] * 2
     if vision.get("deepstack_visual_indexes") is not None or vision.get("fullatt_block_indexes") is not None:
         result |= {name: 3 for name in _LAYERS if name in vision}
-    if "embed_dim" in vision and isinstance(vision["embed_dim"], int) and "hidden_size" in vision:  # Qwen2-VL
+    if isinstance(vision.get("embed_dim"), int) and "hidden_size" in vision:
         result |= {"embed_dim": 64, "hidden_size": width}
     if vision.get("window_size"):  # of pixels where patches are merged, else of patches
         result["window_size"] = 2 * PATCH * vision["spatial_merge_size"] if vision.get("spatial_merge_size") else 2
@@ -507,21 +460,7 @@ def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     stay.
     """
     rope = text.get("rope_parameters")
-    has_kinds = isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
-    if not isinstance(rope, dict) or has_kinds or "mrope_section" in rope:
+    if not isinstance(rope, dict) or "mrope_section" in rope or any(isinstance(v, dict) for v in rope.values()):
         return text
-    rotated_share = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
-    pairs = int((text.get("head_dim") or sizes.head_size) * rotated_share) // 2
+    pairs = _rotary_pairs(rope, text, sizes)
     return text | {"rope_parameters": rope | {"mrope_section": [pairs - pairs // 4 * 2, pairs // 4, pairs // 4]}}
-
-
-def _text_width(values: Mapping[str, Any]) -> int | None:
-    text = next((values[name] for name in _TEXTS if values.get(name)), values)
-    return text.get("hidden_size") if isinstance(text, Mapping) else None
-
-
-def _placeholder_names(values: Mapping[str, Any]) -> list[str]:
-    names = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
-    text_prefixes = ("bos_", "eos_", "pad_", "decoder_", "sep_", "cls_", "mask_", "unk_")
-    names = [name for name in names if not name.startswith(text_prefixes)]
-    return sorted(names, key=lambda name: (not name.startswith("image_token"), name))

@@ -35,22 +35,17 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
     """
     parameters, vision = image_signature(base), base.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-    patch = _first_side(getattr(vision, "patch_size", None))
-    image_side = _first_side(getattr(vision, "image_size", None))
+    patch, image_side = (_first_side(getattr(vision, name, None)) for name in ("patch_size", "image_size"))
     if GRIDS in parameters:
         return _draw_patches(base, merge, side, channels * patch**2, draw)
     if _SHAPES in parameters:
         return _draw_packed_tiles(base, side, channels * patch**2, draw)
     if getattr(base.config, "image_grid_pinpoints", None):
         return _cut_image(base, side, (channels, image_side, image_side), draw)
-    if _merges_without_grid(base):
+    if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):  # patches are merged, without a grid
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
         return ImageInput(_draw_pixels((1, channels, height, width), draw), size=(height, width))
     return _draw_tiles(base, side, (channels, image_side, image_side), draw)
-
-
-def _merges_without_grid(base: Any) -> bool:
-    return SIZES in image_signature(base) and bool(getattr(base.config, "spatial_merge_size", None))
 
 
 def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
@@ -66,8 +61,8 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
     patch, patch_shape = _first_side(base.config.vision_config.patch_size), (frames * width,)
     if base.config.model_type in _SQUARE:
         patch_shape = (width // patch**2, patch, patch)
-    shape = (merge**2 * side[0] * side[1], *patch_shape)
-    return ImageInput(_draw_pixels(shape, draw), (1, merge * side[0], merge * side[1]), fields=fields)
+    pixels = _draw_pixels((merge**2 * side[0] * side[1], *patch_shape), draw)
+    return ImageInput(pixels, (1, merge * side[0], merge * side[1]), fields=fields)
 
 
 def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
@@ -78,10 +73,10 @@ def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Genera
     hides some patches. How many tiles there are is free: as many as `side` is high, so that trials have several counts.
     """
     factor, (height, row_width) = getattr(base.config, "downsample_factor", 1), side
-    tiles, full_side = height, 3 * factor
-    shapes = torch.tensor([(full_side, full_side)] * (tiles - 1) + [(factor * height, factor * row_width)])
+    full_side = 3 * factor
+    shapes = torch.tensor([(full_side, full_side)] * (height - 1) + [(factor * height, factor * row_width)])
     mask = torch.arange(full_side**2) < shapes.prod(1)[:, None]
-    pixels = _draw_pixels((tiles, full_side**2, width), draw) * mask[..., None]
+    pixels = _draw_pixels((height, full_side**2, width), draw) * mask[..., None]
     return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
 
 
@@ -109,14 +104,15 @@ def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rand
     whole tiles, or of pixels. With a mask of pixels and an odd second side the last tile has a patch of padding at its
     right, so that trials have tiles with and without padding.
     """
-    parameters, vision, tiles = image_signature(base), base.config.vision_config, min(side)
+    parameters, tiles = image_signature(base), min(side)
     pixels, fields = _draw_pixels((tiles, *tile), draw), dict[str, Tensor]()
-    if MASK in parameters and _FINE not in parameters:
-        fields[MASK] = torch.ones(tiles, *tile[1:], dtype=torch.int64)
-        fields[MASK][-1, :, tile[2] - _first_side(vision.patch_size) * (side[1] % 2) :] = 0
-        pixels = pixels * fields[MASK][:, None]
     if _FINE in parameters:
         fields[MASK] = torch.ones(tiles, dtype=torch.bool)
+    elif MASK in parameters:
+        padding = _first_side(base.config.vision_config.patch_size) * (side[1] % 2)
+        fields[MASK] = torch.ones(tiles, *tile[1:], dtype=torch.int64)
+        fields[MASK][-1, :, tile[2] - padding :] = 0
+        pixels = pixels * fields[MASK][:, None]
     if _FINER in parameters:
         finer = _first_side(base.config.high_res_vision_config.image_size)
         fields[_FINER] = _draw_pixels((tiles, tile[0], finer, finer), draw)
@@ -192,19 +188,18 @@ def make_trial_documents(
     """
     tokens, draw = image_tokens(model.config), np.random.default_rng(seed)
     words = np.array(ordinary_ids(model.config))
-    pool = _make_images(base_model(model), tokens, max((images for _, images in sizes), default=0), draw)
-    return [_make_document(tokens, draw.choice(words, text), pool[:images], draw) for text, images in sizes]
+    base, most = base_model(model), max((images for _, images in sizes), default=0)
+    images = [sample_image(base, tokens.merge, side, draw) for side in (_SIDES * most)[:most]]
+    with torch.no_grad():
+        pool = [(image, len(encode_images(base, [image])[0])) for image in images]
+    return [_make_document(tokens, draw.choice(words, text), pool[:count], draw) for text, count in sizes]
 
 
 def ordinary_ids(config: PreTrainedConfig) -> list[int]:
     """List the token ids without those that mean something to the model: padding, images and the like."""
     text = config.get_text_config()
-    special = {
-        value
-        for some_config in (config, text)
-        for key, value in vars(some_config).items()
-        if key.endswith(("token_id", "token_index")) and isinstance(value, int)
-    }
+    values = [*vars(config).items(), *vars(text).items()]
+    special = {v for k, v in values if k.endswith(("token_id", "token_index")) and isinstance(v, int)}
     return [token for token in range(text.vocab_size) if token not in special]
 
 
@@ -278,9 +273,3 @@ def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) ->
     rows = tuple(videos.images.rows(image.grid) for image in images)
     at_images = at_videos | (all_ids == videos.images.placeholder)
     return TrialDocument(all_ids, tuple(images), rows, positions, at_images, tuple(clips), at_videos)
-
-
-def _make_images(base: Any, tokens: ImageTokens, count: int, draw: np.random.Generator) -> list[tuple[ImageInput, int]]:
-    images = [sample_image(base, tokens.merge, side, draw) for side in (_SIDES * count)[:count]]
-    with torch.no_grad():
-        return [(image, len(encode_images(base, [image])[0])) for image in images]

@@ -19,7 +19,7 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_sizes
-from longspan.model.layers import Absent, decoder_model, stage_layers, text_name
+from longspan.model.layers import Absent, decoder_model, text_name
 from longspan.model.mtp.depths import model_depths
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.copies import StageCopies
@@ -29,6 +29,7 @@ from longspan.model.seams.attention_calls import recorded_calls
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.meta_pass import check_recorded_calls
 from longspan.model.sharding import reshard
+from longspan.plan.memory.parameters import stage_layers
 
 
 def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: StageCopies) -> None:
@@ -219,7 +220,6 @@ class PipelineModel(nn.Module):
         self.probed: bool = True
 
     def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
-        """Return the schedule of steps with this number of micro-batches, and its stages; made at its first use."""
         key = (micro_batches, backward)
         if key not in self._schedules:
             # The row multiple is tp if tensor-parallel ranks hold parts of the rows of hidden states, else 1.
@@ -243,7 +243,6 @@ class PipelineModel(nn.Module):
         logits: list[Tensor] = []
 
         def make_output(model: nn.Module, arguments: Any) -> Tensor:
-            """Note the last stage's logits; the scalar that is returned stands for a loss, which nobody reads."""
             logits.append(model(**arguments).logits)
             return logits[0].new_zeros((), dtype=torch.float64)
 
