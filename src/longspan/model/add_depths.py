@@ -256,9 +256,20 @@ def _layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
     last_layer = len(decoder_layers(model)) - 1
     if (noted_layers := _note_layers(model)) is None:
         return CopiedLayer(last_layer)
-    _refuse_streams(model, noted_layers[last_layer])
+    states, size = noted_layers[last_layer].note.hidden_states, _meta_rows(model).shape[-1]
+    if (shape := () if states is None else tuple(states.shape)) != (1, 2, size):
+        raise ModelError(
+            f"{type(model).__name__} gives its decoder layers hidden states of shape {shape} for two rows of size "
+            f"{size}: several streams of each row, and a depth of multi-token prediction, whose projection makes one, "
+            "has none; train it without (no add_mtp, mtp.depths = 0)"
+        )
     outputs = noted_layers[last_layer].outputs
-    index = _last_independent_layer(model, last_layer, outputs)
+    # The last layer that runs while stand-ins replace all others. If not even the model with all its layers runs on
+    # meta tensors, failures with stand-ins show nothing, and the last layer is copied.
+    runs = partial(_runs_on_meta, model, outputs)
+    shows_nothing = runs([last_layer]) or not runs(range(last_layer + 1))
+    earlier = range(last_layer - 1, -1, -1)
+    index = last_layer if shows_nothing else next((i for i in earlier if runs([i])), last_layer)
     # With `of_tokens` the module around the layers runs again, to make the arguments of a depth's layer of its tokens.
     # A layer other than the last gets its arguments in this way too, whatever they depend on.
     of_tokens = index != last_layer or depends_on_parameters(noted_layers[index].note.call)
@@ -285,29 +296,6 @@ def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
 def _meta_rows(model: PreTrainedModel) -> Tensor:
     weight = next(model.get_input_embeddings().parameters())
     return torch.zeros(1, 2, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True)
-
-
-def _refuse_streams(model: PreTrainedModel, layer: NotedLayer) -> None:
-    """Raise ModelError if layers take several streams of hidden states, which depths do not have."""
-    states, size = layer.note.hidden_states, _meta_rows(model).shape[-1]
-    shape = () if states is None else tuple(states.shape)
-    if shape != (1, 2, size):
-        raise ModelError(
-            f"{type(model).__name__} gives its decoder layers hidden states of shape {shape} for two rows of size "
-            f"{size}: several streams of each row, and a depth of multi-token prediction, whose projection makes one, "
-            "has none; train it without (no add_mtp, mtp.depths = 0)"
-        )
-
-
-def _last_independent_layer(model: PreTrainedModel, last: int, outputs: int) -> int:
-    """Return the number of the last layer that runs while stand-ins, which return `outputs` values, replace all others.
-
-    If not even the model with all its layers runs on meta tensors, failures with stand-ins show nothing of the layers:
-    `last`, the number of the last layer, is returned then, and also where no layer runs by itself.
-    """
-    if _runs_on_meta(model, outputs, [last]) or not _runs_on_meta(model, outputs, range(last + 1)):
-        return last
-    return next((index for index in range(last - 1, -1, -1) if _runs_on_meta(model, outputs, [index])), last)
 
 
 def _runs_on_meta(model: PreTrainedModel, outputs: int, layers: Container[int]) -> bool:

@@ -208,7 +208,6 @@ def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
 
 
 def _own_forward(layer: nn.Module) -> Callable[..., Any]:
-    """Return the forward that the layer's class defines, without the checkpoints that transformers wraps around it."""
     return inspect.unwrap(type(layer).forward)
 
 

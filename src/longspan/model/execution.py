@@ -79,7 +79,11 @@ def check_same_kernels(execution: Execution, world: World) -> None:
     Where heads are exchanged, the kernel decides what backward of a selective layer sends: the output, or its products
     with dout. Members of a group with different kernels would wait for messages of another size.
     """
-    ranks = world.control.reduce_object({execution.kernels: [world.rank]}, _join_ranks, "kernels of attention")
+
+    def join_ranks(ours: _Ranks, theirs: _Ranks) -> _Ranks:
+        return {kernels: ours.get(kernels, []) + theirs.get(kernels, []) for kernels in {**ours, **theirs}}
+
+    ranks = world.control.reduce_object({execution.kernels: [world.rank]}, join_ranks, "kernels of attention")
     if ranks is not None and len(ranks) > 1:  # None only if every rank had given None
         words = "; ".join(
             f"{' and '.join(kernels)} on {_ranks_text(ranks_of_kernels)}" for kernels, ranks_of_kernels in ranks.items()
@@ -94,10 +98,6 @@ def check_same_kernels(execution: Execution, world: World) -> None:
 
 
 _Ranks = dict[tuple[str, ...], list[int]]
-
-
-def _join_ranks(ours: _Ranks, theirs: _Ranks) -> _Ranks:
-    return {kernels: ours.get(kernels, []) + theirs.get(kernels, []) for kernels in {**ours, **theirs}}
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

@@ -171,7 +171,9 @@ def compare_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
     source = FolderWeights(folder, model)
     source.check_complete()
     unread = source.unread
-    known = _names_left_out(unread, model) | names_of_depths(unread, model.config.get_text_config().num_hidden_layers)
+    patterns, buffers = [*(model._keys_to_ignore_on_load_unexpected or ()), *_TABLES], dict(model.named_buffers())
+    known = {key for key, name in unread.items() if name in buffers or any(re.search(p, name) for p in patterns)}
+    known |= names_of_depths(unread, model.config.get_text_config().num_hidden_layers)
     if unknown := sorted(unread.keys() - known):
         known |= _names_of_towers(unknown, folder)
     if unknown := sorted(unread.keys() - known):
@@ -189,14 +191,7 @@ def compare_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
     return source
 
 
-def _names_left_out(unread: dict[str, str], model: PreTrainedModel) -> set[str]:
-    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), *_TABLES]
-    buffers = {name for name, _ in model.named_buffers()}
-    return {key for key, name in unread.items() if name in buffers or any(re.search(p, name) for p in patterns)}
-
-
 def _names_of_towers(unknown: list[str], folder: Path) -> set[str]:
-    """Return the names that the class from images and text takes, where the folder's configuration names one."""
     config = read_configuration(folder)
     if (image_class := find_images_class(config)) is None:
         return set()

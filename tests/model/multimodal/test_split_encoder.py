@@ -139,7 +139,7 @@ def test_what_cannot_be_split_is_refused_by_name_and_number() -> None:
     def parts(module: nn.Module, tp: int, plan: dict[str, str] | None = None) -> object:
         return find_split_parts(module, encoder_blocks(module), tp, plan)
 
-    with pytest.raises(ModelError, match=r"tp 3 does not divide 4 \(num_heads of tower.*use tp 1 or 2 or 4"):
+    with pytest.raises(ModelError, match=r"tp 3 does not divide 4 \(num_heads of tower.*use tp 1, 2 or 4"):
         parts(encoder("clip", torch.float32), 3)
     with pytest.raises(ModelError, match=r"not known by name: blocks.0.mlp.into \(32 to 48\)"):
         parts(OwnViT(Flat), 2)

@@ -65,7 +65,10 @@ def translate_name(key: str, layers: int, blocks: int = 1) -> str:
             return key
         if blocks == 1:
             return _depth_name(int(match[1]), match[2])
-        return _block_name(*divmod(int(match[1]), blocks), match[2])
+        depth, block = divmod(int(match[1]), blocks)
+        inside = _replace_prefix(match[2], {"final_layernorm.": "post_norm."})
+        inside = inside if inside != match[2] else f"mtp_block.{block}.{inside}"
+        return f"{PREFIX}.layers.{depth}.{inside}"
     bare = key.removeprefix(f"{PREFIX}.")
     inside = _replace_prefix(bare, _QWEN)
     is_qwen_name = bare != key and inside != bare
@@ -116,8 +119,6 @@ def names_of_depths(keys: Iterable[str], layers: int) -> set[str]:
 
 
 class _HalvesExchanged:
-    """A matrix in a file, read with the second half of its columns before the first."""
-
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
 
@@ -131,11 +132,6 @@ class _HalvesExchanged:
 
 def _depth_name(depth: int, inside: str) -> str:
     return f"{PREFIX}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
-
-
-def _block_name(depth: int, block: int, inside: str) -> str:
-    ours = _replace_prefix(inside, {"final_layernorm.": "post_norm."})
-    return f"{PREFIX}.layers.{depth}.{ours if ours != inside else f'mtp_block.{block}.{inside}'}"
 
 
 def _replace_prefix(name: str, begins: dict[str, str]) -> str:

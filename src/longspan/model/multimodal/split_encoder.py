@@ -9,7 +9,6 @@ linears, or by the caller's plan; every linear inside a block must be one or the
 whole unless recognised. Names do not prove a split right: `split_trial.py` compares it with the unsplit module.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,7 +19,7 @@ from torch import nn
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import base_module, is_adapted, peft_modules
-from longspan.model.tensor_parallel.plan import COLWISE, QKV, ROWWISE
+from longspan.model.tensor_parallel.plan import COLWISE, QKV, ROWWISE, check_divided_sizes
 from longspan.model.tensor_parallel.split_adapters import split_adapted_linear
 from longspan.model.tensor_parallel.split_trial import SplitTrial
 from longspan.model.tensor_parallel.styles import (
@@ -54,18 +53,8 @@ _MLP = {
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nheads", "heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 HEAD_SIZE = ("head_dim", "attention_head_size", "hidden_size_per_attention_head", "dim_head", "head_size")
-WIDTHS = (
-    "q_dim",
-    "kv_dim",
-    "embed_dim",
-    "all_head_size",
-    "attn_dim",
-    "inner_dim",
-    "dim",
-    "hidden_size",
-    "hidden_dim",
-    "d_model",
-)
+WIDTHS = ("q_dim", "kv_dim", "embed_dim", "all_head_size", "attn_dim", "inner_dim", "dim")
+WIDTHS += ("hidden_size", "hidden_dim", "d_model")
 
 
 @dataclass(frozen=True)
@@ -140,49 +129,38 @@ def find_split_parts(
         if style != REPLICATED:
             owner, _, child = name.rpartition(".")
             parts.setdefault(owner, {})[child] = style
-    split_parts = [_make_part(name, module.get_submodule(name), linears, blocks) for name, linears in parts.items()]
-    _check_tp_divides(module, split_parts, tp)
+    split_parts = list[SplitModule]()
+    for name, linears in parts.items():
+        # A block's input also goes around its linears (the residual), where its gradient is already whole, and a list
+        # is not called: both count as several attentions or MLPs.
+        owner = module.get_submodule(name)
+        is_list_or_block = name in blocks or isinstance(owner, nn.ModuleDict | nn.ModuleList)
+        several = is_list_or_block or sum(style == ROWWISE for style in linears.values()) > 1
+        split_parts.append(SplitModule(name, owner, linears, several=several))
+    sizes = {f"{count} of {part.name}": size for part in split_parts for count, size in _tp_sizes(part)}
+    check_divided_sizes(sizes, tp, type(module).__name__)
     return split_parts
-
-
-def _make_part(name: str, module: nn.Module, styles: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> SplitModule:
-    """Make the record of one module that is split, with the styles of its linears.
-
-    It holds `several` attentions or MLPs if it has several row-wise linears. It is treated so too if it is a block or a
-    list itself: a block's input also goes around its linears (the residual), where its gradient is already whole, and a
-    list is not called.
-    """
-    outputs = sum(style == ROWWISE for style in styles.values())
-    is_list = isinstance(module, nn.ModuleDict | nn.ModuleList)
-    return SplitModule(name, module, styles, several=outputs > 1 or name in blocks or is_list)
 
 
 # ---- linears and their styles
 
 
 def _find_styles(module: nn.Module) -> dict[str, str]:
-    """Return the style of every linear that is recognised by its name and its neighbours', by qualified name."""
-    return {
-        f"{name}.{child}".lstrip("."): style
-        for name, owner in module.named_modules()
-        for child, style in (_convolution_linears(owner) or _module_styles(_own_linears(owner))).items()
-    }
-
-
-def _own_linears(owner: nn.Module) -> dict[str, nn.Linear]:
-    return {name: linear for name, child in owner.named_children() if type(linear := base_module(child)) is nn.Linear}
+    """By qualified name, of every linear that is recognised by its name and its neighbours'."""
+    styles = dict[str, str]()
+    for name, owner in module.named_modules():
+        children = dict(owner.named_children())
+        linears = {n: linear for n, child in children.items() if type(linear := base_module(child)) is nn.Linear}
+        convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in children.values())  # LFM3-VL: between
+        styles_here = dict.fromkeys(linears, REPLICATED) if convolves else _module_styles(linears)
+        styles |= {f"{name}.{child}".lstrip("."): style for child, style in styles_here.items()}
+    return styles
 
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
     adapted = tuple(f"{name}." for name in peft_modules(module))
     modules = {n: base_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
     return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
-
-
-def _convolution_linears(owner: nn.Module) -> dict[str, str]:
-    """Give a module's linears the style REPLICATED if it convolves between them (LFM3-VL); empty for other modules."""
-    convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in owner.children())
-    return dict.fromkeys(_own_linears(owner), REPLICATED) if convolves else {}
 
 
 def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
@@ -238,19 +216,6 @@ def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: 
 # ---- sizes
 
 
-def _check_tp_divides(module: nn.Module, parts: list[SplitModule], tp: int) -> None:
-    sizes = dict[str, int]()
-    for part in parts:
-        sizes.update({f"{count} of {part.name}": size for count, size in _tp_sizes(part)})
-    wrong = [f"{size} ({count})" for count, size in sizes.items() if size % tp]
-    if wrong:
-        common = math.gcd(*sizes.values())
-        fitting = [str(d) for d in range(1, common + 1) if common % d == 0]
-        raise ModelError(
-            f"tp {tp} does not divide {', '.join(wrong[:3])} in {type(module).__name__}; use tp {' or '.join(fitting)}"
-        )
-
-
 def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
     """Yield the numbers of heads and features that tp must divide, after their names for messages.
 
@@ -262,7 +227,14 @@ def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
     yield from counts
     is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
     if is_attention and not counts:
-        yield "heads", _count_heads(part)
+        size = next((v for n, v in vars(part.module).items() if n in HEAD_SIZE and type(v) is int and v > 0), 0)
+        if not size:
+            raise ModelError(
+                f"{part.name} ({type(part.module).__name__}) holds no number of heads under one of the names "
+                f"{', '.join(HEADS)}, so they cannot be split over tp; keep it in self.num_heads and use that in "
+                "forward"
+            )
+        yield "heads", part.widths[0] // size
     for name, style in part.styles.items():
         linear = base_module(part.module.get_submodule(name))
         assert isinstance(linear, nn.Linear)
@@ -278,17 +250,6 @@ def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
             yield name, linear.in_features if style == ROWWISE else linear.out_features
 
 
-def _count_heads(part: SplitModule) -> int:
-    """Count the query heads of a module that holds only the size of one. Raises ModelError if it holds no size."""
-    size = next((v for n, v in vars(part.module).items() if n in HEAD_SIZE and type(v) is int and v > 0), 0)
-    if not size:
-        raise ModelError(
-            f"{part.name} ({type(part.module).__name__}) holds no number of heads under one of the names "
-            f"{', '.join(HEADS)}, so they cannot be split over tp; keep it in self.num_heads and use that in forward"
-        )
-    return part.widths[0] // size
-
-
 # ---- splitting
 
 
@@ -300,7 +261,7 @@ def split_encoder(
     Returns trials that compare the first call of each kind of block, and of parts outside blocks, with the unsplit
     module; the caller hooks them in once it has wrapped the blocks' forwards.
     """
-    _ = world.meshes.tp  # made by all ranks together
+    _, tp = world.meshes.tp, world.home.tp  # the mesh is made by all ranks together
     trials = [SplitTrial(name, unit, world) for name, unit in _trial_units(module, blocks, parts)]
     linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
     split_module_ids = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
@@ -309,7 +270,7 @@ def split_encoder(
         if not part.several:  # else each linear sums by itself, in `_split_linears`
             _sum_other_gradients(part.module, split_module_ids, world.key)
             sum_input_gradients(part.module, world)
-        wrap_forward(part.module, views=_local_counts(part, world.home.tp))
+        wrap_forward(part.module, views=dict.fromkeys(part.local_attributes, lambda count: count // tp))
     module.register_forward_pre_hook(_DropoutRefusal(module), prepend=True)
     return trials
 
@@ -343,10 +304,6 @@ def _sum_other_gradients(module: nn.Module, split_module_ids: set[int], world_ke
         if id(child) not in split_module_ids:
             for name, _ in child.named_parameters(recurse=False):
                 sum_partial_gradients(child, world_key, name)
-
-
-def _local_counts(part: SplitModule, tp: int) -> dict[str, Any]:
-    return dict.fromkeys(part.local_attributes, lambda count: count // tp)
 
 
 def _trial_units(

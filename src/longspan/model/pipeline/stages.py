@@ -185,7 +185,6 @@ def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
 
 
 def _refuse_set_forwards(model: PreTrainedModel) -> None:
-    """Refuse forwards set on the model or its base model: a stage copies both, and would call the originals."""
     path = text_name(model).split(".")
     around = [".".join(path[: i + 1]) for i in range(len(path))]
     if names := find_set_forwards((name, model.get_submodule(name)) for name in around):

@@ -198,16 +198,13 @@ def refuse_two_pass_dropout(model: nn.Module, losses: str) -> None:
     values = {} if config is None else config.get_text_config().to_dict()
     if adapter is not None:
         values["lora_dropout"] = adapter.dropout
-    if keys := [f"{key} ({value:g})" for key, value in values.items() if _is_dropout_key(key) and _is_positive(value)]:
+    drops = {key: x for key, x in values.items() if key == "lora_dropout" or ("att" in key and "drop" in key)}
+    if keys := [f"{key} ({rate:g})" for key, rate in drops.items() if _is_positive(rate)]:
         raise ModelError(
             f"{losses}: their loss takes two forward passes, which dropout would make differ; set {', '.join(keys)} to "
             "0.0 in the configuration before the model is built, or plan so that one micro-batch in lockstep holds "
             "all documents of a set"
         )
-
-
-def _is_dropout_key(key: str) -> bool:
-    return key == "lora_dropout" or ("att" in key and "drop" in key)
 
 
 def _is_positive(value: Any) -> bool:

@@ -73,7 +73,6 @@ def split_norm(norm: Any, world: World) -> None:
         means = partial(_means_over_ranks, groups=groups_here, sizes=sizes, count=groups, key=key)
 
     def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Norm this rank's features."""
         return _apply_norm(norm, hidden_states, gate, norm.weight, means)
 
     norm.forward = forward
@@ -158,7 +157,7 @@ def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> 
     whole_view: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
-        yield mixer.get_submodule(owner), attribute, partial(_return_constant, value)
+        yield mixer.get_submodule(owner), attribute, lambda _, value=value: value
     for part_name, rows in parts.rows.items():
         for name, owner, attribute in find_tensors(mixer, part_name):
             view = whole_view if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
@@ -166,10 +165,6 @@ def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> 
     for part_name in parts.whole:
         for _, owner, attribute in find_tensors(mixer, part_name):
             yield owner, attribute, whole_view
-
-
-def _return_constant(value: int, _: object) -> Any:
-    return value
 
 
 def _apply_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:

@@ -193,16 +193,17 @@ def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
 
 def check_tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule], tp: int) -> None:
     """Raise ModelError, with the values of tp that would fit, where tp does not divide heads or intermediate sizes."""
-    sizes = _tp_sizes(model, styled_modules)
-    wrong = {size_name: size for size_name, size in sizes.items() if size % tp}
-    if not wrong:
-        return
-    common = math.gcd(*sizes.values())
-    fitting = [str(d) for d in range(1, common + 1) if common % d == 0]
-    raise ModelError(
-        f"tp {tp} does not divide {' and '.join(f'{size} ({size_name})' for size_name, size in wrong.items())} of "
-        f"{type(model).__name__}; use tp {', '.join(fitting[:-1]) + ' or ' if len(fitting) > 1 else ''}{fitting[-1]}"
-    )
+    check_divided_sizes(_tp_sizes(model, styled_modules), tp, type(model).__name__)
+
+
+def check_divided_sizes(sizes: Mapping[str, int], tp: int, model: str) -> None:
+    """Raise ModelError, with the values of tp that would fit, where tp does not divide these sizes of a model."""
+    wrong = [f"{size} ({name})" for name, size in sizes.items() if size % tp]
+    if wrong:
+        common = math.gcd(*sizes.values())
+        *others, last = (str(d) for d in range(1, common + 1) if common % d == 0)
+        fitting = f"{', '.join(others)} or {last}" if others else last
+        raise ModelError(f"tp {tp} does not divide {' and '.join(wrong[:4])} of {model}; use tp {fitting}")
 
 
 def _tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict[str, int]:

@@ -6,8 +6,7 @@ linear, so that the ranks' outputs, adapter included, are summed once. A rank's 
 gradient is partial and summed too. Inside a mixer an adapter is split with its projection (`mixers.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,17 +105,9 @@ def _adapter_reasons(model: PreTrainedModel, styled_modules: Sequence[StyledModu
     embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())
     blocks = split_block_names(styled_modules)
     linears = [name for name, module in modules.items() if is_adapted(module) and module not in embedding_and_head]
-    if unplaced := [name for name in linears if not _stays_exact(name, styles, blocks)]:
+    # A linear with a style is split by it. Without one, it is split by a mixer around it, or stays whole outside of
+    # split blocks; inside attention or an MLP that is split, its gradient would be partial.
+    around = {name: [block for block in blocks if name.startswith(f"{block}.")] for name in linears}
+    in_mixer = {name for name, outer in around.items() if all(styles.get(block) == MIXER for block in outer)}
+    if unplaced := [n for n in linears if not (styles[n] in ADAPTED if n in styles else n in in_mixer)]:
         yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"
-
-
-def _stays_exact(name: str, styles: Mapping[str, str], blocks: AbstractSet[str]) -> bool:
-    """Return whether an adapted linear stays exact over tensor-parallel ranks: it can be split, or may stay whole.
-
-    A linear with a style is split by it. Without a style, it is split by a mixer around it, or stays whole outside of
-    split blocks; inside attention or an MLP that is split, its gradient would be partial.
-    """
-    if name in styles:
-        return styles[name] in ADAPTED
-    around = [block for block in blocks if name.startswith(f"{block}.")]
-    return all(styles.get(block) == MIXER for block in around)

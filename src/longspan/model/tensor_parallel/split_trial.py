@@ -53,7 +53,6 @@ class SplitTrial:
 
         @wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            """Compare the first call with the unsplit module, then run as before."""
             if not torch.is_inference_mode_enabled():  # which allows no gradients: the call after is compared
                 unit.forward = inner
                 self._compare_call(inner, args, kwargs)
@@ -69,11 +68,11 @@ class SplitTrial:
         """
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
-        values = {name: _gather_parameter(p) for name, p in self.unit.named_parameters()}
+        detached = {name: p.detach() for name, p in self.unit.named_parameters()}
+        values = {n: x.full_tensor() if isinstance(x, DTensor) else x.clone() for n, x in detached.items()}
         whole_parameters = {name: values[name].requires_grad_() for name in parameters}
 
         def call_unsplit(*args: Any, **kwargs: Any) -> Any:
-            """Call the twin with the gathered parameters and the block's buffers."""
             return functional_call(self._twin, values | buffers, args, kwargs)
 
         with preserve_modes(self.unit), torch.enable_grad():
@@ -113,20 +112,15 @@ def _copy_without_values(unit: nn.Module) -> nn.Module:
     return copy.deepcopy(unit, memo)
 
 
-def _gather_parameter(parameter: Tensor) -> Tensor:
-    parameter = parameter.detach()
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.clone()
-
-
 def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
     """Run a call; return its outputs, and the gradients of its inputs and parameters, by words for messages.
 
-    Backward begins with fixed gradients of the outputs. Inputs that need gradients are replaced by copies, wherever
-    they stand in the arguments, so that backward does not enter the caller's graph. The first input, the hidden states,
-    gets a gradient even where the caller needs none, so that it is compared too. Outputs that depend on none of these
-    inputs and parameters are left out.
+    Backward begins with fixed gradients of the outputs: cosines, the same on every rank and all different. Inputs that
+    need gradients are replaced by copies, wherever they stand in the arguments, so that backward does not enter the
+    caller's graph. The first input, the hidden states, gets a gradient even where the caller needs none, so that it is
+    compared too. Outputs that depend on none of these inputs and parameters are left out.
     """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
@@ -135,15 +129,11 @@ def _call_results(
     outputs = [x for x in tree_leaves(call(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
     leaves = {f"the gradient of input {i}": x for i, x in enumerate(copies.values())}
     leaves |= {f"the gradient of {name}": p for name, p in parameters.items()}
-    output_gradients = [_output_gradient(x) for x in outputs]
+    numbers = [torch.arange(x.numel(), device=x.device, dtype=torch.float32) for x in outputs]
+    output_gradients = [n.cos().view_as(x).to(x.dtype) for n, x in zip(numbers, outputs, strict=True)]
     gradients = torch.autograd.grad(outputs, [*leaves.values()], output_gradients, allow_unused=True)
     results: dict[str, Tensor | None] = {f"output {i}": x.detach() for i, x in enumerate(outputs)}
     return results | dict(zip(leaves, gradients, strict=True))
-
-
-def _output_gradient(x: Tensor) -> Tensor:
-    """Return a gradient of the shape of x to begin backward with: cosines, the same on every rank and all different."""
-    return torch.arange(x.numel(), device=x.device, dtype=torch.float32).cos().view_as(x).to(x.dtype)
 
 
 def _matching_part(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:

@@ -87,7 +87,6 @@ def wrap_forward(
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward between `enter` and `leave`, with local values of its attributes."""
         if enter is not None:
             args, kwargs = _apply_to_input(enter, args, kwargs)
         out = _call_with_views(module, attributes, inner, args, kwargs) if attributes else inner(*args, **kwargs)
@@ -172,7 +171,6 @@ def sum_input_gradients(module: nn.Module, world: World) -> None:
     inner, key = module.forward, world.key
 
     def copy_input(x: Any) -> Any:
-        """Copy a tensor that needs a gradient, so that the gradient is summed; other arguments are passed on."""
         return tp_copy(x, key) if isinstance(x, Tensor) and x.requires_grad else x
 
     @wraps(inner)
@@ -217,7 +215,6 @@ def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> 
     local_bias: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
 
     def sum_and_add_bias(out: Tensor) -> Tensor:
-        """Sum the outputs over tp, and add the bias once."""
         bias = linear.bias
         assert bias is not None
         return total(out) + local_bias(bias)
@@ -248,7 +245,6 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
 
     @wraps(inner)
     def forward(ids: Tensor) -> Tensor:
-        """Embed the ids of this rank's slice of the vocabulary, and sum over tp: other ids give zeros here."""
         elsewhere = (ids < first) | (ids >= first + width)  # (1, T)
         with ReplacedAttributes(embedding, {"weight": local_tensor(embedding.weight), "padding_idx": local_padding}):
             vectors = inner((ids - first).masked_fill(elsewhere, 0))
@@ -272,7 +268,6 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        """Run the experts on this rank's rows, and gather the rows of all ranks."""
         rows = (args[0] if args else kwargs["hidden_states"]).shape[0]
         take_part = partial(_take_row_part, rows=rows, key=key)
         out = inner(*map(take_part, args), **{name: take_part(value) for name, value in kwargs.items()})

@@ -84,7 +84,6 @@ def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], 
 
 
 def _sum_row_gradients(module: nn.Module, key: int) -> None:
-    """Sum over tp the parameter gradients of a module that works on some of the rows, its adapter's included."""
     for inner in module.modules():
         sum_partial_gradients(inner, key)
 
@@ -102,11 +101,8 @@ def residual_regions(
     All rows are for blocks of experts, and for attention that the plan does not split, so that every rank computes all
     heads. Blocks whose heads or features are split are in neither list: they gather rows themselves.
     """
-    single_row_modules, full_row_modules, blocks = (
-        list[nn.Module](),
-        list[nn.Module](),
-        split_block_names(styled_modules),
-    )
+    single_row_modules, full_row_modules = list[nn.Module](), list[nn.Module]()
+    blocks = split_block_names(styled_modules)
     for child, module in layer.named_children():
         child_name = f"{name}.{child}"
         if layer_experts(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
@@ -219,7 +215,12 @@ def split_over_ranks(
     _ = world.meshes.tp  # made by all ranks together
     shared = shared_places(model)
     _split_head_and_embedding(model, styled_modules, world, sequence_parallel=sequence_parallel)
-    mixtures = _mixture_prefixes(model)
+    mixtures = tuple(
+        f"{name}.{child}."
+        for name, layer in layers_and_depths(model).items()
+        for child, module in layer.named_children()
+        if layer_experts(module)
+    )
     head = model.get_output_embeddings()  # which is split already, or stays whole
     for name, module, style, parameter in styled_modules:
         in_parts = sequence_parallel and not name.startswith(mixtures)  # a block of experts gets and returns all rows
@@ -232,10 +233,18 @@ def split_over_ranks(
         elif style == tp_style.HEADS and parameter is not None:
             slice_parameter(module, parameter, 0, world)
             wrap_forward(module, views={parameter: local_tensor})
-        elif isinstance(module, nn.Linear) and not (module is head and style in tp_style.GATHERED):
-            _split_linear(module, style, world, sequence_parallel=in_parts)
+        elif isinstance(module, nn.Linear) and style == tp_style.ROWWISE:
+            split_rows(module, world, sequence_parallel=in_parts)
+        elif isinstance(module, nn.Linear) and style in _SPLITS and not (module is head and style in tp_style.GATHERED):
+            _SPLITS[style](module, world)
     share_parameters_again(shared)
-    _wrap_blocks(model, styled_modules, world, whole=mixtures if sequence_parallel else ("",))
+    # Split blocks sum over tp the gradients of their inputs, which are partial. Under sequence parallelism those
+    # outside of blocks of experts are given this rank's part of the rows, and gather all.
+    copy_input: Transform = partial(tp_copy, world_key=world.key)
+    gather_input: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
+    for name in sorted(split_block_names(styled_modules)):
+        whole = not sequence_parallel or name.startswith(mixtures)
+        wrap_forward(model.get_submodule(name), enter=copy_input if whole else gather_input)
     for layer in layers_and_depths(model).values():
         for experts in expert_modules(layer).values():  # others, as Llama 4's, are whole on every rank
             split_expert_rows(experts, world.key, sum_gradients=sum_expert_gradients)
@@ -251,32 +260,6 @@ _SPLITS = {
 }
 
 
-def _split_linear(linear: nn.Linear, style: str, world: World, *, sequence_parallel: bool) -> None:
-    if style == tp_style.ROWWISE:
-        split_rows(linear, world, sequence_parallel=sequence_parallel)
-    elif style in _SPLITS:
-        _SPLITS[style](linear, world)
-
-
-def _mixture_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
-    layers = layers_and_depths(model).items()
-    return tuple(
-        f"{n}.{child}." for n, layer in layers for child, module in layer.named_children() if layer_experts(module)
-    )
-
-
-def _wrap_blocks(model: nn.Module, styled_modules: list[StyledModule], world: World, *, whole: tuple[str, ...]) -> None:
-    """Have split blocks sum over tp the gradients of their inputs, which are partial.
-
-    Blocks whose names begin with one of `whole` ("": all) are given all rows; other blocks are given this rank's part
-    of the rows, and gather all.
-    """
-    copy_input: Transform = partial(tp_copy, world_key=world.key)
-    gather_input: Transform = partial(tp_gather, world_key=world.key, dim=ROWS, gradient="partial")
-    for name in sorted(split_block_names(styled_modules)):
-        wrap_forward(model.get_submodule(name), enter=copy_input if name.startswith(whole) else gather_input)
-
-
 def _split_head_and_embedding(
     model: PreTrainedModel, styled_modules: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
@@ -286,12 +269,14 @@ def _split_head_and_embedding(
     neither is split. Where rows are split between layers (`sequence_parallel`), an embedding hands on only this rank's
     rows: a whole one by slicing its output, a split one as it sums over ranks.
     """
-    vocabulary_modules: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    if any(is_adapted(module) for module in vocabulary_modules):
-        if sequence_parallel and not isinstance(vocabulary_modules[0], Absent):  # absent: on another pipeline stage
-            wrap_forward(vocabulary_modules[0], leave=partial(tp_split, world_key=world.key, dim=ROWS))
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    if is_adapted(embedding) or is_adapted(head):
+        if sequence_parallel and not isinstance(embedding, Absent):  # absent: on another pipeline stage
+            wrap_forward(embedding, leave=partial(tp_split, world_key=world.key, dim=ROWS))
         return
-    head, embedding = _vocabulary_modules(model)
+    head = head if isinstance(head, nn.Linear) else None
+    embedding = embedding if isinstance(embedding, nn.Embedding) else None
     styles = {id(module): style for _, module, style, _ in styled_modules}
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     tp = world.home.tp
@@ -299,7 +284,7 @@ def _split_head_and_embedding(
     embedding_fits = embedding is not None and embedding.weight.shape[0] % tp == 0
     if head is not None and head_fits and styles.get(id(head)) in tp_style.GATHERED:
         split_and_gather_columns(head, world)
-        if tied and embedding is not None:
+        if tied:
             embedding.weight = head.weight
     if embedding is not None and embedding_fits and styles.get(id(embedding)) == tp_style.EMBEDDING and not tied:
         slice_parameter(embedding, "weight", 0, world)
@@ -307,9 +292,3 @@ def _split_head_and_embedding(
         split_vocabulary(embedding, world, sequence_parallel=sequence_parallel)
     elif embedding is not None and sequence_parallel:
         wrap_forward(embedding, leave=partial(tp_split, world_key=world.key, dim=ROWS))
-
-
-def _vocabulary_modules(model: PreTrainedModel) -> tuple[nn.Linear | None, nn.Embedding | None]:
-    head: Any = model.get_output_embeddings()
-    embedding: Any = model.get_input_embeddings()
-    return (head if isinstance(head, nn.Linear) else None, embedding if isinstance(embedding, nn.Embedding) else None)

@@ -68,7 +68,8 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
     as one document. Raises DataError for images that do not fit each other, lack an argument that the model asks for,
     or have one that it does not take.
     """
-    fields = {name: [image.fields[name] for image in inputs if name in image.fields] for name in _field_names(inputs)}
+    names = dict.fromkeys(name for image in inputs for name in image.fields)
+    fields = {name: [image.fields[name] for image in inputs if name in image.fields] for name in names}
     arguments: dict[str, Any] = {}
     if any(image.grid is not None for image in inputs):
         arguments[GRIDS] = torch.tensor([image.grid for image in inputs], device=like.device)
@@ -79,7 +80,9 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
     for name, parts in ({PIXELS: [image.pixels for image in inputs]} | fields).items():
         if len(parts) != len(inputs):
             raise DataError(f"{len(parts)} of {plural(len(inputs), 'image')} have {name}; give it of each")
-        arguments[name] = _join_images(name, [_cast_inputs(value, like) for value in parts], pads=pads)
+        dtypes = [like.dtype if x.is_floating_point() else x.dtype for x in parts]
+        parts = [x.to(like.device, dtype, non_blocking=True) for x, dtype in zip(parts, dtypes, strict=True)]
+        arguments[name] = _join_images(name, parts, pads=pads)
     if MASK in image_signature(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
         arguments |= {name: arguments[name][None] for name in (PIXELS, MASK) if name in arguments}
     return arguments
@@ -90,20 +93,8 @@ def encoding_order(inputs: Sequence[ImageInput]) -> list[int]:
 
     LLaVA-OneVision needs it: it is told the documents of a call by their counts of images (`_image_counts`).
     """
-    return sorted(range(len(inputs)), key=lambda i: IN_DOCUMENT in inputs[i].fields and not _is_only_image(inputs[i]))
-
-
-def _is_only_image(image: ImageInput) -> bool:
-    """Return whether an image is the only one of its document, and so is cut into tiles (LLaVA-OneVision)."""
-    return int(image.fields[IN_DOCUMENT]) == 1
-
-
-def _field_names(inputs: Sequence[ImageInput]) -> list[str]:
-    return list(dict.fromkeys(name for image in inputs for name in image.fields))
-
-
-def _cast_inputs(part: Tensor, like: Tensor) -> Tensor:
-    return part.to(like.device, like.dtype if part.is_floating_point() else part.dtype, non_blocking=True)
+    counts = [int(image.fields.get(IN_DOCUMENT, 1)) for image in inputs]  # an only image is cut into tiles
+    return sorted(range(len(inputs)), key=lambda i: counts[i] != 1)
 
 
 def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:

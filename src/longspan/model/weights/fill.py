@@ -127,16 +127,12 @@ def allocate_model(model: nn.Module, device: torch.device) -> None:
     for parameter in model.parameters():
         if parameter.is_meta:
             memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            _copy_attributes(memory, parameter)
+            for name, value in vars(parameter).items():
+                setattr(memory, name, value)
             swap_tensors(parameter, memory)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
-
-
-def _copy_attributes(new: Any, old: Any) -> None:
-    for name, value in vars(old).items():
-        setattr(new, name, value)
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -184,7 +180,6 @@ class DeferredWeights:
 
     @torch.no_grad()
     def _fill_models(self, models: Sequence[nn.Module], device: torch.device) -> None:
-        """Allocate these models and fill them; every copy of a parameter gets the same part of the source."""
         tensors = defaultdict[str, list[Tensor]](list)
         for model in models:
             allocate_model(model, device)

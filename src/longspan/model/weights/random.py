@@ -90,7 +90,6 @@ def draw_copy(
 
 
 def _list_unset(module: nn.Module, *, recurse: bool = True) -> list[str]:
-    """List the parameters that still hold NaN, so were not drawn; the host waits for the device once for all."""
     parameters = dict(module.named_parameters(recurse=recurse))
     flags = torch.stack([p.isnan().any() for p in parameters.values()]).tolist() if parameters else []
     return [name for name, is_unset in zip(parameters, flags, strict=True) if is_unset]

@@ -144,7 +144,6 @@ def _count_groups(norm: nn.Module) -> int:
 
 
 def _norm_kind(norm: nn.Module) -> Hashable:
-    """Return what may tell formulas of a class apart: norms of one kind have one formula."""
     return type(norm), norm.weight.shape, _count_groups(norm), getattr(norm, "norm_before_gate", None)  # pyright: ignore
 
 
