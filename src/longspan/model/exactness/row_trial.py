@@ -118,7 +118,7 @@ class _Allowed(NamedTuple):
     median: bool
 
     @staticmethod
-    def between(dtype: torch.dtype, *, coarse: bool, experts: bool, same_shapes: bool) -> "_Allowed":
+    def of(dtype: torch.dtype, *, coarse: bool, experts: bool, same_shapes: bool) -> "_Allowed":
         """Passes of models that compute in this type; `coarse` products hide small differences of other shapes.
 
         1e-4 is for float32, in which norms and routers may be, whatever the model's type. In coarse types it is least
@@ -317,7 +317,7 @@ class _Trial:
             dtype = torch.get_autocast_dtype(world.device.type)
         tf32 = world.device.type == "cuda" and dtype == torch.float32
         coarse = tf32 or torch.finfo(dtype).bits <= 16
-        self.allowed = partial(_Allowed.between, dtype, coarse=coarse, experts=has_experts(model))
+        self.allowed = partial(_Allowed.of, dtype, coarse=coarse, experts=has_experts(model))
         longest = max(_LENGTHS) if rules.position_table is None else rules.position_table.positions
         rows = partial(_Rows.of, world, rules.row_multiple, longest)
         self.first, self.others = rows(_ALL, others=False), [rows(_FEWER, others=True)]
