@@ -53,8 +53,8 @@ OF_TOKENS: dict[str, tuple[str, str, str]] = {
     "the inputs of another layer": (INPUTS, "layers[self._copied.index]", "layers[0]"),
     "a layer without keys of its own": (
         "model.add_depths",
-        "(index for index in range(last - 1",
-        "(last for index in range(last - 1",
+        "(i for i in earlier",
+        "(last_layer for i in earlier",
     ),
 }
 
