@@ -183,7 +183,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str, str]] = {  # home, family, module
         "cp 2", "minimax_m2", "model.experts.router", "softmax.topk(top_k, dim", "softmax.topk(top_k - 1, dim",
     ),
     "shared experts in parts of the rows": (
-        PARTS, "glm4_moe", "model.tensor_parallel.tensor_parallel", "copy_input if whole else", "copy_input if False else",
+        PARTS, "glm4_moe", "model.tensor_parallel.tensor_parallel", "copy_input if whole", "copy_input if False",
     ),
     "an attention's whole inputs": (
         "tp 2", "minimax_m2", "model.tensor_parallel.styles", "enter=partial(tp_split, world_key=world.key, dim=-1)",
