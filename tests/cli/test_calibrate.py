@@ -20,12 +20,10 @@ from longspan.bench.calibrate.command import (
 from longspan.bench.calibrate.fit import Sample, fit_samples, least_squares
 from longspan.bench.calibrate.trials import MESSAGE_BYTES, CalibrationSettings, Measured, calibrate_ranks
 from longspan.cli.main import main
-from longspan.plan import AttentionCall, Group, Machine
+from longspan.plan import Machine
 from longspan.plan.cost.links import KINDS, LEVELS, Level, Link, Wire
 from longspan.plan.cost.machine import LAYER_BYTES, read_machine
 from longspan.testing import run_ranks
-
-CALL = AttentionCall(heads=32, kv_heads=8, head_dim=128)
 
 
 def _link(latency: float, speed: float) -> Link:
@@ -39,7 +37,6 @@ TRUTH = Machine(
     attention_flops_per_second=4e14,
     half_speed_rows=500.0,
     memory_bytes_per_second=2e12,
-    step_seconds=80e-6,
     micro_batch_seconds=5e-3,
     layer_seconds=6e-3,
     group_seconds=0.2e-3,
@@ -50,7 +47,8 @@ TRUTH = Machine(
 )
 STEP, CALL_SECONDS, PASS = 2e-3, 3e-4, 1e-5  # of a step, a call of attention and a pass, besides what they count
 BASE = Machine(device="NVIDIA Q100", node_size=4)
-FITTED = tuple(name for name in BASE.rates() if name not in ("expert_flops_per_second", "host_copy_bytes_per_second"))
+NOT_MEASURED = {"expert_flops_per_second", "host_copy_bytes_per_second", "step_seconds"}
+FITTED = tuple(name for name in BASE.rates() if name not in NOT_MEASURED)
 
 
 def _measured(truth: Machine = TRUTH, noise: float = 0.0, levels: tuple[Level, ...] = LEVELS) -> list[Sample]:
@@ -87,13 +85,6 @@ def _measured(truth: Machine = TRUTH, noise: float = 0.0, levels: tuple[Level, .
                 counts, name = {"messages": 1.0, "bytes": float(size)}, f"{kind} {level} {size}"
                 seconds = float(wire.seconds(size))
                 samples.append(Sample(part="link", name=name, seconds=seconds, counts=counts, level=level, kind=kind))
-    for level, degree in zip(levels, (4, 8), strict=False):
-        for length in (2048, 8192, 32768):
-            group = Group(tuple(range(degree)), (0,), (length * degree,))
-            for kind in ("p2p", "all_gather", "a2a"):
-                seconds = truth.attention_seconds(group, CALL)[kind].seconds + CALL_SECONDS
-                kinds = {"level": level, "group": group, "call": CALL, "cp_comm_type": kind}
-                samples.append(Sample(part="type", name=f"{kind} {level} {length}", seconds=seconds, **kinds))
     random = np.random.default_rng(7)
     return [replace(s, seconds=s.seconds * (1 + noise * random.standard_normal())) for s in samples]
 
@@ -108,7 +99,7 @@ def test_a_machine_is_found_where_nothing_disturbs() -> None:
             found = getattr(getattr(machine, level), kind)
             assert (found.latency, found.bytes_per_second) == pytest.approx((wire.latency, wire.bytes_per_second))
     assert calibration.mean_error < 1e-5
-    assert not machine.assumed and {*machine.assumed_parts} == {"expert_flops_per_second", "host_copy_bytes_per_second"}
+    assert not machine.assumed and {*machine.assumed_parts} == NOT_MEASURED
 
 
 def test_a_machine_is_found_through_noise() -> None:
@@ -131,8 +122,7 @@ def test_on_one_host_and_on_one_rank_links_are_assumed() -> None:
     assert one_host.across == BASE.across and one_host.inside != BASE.inside
     assert "across" in one_host.assumed_parts and "inside" not in one_host.assumed_parts
     one_rank = fit_samples(_measured(levels=()), BASE).machine
-    assert (one_rank.inside, one_rank.step_seconds) == (BASE.inside, BASE.step_seconds)
-    assert {"inside", "across", "step_seconds"} <= set(one_rank.assumed_parts)
+    assert one_rank.inside == BASE.inside and {"inside", "across"} <= set(one_rank.assumed_parts)
 
 
 def test_experts_of_an_unknown_device_are_as_much_faster_as_its_products() -> None:
@@ -174,7 +164,7 @@ def test_two_ranks_write_a_machine_that_plans_are_priced_by(tmp_path: Path, capf
     assert main(["bench", "calibrate", "--world", "2", *SMALL, "--out", out, "--json"]) == 0
     printed = capfd.readouterr()
     record = json.loads(printed.out)
-    assert f"wrote {out}\n" in printed.err and " s  types of attention: " in printed.err
+    assert f"wrote {out}\n" in printed.err and " s  messages between slots: " in printed.err
     machine = read_machine(out, "--machine")
     assert isinstance(machine, Machine)
     assert machine == replace(Machine.from_json(record["measured"]), source=out)
@@ -182,7 +172,7 @@ def test_two_ranks_write_a_machine_that_plans_are_priced_by(tmp_path: Path, capf
     assert machine.date and "across" in machine.assumed_parts and "inside" not in machine.assumed_parts
     parts = [sample["part"] for sample in record["samples"]]
     assert {part: parts.count(part) for part in dict.fromkeys(parts)} == {
-        "step": 4, "host": 4, "attention": 3, "memory": 4, "link": 3 * 4, "type": 2 * 3,
+        "step": 4, "host": 4, "attention": 3, "memory": 4, "link": 3 * 4,
     }  # fmt: skip
     errors = [abs(s["fitted_seconds"] / s["measured_seconds"] - 1) for s in record["samples"]]
     assert record["mean_error"] == pytest.approx(np.mean(errors))

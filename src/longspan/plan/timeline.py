@@ -134,15 +134,15 @@ def _count_skipped_rows(group: Group) -> float:
     if group.pad_to is None:
         return 0.0
     degree, lengths = group.degree, _int_array(group.lengths)
+    share = group.pad_to * len(lengths) / degree
     if group.partition == "zigzag":  # a member has an early and a late chunk of each document
         borders = np.arange(2 * degree + 1)[:, None] * group.pad_to / (2 * degree)
         chunks = np.diff(np.minimum(borders, lengths).sum(axis=1))
         rows = (chunks + chunks[::-1])[:degree]
     else:
-        borders = np.arange(degree + 1)[:, None] * (group.pad_to * len(lengths) / degree)
         starts = np.arange(len(lengths)) * group.pad_to
-        rows = np.diff(np.clip(borders - starts, 0, lengths).sum(axis=1))
-    return max(0.0, group.pad_to * len(lengths) / degree - float(rows.max()))
+        rows = np.diff(np.clip(np.arange(degree + 1)[:, None] * share - starts, 0, lengths).sum(axis=1))
+    return max(0.0, share - float(rows.max()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +181,7 @@ def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int
 def predicted_seconds(
     micro_batches: Sequence[MicroBatch], slots: int, cost: Cost, *, mode: Mode = "lockstep", node_size: int = 8
 ) -> float:
-    """Return the seconds of a step of these micro-batches on `slots` slots."""
+    """Return the seconds of a step of these micro-batches."""
     return timeline(micro_batches, slots, cost, mode=mode, node_size=node_size).step_seconds
 
 
@@ -221,8 +221,8 @@ def timeline(
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:
     """Return when each slot starts and ends each micro-batch, and the last end.
 
-    Slots that groups join start when the last of these slots is ready, and end with the slowest; `component` (M, slots)
-    has one slot's id for all of them. A slot that is not `active` has no documents and waits for nobody.
+    Slots that groups join, which have one `component`, start when the last of them is ready, and end with the slowest.
+    A slot that is not `active` has no documents and waits for nobody.
     """
     count, slots = busy.shape
     start, end, clock = np.zeros_like(busy), np.zeros_like(busy), np.zeros(slots)

@@ -44,10 +44,9 @@ class CalibrateFlags(BenchFlags):
 
     Runs one process for each GPU of this machine, or torchrun's on any number of hosts, or --world local processes; all
     of them work at the same time. Measured are steps of a model with random weights, what the host takes to launch a
-    layer, a group and a document, attention by the length of documents, passes over memory, messages of each kind
-    inside a host and between hosts, and each type of attention over a host and over all. Which ranks share a host is
-    what the launcher says. The file is for run.machine of a run and --machine of longspan plan; a run on another
-    device, or on hosts of another size, refuses it.
+    layer, a group and a document, attention by the length of documents, passes over memory, and messages of each kind
+    inside a host and between hosts. Which ranks share a host is what the launcher says. The file is for run.machine of
+    a run and --machine of longspan plan; a run on another device, or on hosts of another size, refuses it.
     """
 
     preset: str = ""
@@ -65,8 +64,7 @@ class CalibrateFlags(BenchFlags):
     micro_batches: str = "1,2,4"
     """Micro-batches of a step, with commas between."""
     lengths: str = ""
-    """Document lengths at which attention is measured, over several slots as many times as long; empty: 2048 to 32768
-    on GPUs, 128 to 1024 on CPUs."""
+    """Document lengths at which attention is measured; empty: 2048 to 32768 on GPUs, 128 to 1024 on CPUs."""
     warmup: int = 1
     """Rounds through all measurements before the timed ones."""
     repeats: int = 5
@@ -85,7 +83,10 @@ def main(argv: Sequence[str]) -> int:
     measured = run_on_ranks(calibrate_ranks, (settings,), ranks)
     if is_reporting():
         calibration = fit_machine(measured, settings)
-        write_machine(calibration.machine, Path(flags.out))
+        try:
+            Path(flags.out).write_text(json.dumps(calibration.machine.to_json(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {flags.out}: {error.strerror}") from error
         record = make_record(calibration, measured, settings, ["longspan", "bench", "calibrate", *argv])
         print(json.dumps(record, indent=1) if flags.json else calibration_text(record))
         print(f"wrote {flags.out}", file=sys.stderr if flags.json else sys.stdout)
@@ -148,14 +149,6 @@ def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibratio
     return fit_samples(measured.samples, base, known=known is not None)
 
 
-def write_machine(machine: Machine, path: Path) -> None:
-    """Write the machine to the file that run.machine and --machine read. Raises ConfigError if it cannot be written."""
-    try:
-        path.write_text(json.dumps(machine.to_json(), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
 def make_record(
     calibration: Calibration, measured: Measured, settings: CalibrationSettings, command: Sequence[str]
 ) -> dict[str, Any]:
@@ -163,11 +156,7 @@ def make_record(
     return {
         "bench": "calibrate",
         "model": settings.model or settings.preset,
-        "layers": settings.layers,
-        "dtype": settings.dtype,
-        "ranks": settings.ranks,
-        "backend": settings.backend,
-        "repeats": settings.repeats,
+        **{name: getattr(settings, name) for name in ("layers", "dtype", "ranks", "backend", "repeats")},
         "command": " ".join(command),
         "machine": machine_facts(),
         "versions": versions(),
@@ -189,10 +178,8 @@ def calibration_text(record: dict[str, Any]) -> str:
         f"{record['model']}{layers} in {record['dtype']} on {plural(record['ranks'], 'rank')} ({record['backend']}), "
         f"hosts of {record['node_size']} as the launcher counts them, {machine_text(record['machine'])}"
     )
-    rows = [
-        (row["what"], *(f"{1e3 * row[name]:.3f}" for name in ("measured_seconds", "fitted_seconds")))
-        for row in record["samples"]
-    ]
+    names = ("measured_seconds", "fitted_seconds")
+    rows = [(row["what"], *(f"{1e3 * row[name]:.3f}" for name in names)) for row in record["samples"]]
     machine = Machine.from_json(record["measured"])
     figures = [(name, f"{value:.4g}") for name, value in machine.rates().items()]
     for level in LEVELS:
@@ -200,11 +187,5 @@ def calibration_text(record: dict[str, Any]) -> str:
             figures.append((f"{level} {kind}", f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"))
     marked = [(*row, "assumed" * (row[0].split()[0] in machine.assumed_parts)) for row in figures]
     error = f"mean error of the fit {100 * record['mean_error']:.1f} %, measured in {record['seconds']:.0f} s"
-    return "\n\n".join(
-        [
-            head,
-            text_table(("what", "measured ms", "fitted ms"), rows),
-            text_table(("figure", "value", ""), marked),
-            error,
-        ]
-    )
+    tables = text_table(("what", "measured ms", "fitted ms"), rows), text_table(("figure", "value", ""), marked)
+    return "\n\n".join([head, *tables, error])

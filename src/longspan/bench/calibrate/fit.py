@@ -1,7 +1,6 @@
 """From measured seconds to a Machine: five lines of non-negative least squares of relative errors, with numpy.
 
-They are of attention, passes over memory, steps, the host's launches and messages; what the types of attention take
-beyond these is the seconds of a batch of messages. What is measured is in `trials.py`.
+They are of attention, passes over memory, steps, the host's launches and messages. What is measured is in `trials.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,21 +11,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.plan import AttentionCall, Group, Machine
+from longspan.plan import Machine
 from longspan.plan.cost.links import KINDS, LEVELS, Level, Link, Wire
 from longspan.plan.cost.machine import LAYER_BYTES
 
 Floats = NDArray[np.float64]
-Part = Literal["attention", "memory", "step", "host", "link", "type"]
-NEVER_MEASURED = ("expert_flops_per_second", "host_copy_bytes_per_second")
+Part = Literal["attention", "memory", "step", "host", "link"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One measurement: how often each thing that has a price counts in it (`counts`), and the seconds that it took.
-
-    Messages have a `level` and a `kind`; a type of attention has its `group`, `call` and `cp_comm_type`.
-    """
+    """One measurement: how often each thing that has a price counts in it, and its seconds; messages have a kind."""
 
     part: Part
     name: str
@@ -34,9 +29,6 @@ class Sample:
     counts: Mapping[str, float] = field(default_factory=dict[str, float])
     level: Level = "inside"
     kind: str = ""
-    group: Group | None = None
-    call: AttentionCall | None = None
-    cp_comm_type: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,9 +59,8 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
     def line(part: Part, *names: str, rows: Sequence[Sample] | None = None) -> dict[str, float]:
         """Fit the seconds of one of each of these counts, and note what the samples of the part should take."""
         rows = parts.get(part, []) if rows is None else rows
-        columns = np.array([[sample.counts.get(name, 0.0) for name in names] for sample in rows]).reshape(
-            -1, len(names)
-        )
+        counts = [[sample.counts.get(name, 0.0) for name in names] for sample in rows]
+        columns = np.array(counts).reshape(-1, len(names))
         seconds = np.array([sample.seconds for sample in rows])
         solution = least_squares(columns, seconds, seconds)
         fitted.update(zip((sample.name for sample in rows), (columns @ solution).tolist(), strict=True))
@@ -81,8 +72,10 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
     if byte := line("memory", "bytes", "calls").get("bytes"):
         figures["memory_bytes_per_second"] = 1 / byte
     machine = replace(base, **figures)
-    steps = line("step", "flops", "micro-batches", "steps", rows=[_products(s, machine) for s in parts.get("step", [])])
-    fitted |= {s.name: fitted[s.name] + _other_seconds(s, machine) for s in parts.get("step", [])}
+    others = [(s, _other_seconds(s, machine)) for s in parts.get("step", [])]
+    products = [replace(s, seconds=s.seconds - other) for s, other in others]
+    steps = line("step", "flops", "micro-batches", "steps", rows=products)
+    fitted |= {s.name: fitted[s.name] + other for s, other in others}
     if flop := steps.get("flops"):
         figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": steps.get("micro-batches", 0.0)}
     if host := line("host", "layers", "groups", "documents", "steps"):
@@ -101,17 +94,7 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
     if not known and "product_flops_per_second" in figures:
         ratio = figures["product_flops_per_second"] / base.product_flops_per_second
         figures["expert_flops_per_second"] = base.expert_flops_per_second * ratio
-    machine, types = replace(base, **figures), parts.get("type", [])
-    if types:
-        calls = attention.get("calls", 0.0)
-        at_rest, slow = (replace(machine, step_seconds=seconds) for seconds in (0.0, 1.0))
-        prices = np.array([_type_seconds(at_rest, sample) for sample in types])
-        slopes = np.array([_type_seconds(slow, sample) for sample in types]) - prices
-        seconds = np.array([sample.seconds for sample in types])
-        (step,) = least_squares(slopes[:, None], seconds - prices - calls, seconds)
-        figures["step_seconds"] = step
-        fitted |= dict(zip((s.name for s in types), (prices + slopes * step + calls).tolist(), strict=True))
-    assumed = tuple(n for n in [*base.rates(), *LEVELS] if n not in figures or n in NEVER_MEASURED)
+    assumed = tuple(n for n in [*base.rates(), *LEVELS] if n not in figures or n == "expert_flops_per_second")
     machine = replace(base, **figures, assumed=False, assumed_parts=assumed)
     return Calibration(machine, tuple(samples), tuple(fitted[sample.name] for sample in samples))
 
@@ -121,17 +104,6 @@ def _other_seconds(sample: Sample, machine: Machine) -> float:
     attention = sample.counts["attention flops"] + machine.half_speed_rows * sample.counts["attention flops a row"]
     seconds = attention / machine.attention_flops_per_second
     return min(seconds + sample.counts["passes"] * LAYER_BYTES / machine.memory_bytes_per_second, sample.seconds / 2)
-
-
-def _products(sample: Sample, machine: Machine) -> Sample:
-    """Return the products of a step, with their launches."""
-    return replace(sample, seconds=sample.seconds - _other_seconds(sample, machine))
-
-
-def _type_seconds(machine: Machine, sample: Sample) -> float:
-    """Return the price on a machine of a sample's call of attention under its communication type."""
-    assert sample.group and sample.call
-    return machine.attention_seconds(sample.group, sample.call)[sample.cp_comm_type].seconds
 
 
 def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[float]:

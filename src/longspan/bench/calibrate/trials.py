@@ -6,8 +6,9 @@ launcher, and all are timed at once.
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from longspan.attention import attend
-from longspan.bench.calibrate.fit import Part, Sample
+from longspan.bench.calibrate.fit import Sample
 from longspan.bench.layers import change_layer_count
-from longspan.comm import World, bind
+from longspan.bench.timing import time_run
+from longspan.comm import SequenceShard, World, bind
 from longspan.comm.groups.channel import Channel
 from longspan.errors import ConfigError
 from longspan.layout import Layout
@@ -25,7 +27,7 @@ from longspan.model import load_model, prepare
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.model.sharding import drop_unsummed_gradients, keep_parameters_whole
-from longspan.plan import AttentionCall, Plan, plan_fixed
+from longspan.plan import Plan, plan_fixed
 from longspan.plan.cost.links import Level
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.shape.model_shape import ModelShape
@@ -39,7 +41,6 @@ MESSAGE_BYTES = {"cuda": (1 << 16, 1 << 20, 1 << 23, 1 << 26), "cpu": (1 << 12, 
 TURNS = {1 << 18: 16, 1 << 22: 4}  # how often messages of at most so many bytes are sent in a row; longer ones once
 LONG_OVER_LONGEST = 4  # of attention's longest document on GPUs, after which their clocks are those of training
 FEW_ROWS, MANY = 8, 4  # rows of a document whose launches are timed, and documents or groups of a slot
-BOTH_OVER_FORWARD = 3.5  # products of attention in forward (2) and backward (5), over those in forward
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class Trial(NamedTuple):
     run: Callable[[], object]
     turns: int = 1
 
+    def repeat(self) -> None:
+        """Run as often as it is timed in a row."""
+        for _ in range(self.turns):
+            self.run()
+
 
 def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
     """Open a world and measure everything; returns the same on every rank."""
@@ -102,12 +108,6 @@ class _Bench:
                 f"{self.shape.mixer_layers} of them; leave --preset and --model out"
             )
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        self.call = AttentionCall(
-            heads=self.shape.heads,
-            kv_heads=self.shape.kv_heads,
-            head_dim=self.shape.query_width // self.shape.heads,
-            bytes_per_number=self.dtype.itemsize,
-        )
         self.vocabulary = vocabulary_size(model) or 1  # without an embedding, only token id 0
         self.model: nn.Module | None = prepare(model, self.replicas)
 
@@ -123,41 +123,25 @@ class _Bench:
         samples += self._time_trials([*self._attention_trials(), *self._memory_trials()], "attention and memory")
         if self.world.home.slots > 1:
             samples += self._time_trials([*self._message_trials()], "messages between slots")
-            samples += self._time_trials([*self._type_trials()], "types of attention")
         return samples
 
     def _time_trials(self, trials: list[Trial], label: str) -> list[Sample]:
         """Return the samples of trials, with the slowest rank's seconds in the median of rounds.
 
-        Every round has all trials, so that what disturbs the machine for a while disturbs no sample in most rounds. No
-        round but the first timed one begins once the time is over. Seconds are above 0, as errors are relative to them.
+        Every round has all trials, so that what disturbs the machine for a while disturbs no sample in most rounds.
         """
         times: list[list[float]] = []
         warmup, repeats = self.settings.warmup, self.settings.repeats
         for i in range(warmup + repeats):
             if i > warmup and self.world.control.any_rank(self.seconds > MOST_SECONDS):
                 break
-            times.append([self._measure_seconds(trial) for trial in trials])
+            times.append([time_run(trial.repeat, self.world) / trial.turns for trial in trials])
         if self.world.rank == self.world.home.ranks[0]:
             line = f"{self.seconds:5.1f} s  {label}: {len(trials)} measurements, {len(times)} rounds"
             print(line, file=sys.stderr, flush=True)
         of_ranks = self.world.control.gather_objects(times[warmup:])  # (ranks, rounds, trials)
         seconds = np.median(np.array(of_ranks).max(axis=0), axis=0).tolist()
         return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
-
-    def _measure_seconds(self, trial: Trial) -> float:
-        """Measure the seconds of one turn of a trial on this rank; all ranks begin together."""
-        self.world.control.barrier()
-        self._wait_for_device()
-        began = time.perf_counter()
-        for _ in range(trial.turns):
-            trial.run()
-        self._wait_for_device()
-        return (time.perf_counter() - began) / trial.turns
-
-    def _wait_for_device(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize(self.world.device)
 
     def _step_trials(self) -> Iterator[Trial]:
         """Yield steps of the model over rising numbers of tokens and of micro-batches, of short documents.
@@ -195,18 +179,14 @@ class _Bench:
         ):
             plan = self._plan_step(FEW_ROWS, documents, batches)
             if groups > 1:
-                split = [
-                    Group(group.slots, (d,), (n,))
-                    for group in plan.micro_batches[0].groups
-                    for d, n in zip(group.documents, group.lengths, strict=True)
-                ]
+                whole = plan.micro_batches[0].groups
+                split = [Group(g.slots, (d,), (n,)) for g in whole for d, n in zip(g.documents, g.lengths, strict=True)]
                 plan = replace(plan, micro_batches=(MicroBatch(tuple(split)),))
             layers = self.shape.decoder_layers * batches
             counts = {"steps": 1, "layers": layers, "groups": layers * groups, "documents": layers * documents}
             yield Trial(Sample(part="host", name=f"host: {name}", counts=counts), self._step_call(plan))
 
     def _plan_step(self, length: int, per_slot: int, count: int) -> Plan:
-        """Plan `count` micro-batches with `per_slot` documents of this length on every slot."""
         home = self.replicas.home
         plan = plan_fixed([length] * (per_slot * count * home.slots), home, 1, max_tokens_per_slot=per_slot * length)
         assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
@@ -238,13 +218,30 @@ class _Bench:
         lengths = self.settings.lengths
         pieces = [*((n, lengths[-1]) for n in lengths), *((n, lengths[-2]) for n in lengths[:-1])]
         pieces += [(LONG_OVER_LONGEST * lengths[-1],) * 2] * (self.device == "cuda")
+        heads, kv_heads = self.shape.heads, self.shape.kv_heads
+        size = self.shape.query_width // heads
         for length, rows in pieces:
             count = rows // length
             plan = plan_fixed([length] * (count * self.world.home.slots), self.world.home, 1)
+            self.world.prepare(plan)
+            shard = bind(plan.micro_batches[0], self.world)
+            q, k, v, gradient = (
+                torch.randn((shard.local_rows, n, size), device=self.world.device).to(self.dtype)
+                for n in (heads, kv_heads, kv_heads, heads)
+            )
+            inputs = tuple(x.requires_grad_() for x in (q, k, v))
             flops = self._flops(count * length**2)
             counts = {"calls": 1, "flops": flops, "flops a row": flops / length}
             name = f"attention: {count * length:,} rows in pieces of {length:,}"
-            yield Trial(Sample(part="attention", name=name, counts=counts), self._attend_call(plan))
+            call = partial(_attend_both_ways, inputs, gradient, shard)
+            yield Trial(Sample(part="attention", name=name, counts=counts), call)
+
+    def _flops(self, squares: float) -> float:
+        """Count the FLOPs of one layer's attention by the sum of squared lengths, half of which are causal pairs.
+
+        Forward has two products of 2 FLOPs for each feature and pair, backward five.
+        """
+        return 7 * self.shape.query_width * squares
 
     def _memory_trials(self) -> Iterator[Trial]:
         """Yield passes that read and write numbers in float32."""
@@ -252,56 +249,6 @@ class _Bench:
             x = torch.zeros(count, device=self.world.device)
             name, counts = f"memory: {8 * count:,} bytes read and written", {"calls": 1, "bytes": 8.0 * count}
             yield Trial(Sample(part="memory", name=name, counts=counts), lambda x=x: x.mul_(2.0), turns=4)
-
-    def _type_trials(self) -> Iterator[Trial]:
-        """Yield each type of attention of a document over a host's slots and over all.
-
-        A degree that does not divide the slots is left out, as not all of them would take part; so are types that the
-        heads do not allow, and a2a+p2p if one of its levels is 1: that is a2a or p2p.
-        """
-        slots, node_size = self.world.home.slots, self.world.node_size
-        degrees: dict[Level, int] = {"inside": min(slots, node_size), "across": slots}
-        for level, degree in degrees.items():
-            if degree == 1 or slots % degree or (level == "across" and slots <= node_size):
-                continue
-            for length in (n * degree for n in self.settings.lengths):
-                plan = plan_fixed([length] * (slots // degree), self.world.home, degree)
-                group = plan.micro_batches[0].groups[0]
-                prices = self.world.machine.attention_seconds(group, self.call, node_size=node_size)
-                for kind, price in sorted(prices.items()):
-                    if price.impossible or (kind == "a2a+p2p" and min(price.sizes) == 1):
-                        continue
-                    sizes = price.sizes if kind == "a2a+p2p" else None
-                    sample = Sample(
-                        part="type",
-                        name=f"{price.name} {level}: a document of {length:,} over {degree} slots",
-                        level=level,
-                        group=replace(group, hierarchical_context_parallel_sizes=sizes),
-                        call=self.call,
-                        cp_comm_type=kind,
-                    )
-                    yield Trial(sample, self._attend_call(plan, kind, sizes))
-
-    def _attend_call(self, plan: Plan, kind: str = "p2p", sizes: Sequence[int] | None = None) -> Callable[[], object]:
-        """Return a call that computes attention of the plan's first micro-batch, forward and backward."""
-        self.world.prepare(plan)
-        shard = bind(plan.micro_batches[0], self.world)
-        heads = self.call.heads, self.call.kv_heads, self.call.kv_heads
-        q, k, v = (self._draw_rows(shard.local_rows, count) for count in heads)
-        gradient = self._draw_rows(shard.local_rows, self.call.heads).detach()
-        arguments: dict[str, Any] = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": sizes}
-        return lambda: torch.autograd.grad(attend(q, k, v, shard, **arguments), (q, k, v), gradient)
-
-    def _draw_rows(self, rows: int, heads: int) -> Tensor:
-        size = (rows, heads, self.call.head_dim)
-        return torch.randn(size, device=self.world.device).to(self.dtype).requires_grad_()
-
-    def _flops(self, squares: float) -> float:
-        """Count the FLOPs of one layer's attention, forward and backward, by the sum of squared lengths.
-
-        Forward has two products of 2 FLOPs for each feature and each causal pair, which are half of the squares.
-        """
-        return BOTH_OVER_FORWARD * 2 * self.call.heads * self.call.head_dim * squares
 
     def _message_trials(self) -> Iterator[Trial]:
         """Yield exchanges, gathers and messages from slot to slot: between the slots of a host, and between hosts.
@@ -333,11 +280,10 @@ class _Bench:
 
     def _sizes(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
         """Yield a trial of one kind of message for each size; `make` gives the call to time, of a size in bytes."""
-        part: Part = "link"
         for size in MESSAGE_BYTES[self.device]:
             turns = next((count for limit, count in TURNS.items() if size <= limit), 1)
             name, counts = f"{kind} {level}: {size:,} bytes", {"messages": 1, "bytes": float(size)}
-            yield Trial(Sample(part=part, name=name, counts=counts, level=level, kind=kind), make(size), turns)
+            yield Trial(Sample(part="link", name=name, counts=counts, level=level, kind=kind), make(size), turns)
 
     def _exchange(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
         """Return a call that sends `block` bytes to each partner but this slot, and receives as much from each.
@@ -363,6 +309,10 @@ class _Bench:
 
     def _bytes(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.world.device)
+
+
+def _attend_both_ways(inputs: tuple[Tensor, ...], gradient: Tensor, shard: SequenceShard) -> None:
+    torch.autograd.grad(attend(*inputs, shard), inputs, gradient)
 
 
 def _load_timed_model(settings: CalibrationSettings) -> Any:

@@ -55,8 +55,10 @@ def lower_bound_seconds(
     """
     rows, widest = np.asarray(lengths, dtype=np.int64), min(max_cp or slots, slots)
     attention = math.fsum(rows.astype(np.float64) ** 2 * cost.attention_seconds)
-    work = math.fsum(rows * _row_seconds(cost)) + attention
-    launches = _least_micro_batches(int(rows.sum()), slots, max_tokens_per_slot, mode)
+    work = math.fsum(rows * float(cost.work_seconds(1, 0))) + attention
+    # In free mode a slot skips micro-batches without documents for it: it is in as many as its rows fill, on average.
+    launches = int(rows.sum()) / (slots * max_tokens_per_slot) if max_tokens_per_slot else 0.0
+    launches = max(1, math.ceil(launches)) if mode == "lockstep" else launches
     # Every micro-batch takes its launches beside its work, and no less than the host needs.
     area = max(work / slots + cost.micro_batch_seconds * launches, cost.launch_seconds * launches) / cost.stages
     if not len(rows):
@@ -91,17 +93,6 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
     return waits + {"all_gather": turns, "a2a": exchanges}.get(kind, 0.0)
 
 
-def _least_micro_batches(tokens: int, slots: int, cap: int | None, mode: str) -> float:
-    """Count the micro-batches that a slot takes part in at least: in lockstep all of them, in free mode on average.
-
-    In free mode a slot skips micro-batches without documents for it, and on average takes part in as many as its rows
-    fill: without a cap, in 0 at least.
-    """
-    if mode == "lockstep":
-        return 1 if cap is None else max(1, -(-tokens // (slots * cap)))
-    return 0.0 if cap is None else tokens / (slots * cap)
-
-
 def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node_size: int) -> float:
     """Return the seconds of one document in a group of its own, at the best degree and place that the cap allows.
 
@@ -117,7 +108,7 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
         )
     degree = np.arange(narrowest, widest + 1)
     if cost.network:
-        seconds = (_row_seconds(cost) * length + cost.attention_seconds * float(length) ** 2) / degree
+        seconds = cost.work_seconds(length, float(length) ** 2) / degree
     else:
         fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)  # what fits a host may also be across
         alone = replace(cost, states=None, inside_bytes_per_second=fastest)
@@ -125,8 +116,3 @@ def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node
         seconds = alone.group_seconds(length, length**2, degree, together == degree, together=together)
         seconds = seconds + (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)
     return float(seconds.min()) + cost.micro_batch_seconds
-
-
-def _row_seconds(cost: Cost) -> float:
-    """Return the least slot seconds of a row at any degree: linear layers, and what attention loses on short pieces."""
-    return cost.linear_seconds + (cost.network.half_speed_rows * cost.attention_seconds if cost.network else 0.0)

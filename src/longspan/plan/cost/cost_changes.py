@@ -68,10 +68,8 @@ def with_recomputation(
 
     Forward is a third of what a layer's weights take (2 FLOPs of 6), and of "full" 2 products in attention of 7, one of
     the ring's two passes and a third of its bytes, and one of two exchanges of heads. Under "selective" an exchange has
-    the queries, keys and values once more (what it has of outputs is a number of each row and head, and not counted).
-    torch stops before the last product of a dense layer, from which nothing is kept. Of `frozen` weights, under
-    adapters, gradients are not computed: 2 FLOPs of 6. An evaluation recomputes nothing: `forward` is that of the cost
-    as it was. State-space layers run again under each kind.
+    the queries, keys and values once more. torch stops before the last product of a dense layer, from which nothing is
+    kept. Of `frozen` weights gradients are not computed: 2 FLOPs of 6. An evaluation recomputes nothing.
     """
     if kind == "none" and not frozen:
         return cost

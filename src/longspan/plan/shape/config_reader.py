@@ -31,17 +31,24 @@ class ConfigReader:
         Raises PlanError for a file without a configuration.
         """
         read = cls.read_whole(config)
-        where = read.where
         text = read.value("text_config")
-        return read if text is None else cls(text, f"text_config of {where}")
+        return read if text is None else cls(text, f"text_config of {read.where}")
 
     @classmethod
     def read_whole(cls, config: Any) -> "ConfigReader":
         """Read a whole model's configuration, which may have those of a text model and of encoders as sections."""
-        where = type(config).__name__
-        if isinstance(config, (str, Path)):
-            config, where = _read_config_json(Path(config))
-        return cls(config, where)
+        if not isinstance(config, (str, Path)):
+            return cls(config, type(config).__name__)
+        path = Path(config)
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            values = read_json(file)
+        except (OSError, ValueError) as error:
+            fault = error.strerror if isinstance(error, OSError) else f"it is not JSON ({error})"
+            raise PlanError(f"cannot read a model's configuration from {file}: {fault}") from error
+        if not isinstance(values, dict):
+            raise PlanError(f"{file} holds no model's configuration: it is not an object")
+        return cls(values, str(file))
 
     @property
     def family(self) -> str:
@@ -89,17 +96,3 @@ class ConfigReader:
         """Return a count under the first of these names that is set. Raises PlanError if none is."""
         self.check_counts(one_of=names)
         return self.count(*names)
-
-
-def _read_config_json(path: Path) -> tuple[Any, str]:
-    """Read a config.json, or that of a folder; returns its object and its path. Raises PlanError for anything else."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        values = read_json(file)
-    except OSError as error:
-        raise PlanError(f"cannot read a model's configuration from {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise PlanError(f"cannot read a model's configuration from {file}: it is not JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise PlanError(f"{file} holds no model's configuration: it is not an object")
-    return cast(dict[str, Any], values), str(file)
