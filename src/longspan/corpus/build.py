@@ -8,6 +8,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar, cast
 
 from transformers import PreTrainedConfig
 
@@ -16,7 +17,6 @@ from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
 from longspan.corpus.files import FileSums, LogLine, file_differences, sample_texts
-from longspan.corpus.image_documents import show_images
 from longspan.corpus.rows.kinds import display_kind
 from longspan.corpus.rows.lines import special_line
 from longspan.corpus.store.builder import Cache, Recipe, build_documents, cache_error, cache_folder
@@ -27,13 +27,15 @@ from longspan.corpus.tokenizer import (
     reload_with_config,
     train_tokenizer,
 )
-from longspan.data.documents import Corpus
+from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.images import ImageTable
 from longspan.data.manifest import FILE, Record, read_record
 from longspan.errors import DataError, plural
 from longspan.files import name_file_in_errors, write_atomically
 from longspan.model import PRESETS
 from longspan.model.weights.file_names import tokenizer_folder
+
+AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocuments
 
 
 def ensure_corpus(
@@ -268,8 +270,24 @@ def build_shared_corpus(
 
     run_on_first_rank(world, build_corpus, DataError)
     return run_on_every_rank(
-        world, lambda: show_images(open_shared_corpus(directory / "corpus"), model, directory), DataError
+        world, lambda: corpus_with_images(open_shared_corpus(directory / "corpus"), model, directory), DataError
     )
+
+
+def corpus_with_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
+    """Return the corpus after `show_images`, unless neither the model takes images nor the documents have any."""
+    if getattr(model, "vision_config", None) is None and not corpus.images:
+        return corpus
+    from longspan.corpus.image_documents import show_images
+
+    return show_images(corpus, model, folder)
+
+
+def with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) -> AnyDocuments:
+    """Return documents of a corpus with their images, others as they are. Raises DataError as `show_images` does."""
+    if not isinstance(documents, CorpusDocuments):
+        return documents
+    return cast(AnyDocuments, corpus_with_images(documents.corpus, model, folder).select(documents.ids))
 
 
 def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,6 @@ from longspan.plan.items import Item, ItemTable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocuments
 
 
 class ImagePlace(NamedTuple):
@@ -216,13 +214,6 @@ def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
             "use the processor and the tokenizer of the model's own folder"
         )
     return videos
-
-
-def with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) -> AnyDocuments:
-    """Return documents of a corpus with their images, others as they are. Raises DataError as `show_images` does."""
-    if not isinstance(documents, CorpusDocuments):
-        return documents
-    return cast(AnyDocuments, show_images(documents.corpus, model, folder).select(documents.ids))
 
 
 def _check_placeholders(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:

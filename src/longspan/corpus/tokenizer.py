@@ -21,12 +21,11 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from longspan.corpus.images.without_torchvision import FILES
 from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pieces, encode_with_spans
 from longspan.errors import DataError, short_text
 from longspan.files import read_json
 from longspan.layout import Integers
-from longspan.model.weights.file_names import FAST_TOKENIZER, TOKENIZER_FILES, vocabulary_files
+from longspan.model.weights.file_names import FAST_TOKENIZER, PROCESSOR_FILES, TOKENIZER_FILES, vocabulary_files
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS, refusal_reason
 
 GENERATION = "generation_config.json"
@@ -37,7 +36,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> None:
 
     Files of the same names in `target` are replaced, or removed where the source has none.
     """
-    for name in (*TOKENIZER_FILES, *FILES):
+    for name in (*TOKENIZER_FILES, *PROCESSOR_FILES):
         _replace_with_copy(source / name, target / name)
 
 

@@ -17,9 +17,8 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
-from longspan.corpus.build import configured_tokenizer, ensure_corpus, open_shared_corpus
+from longspan.corpus.build import configured_tokenizer, ensure_corpus, open_shared_corpus, with_images
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.image_documents import with_images
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import sample_documents

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, received_signal
-from longspan.corpus.image_documents import ImageDocuments
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
 from longspan.data.document import NO_TARGET, Labelled
 from longspan.errors import DataError, EvaluationStopped, RunFolderError
@@ -32,6 +31,9 @@ from longspan.run.records import Records, save_plan
 from longspan.run.run_data import TrainingRun
 from longspan.run.saves import is_due
 from longspan.train.plans import PlanChoice
+
+if TYPE_CHECKING:
+    from longspan.corpus.image_documents import ImageDocuments
 
 SAMPLES, LARGEST = 8, 96  # documents of a set; pixels of the longer side of a picture
 SAMPLES_FILE = "samples.jsonl"
@@ -62,11 +64,10 @@ def image_samples(
 
     All ranks call it together: the first SAMPLES documents with images are evaluated once more, for their predictions.
     """
-    if not isinstance(documents, ImageDocuments) or not documents.items:
+    if not getattr(documents, "items", ()):  # of a corpus without images
         return []
     numbers = list(dict.fromkeys(documents.ids[item.document] for item in documents.items))[:SAMPLES]
     samples = documents.corpus.select(numbers)
-    assert isinstance(samples, ImageDocuments)
     predictions = _Predictions()
     options = EvaluationOptions(step=step, name=name, metrics={"predictions": predictions})
     evaluate(model, samples, choice, world, options)
@@ -83,7 +84,7 @@ def image_samples(
 
 
 def _sample_row(
-    documents: ImageDocuments, number: int, tokenizer: TextTokenizer, tokens_at: dict[tuple[int, int], int]
+    documents: "ImageDocuments", number: int, tokenizer: TextTokenizer, tokens_at: dict[tuple[int, int], int]
 ) -> dict[str, Any]:
     """Return the row of document `number`: text, true answer, predicted answer, and its images as PNGs in base64.
 
@@ -104,7 +105,7 @@ def _sample_row(
     }
 
 
-def _text_before_answer(documents: ImageDocuments, number: int, tokenizer: TextTokenizer, ids: Any) -> str:
+def _text_before_answer(documents: "ImageDocuments", number: int, tokenizer: TextTokenizer, ids: Any) -> str:
     """Return the text of a document before its answer, with `<image>` for the placeholders of each image.
 
     `ids` are the tokens before the answer, and `number` is the document's; images of the answer are left out.
@@ -123,7 +124,7 @@ def _decode_ids(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
     return tokenizer.engine.decode(in_vocabulary, skip_special_tokens=True)
 
 
-def _encode_image(documents: ImageDocuments, number: int) -> str:
+def _encode_image(documents: "ImageDocuments", number: int) -> str:
     image = documents.picture(number)
     image.thumbnail((LARGEST, LARGEST))
     buffer = io.BytesIO()

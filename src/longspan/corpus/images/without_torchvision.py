@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 from longspan.corpus.images.image_file import Size
 from longspan.errors import DataError
 from longspan.files import read_json
+from longspan.model.weights.file_names import PROCESSOR_FILES
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 Grid = tuple[int, int, int]
 NESTED, OWN_FILE, LEGACY = "processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"
 _CLIP: dict[str, Any] = {
@@ -55,11 +55,6 @@ _RESIZE = {
     _QWEN2: "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
     _QWEN3: "transformers.models.qwen3_vl.video_processing_qwen3_vl",
 }
-
-
-def has_processor(folder: Path | None) -> bool:
-    """Whether a folder has an image processor."""
-    return folder is not None and any((folder / name).is_file() for name in FILES[:2])
 
 
 def load_stock_processor(folder: Path) -> Any:
@@ -118,12 +113,12 @@ def _class_name(folder: Path) -> str:
     """
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    settings = [_read_json(folder / name) for name in (*FILES[1::-1], "tokenizer_config.json")]
+    settings = [_read_json(folder / name) for name in (*PROCESSOR_FILES[1::-1], "tokenizer_config.json")]
     class_name = next((values["processor_class"] for values in settings if values.get("processor_class")), None)
     class_name = class_name or PROCESSOR_MAPPING_NAMES.get(_read_json(folder / "config.json").get("model_type", ""))
     if class_name is None:
         raise DataError(
-            f"neither {FILES[1]} nor {FILES[0]} in {folder} names a processor_class, and there is no config.json of a "
+            f"neither {NESTED} nor {LEGACY} in {folder} names a processor_class, and there is no config.json of a "
             "model that transformers has one for; save the model's processor there"
         )
     return re.sub(r"Fast$", "", str(class_name))
@@ -136,7 +131,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def processor_digest(folder: Path) -> str:
     """Return the SHA-256 of the values in the files of a folder's processor; nothing is loaded."""
-    values = [_read_json(folder / name) for name in FILES]
+    values = [_read_json(folder / name) for name in PROCESSOR_FILES]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

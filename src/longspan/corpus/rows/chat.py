@@ -6,8 +6,9 @@ or video is one placeholder, which is replaced by as many as it takes (`placehol
 The spans of the assistant come from the template's marks, or from `infer_turns.py`.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,10 +21,12 @@ from longspan.corpus.rows.named_media import check_counts, kinds_of_parts
 from longspan.corpus.rows.placeholders import RowImages
 from longspan.corpus.rows.row_media import NOTHING_SHOWN, RowMedia
 from longspan.corpus.rows.sample import RowError, RowSettings, Sample, check_strings, require_key
-from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message
+from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message, read_variables
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.layout import Integers
+
+_KEPT_ENCODINGS = 64  # one for each value of chat_template_kwargs
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,26 @@ class ChatEncoding:
     settings: RowSettings = field(default_factory=RowSettings)
     images: RowImages | None = None
 
-    def samples(self, values: Any, first_target: int = 0, media: RowMedia = NOTHING_SHOWN) -> list[Sample]:
+    @cached_property
+    def _by_variables(self) -> "dict[str, ChatEncoding]":
+        return {}
+
+    def with_variables(self, values: Mapping[str, Any]) -> "ChatEncoding":
+        """Return the encoding with a row's chat_template_kwargs; those used first are forgotten."""
+        encodings = self._by_variables
+        variables = json.dumps(read_variables(values.get("chat_template_kwargs")), sort_keys=True, default=str)
+        if variables not in encodings:
+            if len(encodings) >= _KEPT_ENCODINGS:
+                del encodings[next(iter(encodings))]
+            encodings[variables] = replace(self, template=replace(self.template, variables=variables))
+        return encodings[variables]
+
+    def samples(self, values: Any, first_target: int = 0, media: RowMedia | None = None) -> list[Sample]:
         """Encode a row's messages, tools and `media`; messages before number `first_target` are no targets.
 
         Raises RowError for malformed messages, and for those that the template or the search for turns refuses.
         """
-        tools = read_tools(values.get("tools"))
+        tools, media = read_tools(values.get("tools")), media or NOTHING_SHOWN
         messages = check_messages(require_key(values, "messages"), images=self.images is not None)
         messages = self.template.fit_arguments(messages, tools)
         check_counts(kinds_of_parts(messages), media, "its messages")

@@ -9,21 +9,16 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.images.without_torchvision import has_processor
 from longspan.corpus.long_texts import PIECE, LongTextError
-from longspan.corpus.rows.chat import ChatEncoding
-from longspan.corpus.rows.kinds import MASKS, Kind, check_keys, check_objects, common_kind
+from longspan.corpus.rows.kinds import MASKS, Kind, check_keys, check_objects, common_kind, has_media_keys, media_key
 from longspan.corpus.rows.messages import check_messages
-from longspan.corpus.rows.named_media import count_plain_names, has_media_keys, media_key, row_and_media
-from longspan.corpus.rows.placeholders import RowImages
-from longspan.corpus.rows.row_media import NOTHING_SHOWN, RowMedia
 from longspan.corpus.rows.sample import (
     BadRow,
     Row,
@@ -35,12 +30,16 @@ from longspan.corpus.rows.sample import (
     require_string,
     type_name,
 )
-from longspan.corpus.rows.template import ChatTemplate, read_variables
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.errors import DataError
+from longspan.model.weights.file_names import has_processor
 
-_KEPT_CHATS = 64  # encodings of conversations, one for each value of chat_template_kwargs
+if TYPE_CHECKING:  # of conversations and images, which texts do without
+    from longspan.corpus.rows.chat import ChatEncoding
+    from longspan.corpus.rows.placeholders import RowImages
+    from longspan.corpus.rows.row_media import RowMedia
+    from longspan.corpus.rows.template import ChatTemplate
 
 
 def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
@@ -181,7 +180,7 @@ class RowEncoding:
 
     def __post_init__(self) -> None:
         if self.kind == "messages":
-            _ = self._chat  # raises DataError without a chat template
+            _ = self.template  # raises DataError without a chat template
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
         """Encode rows in their order; a conversation that is split gives a sample for each turn.
@@ -194,10 +193,11 @@ class RowEncoding:
 
     def names_as_text(self, rows: Sequence[Row]) -> Counter[str]:
         """Count the texts in which `<image>` and the like are plain text, if the model takes images."""
-        counts = Counter[str]()
-        for row in rows if self.images is not None else ():
-            counts.update(count_plain_names(row.values))
-        return counts
+        if self.images is None:
+            return Counter()
+        from longspan.corpus.rows.named_media import count_plain_names
+
+        return sum((count_plain_names(row.values) for row in rows), Counter[str]())
 
     @cached_property
     def digest(self) -> str:
@@ -206,25 +206,29 @@ class RowEncoding:
         template: tuple[Any, ...] = ()
         if self.kind in ("messages", "prompt+completion"):
             with suppress(DataError):  # prompts that are strings need no template
-                template = astuple(self._chat.template)
+                template = astuple(self.template)
         deciding_values = [self.kind, tokenizer, astuple(self.settings), template]
         if self.images is not None:
             deciding_values.append(self.images.digest)
         return hashlib.sha256(json.dumps(deciding_values).encode()).hexdigest()
 
-    @property
-    def template(self) -> ChatTemplate:
+    @cached_property
+    def template(self) -> "ChatTemplate":
         """Return the tokenizer's chat template. Raises DataError if it has none."""
-        return self._chat.template
+        from longspan.corpus.rows.template import ChatTemplate
+
+        return ChatTemplate.of(self.tokenizer, self.settings.date_string)
 
     @cached_property
-    def images(self) -> RowImages | None:
+    def images(self) -> "RowImages | None":
         """Return what makes placeholders of images; None if the tokenizer's folder has no image processor."""
         if not has_processor(self.tokenizer.folder):
             return None
+        from longspan.corpus.rows.placeholders import RowImages
+
         template = None
         with suppress(DataError):  # texts need none
-            template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
+            template = self.template
         return RowImages(self.tokenizer, template)
 
     def _may_have_media(self, values: Mapping[str, Any]) -> bool:
@@ -254,7 +258,7 @@ class RowEncoding:
         values, media = self._extract_media(row)
         check_objects(values)
         if self.kind == "messages":
-            return self._chat_of(values).samples(values, media=media)
+            return self._chat.with_variables(values).samples(values, media=media)
         if self.kind == "text" and media and self.images is not None:
             return [self.images.text_sample(values, media)]
         if self.kind == "text":
@@ -270,33 +274,18 @@ class RowEncoding:
             )
             messages = [*prompt_messages, *answers]
             values = {**values, "messages": messages}
-            return self._chat_of(values).samples(values, first_target=len(prompt_messages), media=media)
+            return self._chat.with_variables(values).samples(values, len(prompt_messages), media)
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
         return [completion_sample(values, self.tokenizer.set_parsing(self.settings.parse_special_tokens))]
 
     @cached_property
-    def _chat(self) -> ChatEncoding:
-        """Return the encoding of conversations. Raises DataError if the tokenizer has no chat template."""
-        template = ChatTemplate.of(self.tokenizer, self.settings.date_string)
-        return ChatEncoding(self.tokenizer, template, self.settings, self.images)
+    def _chat(self) -> "ChatEncoding":
+        from longspan.corpus.rows.chat import ChatEncoding
 
-    def _chat_of(self, values: Mapping[str, Any]) -> ChatEncoding:
-        """Return the encoding of conversations with a row's chat_template_kwargs; those used first are forgotten."""
-        variables = json.dumps(read_variables(values.get("chat_template_kwargs")), sort_keys=True, default=str)
-        if variables not in self._chats:
-            if len(self._chats) >= _KEPT_CHATS:
-                del self._chats[next(iter(self._chats))]
-            template = replace(self._chat.template, variables=variables)
-            self._chats[variables] = replace(self._chat, template=template)
-        return self._chats[variables]
+        return ChatEncoding(self.tokenizer, self.template, self.settings, self.images)
 
-    @cached_property
-    def _chats(self) -> dict[str, ChatEncoding]:
-        """The encodings by what rows give as chat_template_kwargs."""
-        return {}
-
-    def _extract_media(self, row: Row) -> tuple[Mapping[str, Any], RowMedia]:
+    def _extract_media(self, row: Row) -> "tuple[Mapping[str, Any], RowMedia | None]":
         """Return a row's values, in which media are bare parts of messages (`row_and_media`), and the media in order.
 
         Raises RowError for media in a row whose kind or tokenizer cannot have them.
@@ -310,7 +299,9 @@ class RowEncoding:
                     "processor; train a model that takes images, from its folder with preprocessor_config.json, or "
                     "leave them out"
                 )
-            return values, NOTHING_SHOWN
+            return values, None
+        from longspan.corpus.rows.named_media import row_and_media
+
         bare_values, media = row_and_media(row)
         if self.check_pixels:
             media.check_pixels()

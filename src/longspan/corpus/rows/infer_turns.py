@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from longspan.corpus.rows.messages import Field, replace_field, texts_of_messages
-from longspan.corpus.rows.sample import RowError, Unseen, map_strings, preview, strings
+from longspan.corpus.rows.sample import RowError, Unseen, any_of_pattern, map_strings, preview, strings
 from longspan.corpus.rows.template import ChatTemplate, Message, Rendered
 
 _HARMLESS = "Z"
@@ -175,11 +175,6 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
 def _is_word(character: str) -> bool:
     """Return whether a character is common in words: one inside a token's name does not make a text form the token."""
     return character.isalnum() or character in "_- "
-
-
-def any_of_pattern(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
-    """Return a pattern for any of these names, the longest first; None if there are none."""
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
 
 def _answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:

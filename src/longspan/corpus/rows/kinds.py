@@ -16,6 +16,7 @@ KEYS: dict[Kind, tuple[str, ...]] = {
 }
 # Together with input_ids, also in other formats: 1 for each token that is a target, else 0.
 MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
+MEDIA_KEYS = {kind: (f"{kind}s", kind) for kind in ("image", "video", "audio")}  # beside those of any kind
 _SHOWN: dict[Kind, str] = {
     "text": "text",
     "messages": "messages (chat)",
@@ -167,3 +168,17 @@ def display_kind(kind: str) -> str:
 def _keys_text() -> str:
     """Name the keys that decide a kind, for messages."""
     return "text, or messages, or prompt and completion, or input_ids"
+
+
+def has_media_keys(values: Mapping[str, Any]) -> bool:
+    """Return whether a row has a key of images, videos or audio, with or without a value."""
+    return any(key in values for keys in MEDIA_KEYS.values() for key in keys)
+
+
+def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
+    """Return the first of "images", "videos" and "audios" of which a row has a value, under this key or its singular.
+
+    None if there is no such value. With `lists` only values that are lists count.
+    """
+    entries = ((keys[0], values.get(key)) for keys in MEDIA_KEYS.values() for key in keys)
+    return next((list_key for list_key, value in entries if value and (isinstance(value, list) or not lists)), None)

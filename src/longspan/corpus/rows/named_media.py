@@ -13,13 +13,13 @@ from functools import lru_cache
 from typing import Any
 
 from longspan.corpus.images.image_file import ImageFile, VideoFile
+from longspan.corpus.rows.kinds import MEDIA_KEYS
 from longspan.corpus.rows.row_media import TIMES, RowMedia, check_entry_keys, read_image_entry, read_video_entry
 from longspan.corpus.rows.sample import Row, RowError, strings, type_name
 from longspan.errors import plural
 
 PARTS = {kind: {"type": kind} for kind in ("image", "video")}
-NAMED = {kind: f"<{kind}>" for kind in (*PARTS, "audio")}  # in a text of a row with a key of the kind
-_KEYS = {kind: (f"{kind}s", kind) for kind in NAMED}
+NAMED = {kind: f"<{kind}>" for kind in MEDIA_KEYS}  # in a text of a row with a key of the kind
 _TYPES = {kind: (kind, f"{kind}_url") for kind in NAMED}  # of parts
 _MEDIA_KEYS = {  # keys of a part that contains its image or video
     "image": ("image_url", "image", "path", "url", "base64"),
@@ -34,7 +34,7 @@ def kinds_by_name(values: Mapping[str, Any]) -> tuple[str, ...]:
 
     A key without a value counts: a text that names something missing is then an error, not plain text.
     """
-    with_key = [kind for kind, keys in _KEYS.items() if any(key in values for key in keys)]
+    with_key = [kind for kind, keys in MEDIA_KEYS.items() if any(key in values for key in keys)]
     if not with_key:
         return ()
     part_types = [part.get("type") for key in _CONVERSATIONS for part in _message_parts(values.get(key))]
@@ -64,25 +64,11 @@ def count_plain_names(values: Mapping[str, Any]) -> Counter[str]:
     return Counter(name for text in texts for name in plain_names if name in text)
 
 
-def has_media_keys(values: Mapping[str, Any]) -> bool:
-    """Return whether a row has a key of images, videos or audio, with or without a value."""
-    return any(key in values for keys in _KEYS.values() for key in keys)
-
-
-def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
-    """Return the first of "images", "videos" and "audios" of which a row has a value, under this key or its singular.
-
-    None if there is no such value. With `lists` only values that are lists count.
-    """
-    entries = ((keys[0], values.get(key)) for keys in _KEYS.values() for key in keys)
-    return next((list_key for list_key, value in entries if value and (isinstance(value, list) or not lists)), None)
-
-
 def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
     """Read the media under keys of a row; relative paths begin in `folder`. Raises RowError for malformed entries."""
     if values.get("video"):
         raise RowError('"video" is no key of a row; give "videos", a list of lists of frames')
-    if audio := next((key for key in _KEYS["audio"] if values.get(key)), None):
+    if audio := next((key for key in MEDIA_KEYS["audio"] if values.get(key)), None):
         raise RowError(f'it has "{audio}", and audio is not read here; leave the row out')
     images = [read_image_entry(entry, folder, f"images[{i}]") for i, entry in enumerate(_read_list(values, "image"))]
     videos = [read_video_entry(entry, folder, f"videos[{i}]") for i, entry in enumerate(_read_list(values, "video"))]

@@ -18,12 +18,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.corpus.images.processor import load_processor
-from longspan.corpus.images.without_torchvision import has_processor
 from longspan.corpus.rows.kinds import rows_hold
 from longspan.corpus.rows.messages import Field, read_json_value, replace_field
 from longspan.corpus.rows.sample import RowError, preview, type_name
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
+from longspan.model.weights.file_names import has_processor
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 
 Message = Mapping[str, Any]

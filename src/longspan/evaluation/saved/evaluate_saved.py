@@ -23,7 +23,7 @@ from longspan.comm.stop_signal import StopSignal
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig
-from longspan.corpus.image_documents import with_images
+from longspan.corpus.build import with_images
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
 from longspan.data.documents import CorpusDocuments
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError

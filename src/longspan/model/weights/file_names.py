@@ -1,4 +1,7 @@
-"""What the files of a tokenizer are called in a Hugging Face folder, and which folder has them. No torch."""
+"""What the files of a tokenizer and a processor are called in a Hugging Face folder, and which folder has them.
+
+No torch.
+"""
 
 from pathlib import Path
 
@@ -24,6 +27,12 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "additional_chat_templates",
 )
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def has_processor(folder: Path | None) -> bool:
+    """Whether a folder has an image processor."""
+    return folder is not None and any((folder / name).is_file() for name in PROCESSOR_FILES[:2])
 
 
 def vocabulary_files(folder: Path) -> list[str]:
