@@ -1,7 +1,13 @@
 """Rows of one module's layout to the owners of another's: an encoder that feeds a language model on the same ranks."""
 
-from longspan.bridge.bridge import Bridge
-from longspan.bridge.item_documents import ItemDocuments, items_at_placeholders
-from longspan.plan.items import Item
+from typing import TYPE_CHECKING
 
-__all__ = ["Bridge", "Item", "ItemDocuments", "items_at_placeholders"]
+from longspan.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from longspan.bridge.bridge import Bridge as Bridge
+    from longspan.bridge.item_documents import ItemDocuments as ItemDocuments
+    from longspan.bridge.item_documents import items_at_placeholders as items_at_placeholders
+    from longspan.plan.items import Item as Item
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

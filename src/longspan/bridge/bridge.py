@@ -32,7 +32,7 @@ def embedding_arguments(shard: Any, ahead: int) -> dict[str, int]:
     """Return keywords for an input embedding that is called for tokens `ahead` places after a shard's rows.
 
     There are none unless rows are spliced for this shard: then hooks of the embedding take the keyword
-    (`model/multimodal/encoder.py`). In place of a shard there may be a probe on the meta device, which has no rows.
+    (`MultimodalModel`). In place of a shard there may be a probe on the meta device, which has no rows.
     """
     return {AHEAD: ahead} if isinstance(shard, SequenceShard) and shard.derived.spliced else {}
 

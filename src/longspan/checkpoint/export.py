@@ -41,13 +41,13 @@ from longspan.checkpoint.storage import DataPlanner, DataReader, first_failure_t
 from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
-from longspan.corpus.images.without_torchvision import FILES
 from longspan.corpus.tokenizer import RunFolderFiles
 from longspan.errors import CheckpointError, ModelError
 from longspan.model.load import torch_dtype
 from longspan.model.lora.save import CONFIGURATION
+from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.saving.save import stock_configuration, write_configuration
-from longspan.model.vision.join import map_stock_names
+from longspan.model.weights.file_names import PROCESSOR_FILES
 from longspan.model.weights.fill import empty_model, find_images_class
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.write import (
@@ -60,7 +60,9 @@ from longspan.model.weights.write import (
     weight_unit,
 )
 
-_REPLACED = "|".join([OF_MODEL, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, FILES)])
+_REPLACED = "|".join(
+    [OF_MODEL, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, PROCESSOR_FILES)]
+)
 _LOGGED_EVERY = 5 * 10**9  # bytes from one line of progress to the next
 
 

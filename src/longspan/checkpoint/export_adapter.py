@@ -24,9 +24,9 @@ from longspan.model.add_depths import add_mtp
 from longspan.model.lora.save import WEIGHTS, largest_trained_modules, select_entries, write_adapter
 from longspan.model.mtp.depths import mtp_blocks
 from longspan.model.mtp.names import PREFIX, publication_names
+from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
-from longspan.model.vision.join import map_stock_names
 from longspan.model.weights.fill import empty_model, find_images_class, pop_deferred_weights
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.write import WeightTotals, weight_unit

@@ -15,7 +15,6 @@ from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.launch.launch import usable_cores
 from longspan.launch.orphans import stop_without_torchrun
-from longspan.train.kernels_ahead import compile_ahead
 from longspan.train.plans import home_of
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -165,6 +164,8 @@ def compile_attention_ahead(config: RunConfig, processes: Processes, *, backward
     if processes.backend != "nccl" or os.environ.get("LOCAL_RANK", "0") != "0":
         yield
         return
+    from longspan.train.kernels_ahead import compile_ahead
+
     set_gpu_environment(config.run.compile_cache)
     gpus, slots = find_gpus(), home_of(config.parallel, processes.ranks).slots
     with compile_ahead(config, slots, gpus.capability, gpus.multiprocessors, backward=backward):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from longspan.model.exactness.image_trial import video_tokens as video_tokens
     from longspan.model.load import load_model as load_model
     from longspan.model.lora.without_adapter import without_adapter as without_adapter
-    from longspan.model.multimodal.encoder import Encoder as Encoder
+    from longspan.model.multimodal.multimodal_model import Encoder as Encoder
     from longspan.model.multimodal.multimodal_model import MultimodalModel as MultimodalModel
     from longspan.model.multimodal.prepare_encoder import prepare_encoder as prepare_encoder
     from longspan.model.prepared import prepare as prepare

@@ -7,7 +7,7 @@ sharded, split and recomputed by `sharding.py`. How images reach it is in `visio
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from longspan.model.experts.moe import use_experts
 from longspan.model.float8_layers import float8_error, use_float8
 from longspan.model.layers import expert_modules
 from longspan.model.lora.without_adapter import redirect_peft_model
-from longspan.model.multimodal.multimodal_model import MultimodalModel, check_encoder_home
+from longspan.model.multimodal.multimodal_model import IMAGE, MultimodalModel, check_encoder_home
 from longspan.model.parts import is_tied
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.schedules import PipelineSettings
@@ -54,9 +54,10 @@ from longspan.model.seams.mixer_calls import shard_mixers
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.seams.refusals import guard_model
 from longspan.model.sharding import Placement, Sharding
-from longspan.model.take_apart import take_apart_or_undo
-from longspan.model.vision.join import IMAGE, EncoderHome, join_parts
 from longspan.model.weights.fill import find_deferred_weights, pop_deferred_weights
+
+if TYPE_CHECKING:
+    from longspan.model.vision.join import EncoderHome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def prepare(
     model: PreTrainedModel | nn.Module,
     world: World,
     *,
-    encoder: Layout | World | EncoderHome,
+    encoder: "Layout | World | EncoderHome",
     options: PrepareOptions | None = None,
     **changes: Any,
 ) -> MultimodalModel: ...
@@ -142,7 +143,7 @@ def prepare(
     model: PreTrainedModel | nn.Module,
     world: World,
     *,
-    encoder: Layout | World | EncoderHome | None,
+    encoder: "Layout | World | EncoderHome | None",
     options: PrepareOptions | None = None,
     **changes: Any,
 ) -> PreTrainedModel | PipelineModel | MultimodalModel: ...
@@ -152,7 +153,7 @@ def prepare(
     model: PreTrainedModel | nn.Module,
     world: World,
     *,
-    encoder: Layout | World | EncoderHome | None = None,
+    encoder: "Layout | World | EncoderHome | None" = None,
     options: PrepareOptions | None = None,
     **changes: Any,
 ) -> PreTrainedModel | PipelineModel | MultimodalModel:
@@ -213,6 +214,9 @@ def prepare(
     options = replace(options or PrepareOptions(), **changes)
     if encoder is None:
         return prepare_language_model(model, world, options)
+    from longspan.model.take_apart import take_apart_or_undo
+    from longspan.model.vision.join import EncoderHome, join_parts
+
     home = EncoderHome.of(encoder, shard_parameters=options.shard_parameters, compute_dtype=options.compute_dtype)
     stock = unwrap_model(model)
     weights, adapter = find_deferred_weights(stock), find_adapter(stock)

@@ -14,7 +14,6 @@ from typing import Literal
 from longspan.errors import LongspanError, PlanError, plural
 from longspan.layout import Layout, check_lengths
 from longspan.plan.check import check_comm_types, heads_allow
-from longspan.plan.dynamic import plan_dynamic
 from longspan.plan.hierarchy import level_sizes
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKind
 from longspan.plan.plan import Plan
@@ -307,6 +306,8 @@ def which_degree(
             "another cp_comm_type"
         )
     comparison = DegreeComparison(tuple(choices), None, tuple(refused))
+    from longspan.plan.dynamic import plan_dynamic
+
     (least_cp, most_cp), best = dynamic_degrees, comparison.best.options
 
     def make(options: PlanOptions) -> Plan:

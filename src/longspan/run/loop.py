@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from longspan.bridge.item_documents import find_item_table
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal, received_signal, save_signal
@@ -287,8 +286,7 @@ def _take_step(
     row["groups"] = group_counts(plan)
     if len(run.order.stream.sources) > 1:
         row["source_tokens"] = run.order.source_tokens(step)
-    items = find_item_table(documents, plan.lengths)
-    images = [item.rows for item in items.items] if items else ()
+    images = [item.rows for item in getattr(documents, "items", ())]  # texts alone have no items
     row |= run.figures.step_figures(plan, seconds, images, result.encoders)
     if result.router is not None:
         row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}

@@ -28,7 +28,6 @@ from longspan.train.long_documents import check_set_length
 from longspan.train.plans import query_heads
 from longspan.train.plans.order import documents_line, largest_step, make_step_order
 from longspan.train.reading.step_inputs import count_pack_targets
-from longspan.train.terms import plan_waves_ahead
 from longspan.train.training import Training
 
 
@@ -242,6 +241,8 @@ class StepReader:
         plan = self._plans.plan_if_made(step)
         if plan is None or self._run.corpus.images is None:
             return
+        from longspan.train.terms.encoders import plan_waves_ahead
+
         with suppress(LongspanError):
             documents = self._run.order.select(self._run.corpus, step)
             plan = count_pack_targets(documents, plan)

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,11 +28,13 @@ from longspan.train.step_end import StepEnd
 from longspan.train.terms.distribution import agree_on_names, check_value_names
 from longspan.train.terms.document_loss import DocumentLoss
 from longspan.train.terms.log_probs import CollectedLogProbs, TokenLogProbs
-from longspan.train.terms.modality_pass import EncoderTimes
 from longspan.train.terms.mtp import MtpLoss
 from longspan.train.terms.slot_pace import SlotPaceTerm
 from longspan.train.terms.step_terms import input_terms, step_terms
 from longspan.train.terms.token_loss import LossFunction
+
+if TYPE_CHECKING:
+    from longspan.train.terms.modality_pass import EncoderTimes
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class StepResult:
     divisor: float = 1.0
     forward_twice: int = 0
     mtp_losses: tuple[float, ...] = ()
-    encoders: EncoderTimes | None = None
+    encoders: "EncoderTimes | None" = None
     slot_ratio: float | None = None
 
 

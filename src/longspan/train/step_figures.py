@@ -5,6 +5,7 @@ Everything follows from the plan's integers and the host's clock: no figure make
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,13 +16,14 @@ from longspan.errors import PlanError, plural
 from longspan.model.adapters import model_adapter
 from longspan.model.execution import model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
-from longspan.model.vision.join import find_trained_part
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine
 from longspan.plan.cost.model_flops import model_flops, peak_tflops
-from longspan.plan.items.encoder_shape import EncoderShape, Trained
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.train.terms.modality_pass import EncoderTimes
+
+if TYPE_CHECKING:  # of models with images
+    from longspan.plan.items.encoder_shape import EncoderShape, Trained
+    from longspan.train.terms.modality_pass import EncoderTimes
 
 WAITED_SHARE = 0.1  # of a step's predicted seconds, from which on `waiting_text` has words
 
@@ -39,14 +41,14 @@ class StepFigures:
     shape: ModelShape | None
     devices: int
     frozen: bool = False
-    images: EncoderShape | None = None
-    trained: Trained = "all"
+    images: "EncoderShape | None" = None
+    trained: "Trained" = "all"
     peak: float | None = None
     priced_here: bool = False
     uncounted: str = ""
 
     def step_figures(
-        self, plan: Plan, seconds: float, images: Sequence[int] = (), encoders: EncoderTimes | None = None
+        self, plan: Plan, seconds: float, images: Sequence[int] = (), encoders: "EncoderTimes | None" = None
     ) -> dict[str, float]:
         """Return the figures of a step that took `seconds`, by name.
 
@@ -79,7 +81,7 @@ class StepFigures:
         flops = model_flops(self.shape, plan.lengths, frozen=self.frozen)
         return flops + (self.images.flops(images, trained=self.trained) if self.images else 0)
 
-    def _encoder_figures(self, plan: Plan, seconds: float, encoders: EncoderTimes | None) -> dict[str, float]:
+    def _encoder_figures(self, plan: Plan, seconds: float, encoders: "EncoderTimes | None") -> dict[str, float]:
         """Return the share and the balance of the encoders' time, measured and predicted; {} without encoders."""
         if encoders is None:
             return {}
@@ -96,15 +98,21 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
     """Make the figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
     device, shape, images, uncounted = device_name(world), None, None, ""
     encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None  # a run has one
+    trained: Trained = "all"
     try:
         shape = ModelShape.of(model.config, depths=config.mtp.depths)
-        images = EncoderShape.of(model.config) if encoder is not None else None
+        if encoder is not None:
+            from longspan.model.vision.join import find_trained_part
+            from longspan.plan.items.encoder_shape import EncoderShape
+
+            trained = find_trained_part(encoder)
+            images = EncoderShape.of(model.config)
     except PlanError as error:
         uncounted = str(error)
     return StepFigures(
         shape=shape,
         images=images,
-        trained=find_trained_part(encoder) if encoder is not None else "all",
+        trained=trained,
         frozen=model_adapter(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, _product_dtype(model_execution(model).compute_dtype)),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,17 +23,15 @@ from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, key_checkpointing
 from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
-from longspan.model import PRESETS, EncoderHome, load_model, prepare, preset_config
+from longspan.model import PRESETS, load_model, prepare, preset_config
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.float8_layers import device_lack
-from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.take_apart import freeze_images
 from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
-from longspan.plan import Cost, MemoryPlan, Plan
+from longspan.plan import Cost, Plan
 from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.optim.offload_states import offload_states
 from longspan.train.optim.on_shards import check_sharded_update
@@ -44,6 +42,9 @@ from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import StepResult, run_step
 from longspan.train.step_figures import StepFigures, model_figures
 from longspan.train.terms.mtp import add_configured_depths, mtp_loss
+
+if TYPE_CHECKING:
+    from longspan.plan import MemoryPlan
 
 AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
@@ -86,6 +87,8 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
 
     Raises ModelError as `add_lora` does.
     """
+    from longspan.model.lora.new import NewAdapter, add_lora
+
     lora, folder = config.lora, config.model.path
     adapter = NewAdapter(
         rank=lora.rank,
@@ -105,7 +108,7 @@ def prepare_run_model(
     world: World,
     model: PreTrainedModel,
     *,
-    memory: MemoryPlan | None = None,
+    memory: "MemoryPlan | None" = None,
     training: bool = True,
     images: bool = False,
 ) -> PreTrainedModel | PipelineModel | MultimodalModel:
@@ -125,7 +128,9 @@ def prepare_run_model(
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )
     if images:
-        _freeze_encoder(config, model)
+        from longspan.model.take_apart import freeze_images
+
+        freeze_images(model, config.encoder.train or encoder_default(config))
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
         check_model_fits(config, model, world, training=training)
     computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already
@@ -159,7 +164,7 @@ def _float8_products(config: RunConfig, world: World, *, training: bool) -> str:
     return float8
 
 
-def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: bool) -> dict[str, Any]:
+def _memory_options(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:
     """Return `prepare`'s arguments for what layers keep for backward, and how often parameters are gathered.
 
     A plan of memory chose them, or else the keys of [train] and [parallel] do. An evaluation has no backward pass: in
@@ -175,17 +180,15 @@ def _memory_options(config: RunConfig, memory: MemoryPlan | None, *, training: b
     return options | {"activation_checkpointing": checkpointing}
 
 
-def _segment_layers(memory: MemoryPlan | None) -> int:
+def _segment_layers(memory: "MemoryPlan | None") -> int:
     """Return how many layers a recomputed segment has, as a plan of memory chose; 0 where none recomputes."""
     return memory.segment_layers if memory is not None and set(memory.measures) != {"none"} else 0
 
 
-def _freeze_encoder(config: RunConfig, model: PreTrainedModel) -> None:
-    freeze_images(model, config.encoder.train or encoder_default(config))
-
-
-def _encoder_home(config: RunConfig, world: World, **settings: Any) -> EncoderHome:
+def _encoder_home(config: RunConfig, world: World, **settings: Any) -> Any:
     """Return the home of a model's tower and projector: all ranks, by [encoder]; `settings` are its other fields."""
+    from longspan.model import EncoderHome
+
     encoder = config.encoder
     return EncoderHome(
         home=Layout(world.home.ranks, tp=encoder.tp),
@@ -195,7 +198,9 @@ def _encoder_home(config: RunConfig, world: World, **settings: Any) -> EncoderHo
     )
 
 
-def make_optimizer(config: RunConfig, world: World, model: AnyModel, *, memory: MemoryPlan | None = None) -> Optimizer:
+def make_optimizer(
+    config: RunConfig, world: World, model: AnyModel, *, memory: "MemoryPlan | None" = None
+) -> Optimizer:
     """Make the configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
     Its states stay on the host between updates if train.offload_states is set, or a plan of `memory` chose so. Each
@@ -233,7 +238,7 @@ class Training:
     model: AnyModel
     optimizer: Optimizer
     cost: Cost
-    memory: MemoryPlan | None = field(default=None, kw_only=True)
+    memory: "MemoryPlan | None" = field(default=None, kw_only=True)
 
     @property
     def choice(self) -> PlanChoice:

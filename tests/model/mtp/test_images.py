@@ -14,7 +14,7 @@ from longspan.bridge.bridge import AHEAD, embedding_arguments
 from longspan.comm import SequenceShard
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
-from longspan.model.multimodal.encoder import _SpliceHook  # pyright: ignore[reportPrivateUsage]
+from longspan.model.multimodal.multimodal_model import _SpliceHook  # pyright: ignore[reportPrivateUsage]
 from longspan.model.seams.mixers import find_mixers
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.items.encoding_plan import _plan_modality  # pyright: ignore[reportPrivateUsage]
@@ -171,7 +171,7 @@ MUTATIONS = {
         "embedding_arguments(shard, number)",
         "embedding_arguments(shard, number + 9)",
     ),
-    "the row's own image": ("model.multimodal.encoder", "kwargs.get(AHEAD, 0)", "0"),
+    "the row's own image": ("model.multimodal.multimodal_model", "kwargs.get(AHEAD, 0)", "0"),
     "rows of the tokens one less further on": (
         "plan.items.encoding_plan",
         "start=segments.start + depth, stop=segments.stop + depth",

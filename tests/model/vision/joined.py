@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longspan import Layout, MultimodalModel, Plan, World, plan_dynamic, plan_fixed, prepare, run_step
 from longspan.doctor.stock import whole_float64
-from longspan.model.vision import join
+from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import backend
 from tests.model.stock import gradients_of
@@ -78,4 +78,4 @@ def own_names(model: MultimodalModel, tensors: Mapping[str, Tensor], world: Worl
     parts = world.control.gather_objects(dict(tensors)) if world.home.pp > 1 else [tensors]
     everything = {name: x for part in parts for name, x in part.items()}
     names = {*everything, *dict(model.named_parameters())}  # the encoder's too, where it has no gradient
-    return {own: everything[name] for own, name in join.map_stock_names(names).items() if name in everything}
+    return {own: everything[name] for own, name in map_stock_names(names).items() if name in everything}

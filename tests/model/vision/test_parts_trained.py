@@ -9,8 +9,8 @@ import torch
 
 from longspan import Layout, World, plan_fixed, prepare, run_step, save_model
 from longspan.doctor.stock import whole_float64
+from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.take_apart import freeze_images
-from longspan.model.vision import join
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
 from tests.model.stock import gradients_of
@@ -56,7 +56,7 @@ def _errors(rank: int, make: Any, answer: Answer, folder: Path | None) -> dict[s
         result, gradients = run_step(model, plan, documents, world), gradients_of(model)
         if folder is not None:
             save_model(model, folder, world)
-        names = {own.removeprefix("language_model."): name for own, name in join.map_stock_names(gradients).items()}
+        names = {own.removeprefix("language_model."): name for own, name in map_stock_names(gradients).items()}
         return answer.errors(result.loss, {own: gradients[name] for own, name in names.items()})
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from longspan import World
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.multimodal.encoder import Encoder
-from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend

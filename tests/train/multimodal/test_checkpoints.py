@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM
 
 from longspan import Layout, World, plan_dynamic, prepare, run_step, save_model
-from longspan.model.multimodal.encoder import Encoder
-from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, grad_norm, load_checkpoint, save_checkpoint

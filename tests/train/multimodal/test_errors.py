@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from longspan import Layout, World, evaluate, run_step, save_model
 from longspan.bridge import Item, ItemDocuments
 from longspan.errors import CommError, DataError, LongspanError, ModelError, NonFiniteError, PlanError
-from longspan.model.multimodal.encoder import Encoder
-from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.vision.image_tokens import ImageInput
 from longspan.testing import backend, run_ranks
 from longspan.train.terms.modality_pass import find_tensors

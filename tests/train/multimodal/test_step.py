@@ -12,13 +12,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longspan import Document, Layout, World, evaluate, plan_dynamic, prepare, run_step
 from longspan.bridge import Item, ItemDocuments
-from longspan.model.multimodal.encoder import Encoder
-from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train import PlanChoice
-from longspan.train.terms import plan_waves_ahead
+from longspan.train.terms.encoders import plan_waves_ahead
 from tests.reference import relative_error
 
 WIDTH, PIXELS, VOCABULARY = 32, 6, 50

@@ -16,8 +16,7 @@ from longspan.comm import World
 from longspan.config.file import load_config
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
-from longspan.model.multimodal.encoder import Encoder
-from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_fixed

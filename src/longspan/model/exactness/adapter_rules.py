@@ -20,7 +20,6 @@ from longspan.model.adapters import (
     is_copied,
     peft_modules,
 )
-from longspan.model.lora.new import is_drawn_when_prepared
 from longspan.model.mtp.depths import depth_reasons, model_depths, select_depth_weights
 from longspan.model.parts import is_tied
 
@@ -122,13 +121,14 @@ def _layer_reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _value_reasons(model: nn.Module) -> Iterator[str]:
-    if is_drawn_when_prepared(model):
-        return
     if "weights_to_come" in vars(model):
-        yield (
-            "prepare reads its base model's weights (sharded=True), before which peft gives an adapter no "
-            "values; load the base with sharded=False: load_model(folder, sharded=False)"
-        )
+        from longspan.model.lora.new import is_drawn_when_prepared
+
+        if not is_drawn_when_prepared(model):
+            yield (
+                "prepare reads its base model's weights (sharded=True), before which peft gives an adapter no "
+                "values; load the base with sharded=False: load_model(folder, sharded=False)"
+            )
     elif without_values := [name for name, p in adapter_parameters(model) if p.is_meta]:
         yield (
             f"{len(without_values)} of its parameters have no values ({without_values[0]}); load it without "

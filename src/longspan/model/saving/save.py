@@ -27,11 +27,9 @@ from longspan.model.add_depths import add_mtp
 from longspan.model.load import compare_weights, torch_dtype
 from longspan.model.lora.save import WEIGHTS, largest_trained_modules, select_entries, stock_name, write_adapter
 from longspan.model.mtp.depths import model_depths
-from longspan.model.multimodal.encoder import Encoder
-from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.saving.whole_weights import WholeWeights
-from longspan.model.vision.image_encoder import ImageEncoder
 from longspan.model.weights.fill import DeferredWeights, empty_model, persistent_buffers
 from longspan.model.weights.folder import check_type
 from longspan.model.weights.hf_folder import no_progress_bars, plain_configuration
@@ -117,6 +115,8 @@ def _save_weights(
 def _find_encoders(model: Any) -> list[Encoder]:
     if not isinstance(model, MultimodalModel):
         return []
+    from longspan.model.vision.image_encoder import ImageEncoder
+
     encoders = [*model.encoder_settings.values()]
     if others := [name for name, e in model.encoder_settings.items() if not isinstance(e.module, ImageEncoder)]:
         raise ModelError(

@@ -5,7 +5,7 @@
 Where the encoder's home is given as a Layout, its world is opened next to the language model's and left with it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
 from longspan.layout import Layout
-from longspan.model.multimodal.encoder import Encoder
-from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.multimodal.multimodal_model import IMAGE, Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_encoder import VisionParts, pack_attention
@@ -71,10 +70,6 @@ def _parameter_cost(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
 def _first_value(config: Any, names: tuple[str, ...]) -> int:
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)
-
-
-IMAGE = "image"
-_ENCODER, _LANGUAGE_MODEL = f"encoders.{IMAGE}.", "language_model."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,22 +147,3 @@ def join_parts(
         in_spans=language_model.config.model_type in SEEN_BY_IMAGES,
     )
     return MultimodalModel({IMAGE: encoder}, language_model, world)
-
-
-def map_stock_names(names: Iterable[str]) -> dict[str, str]:
-    """Map the names of parameters in the model's own class to their names in a MultimodalModel.
-
-    >>> map_stock_names(["encoders.image.model.visual.pos_embed.weight"])
-    {'model.visual.pos_embed.weight': 'encoders.image.model.visual.pos_embed.weight'}
-
-    Names of other models map to themselves.
-    """
-    names = list(names)
-    if not are_multimodal(names):
-        return {name: name for name in names}
-    return {name.removeprefix(_ENCODER).removeprefix(_LANGUAGE_MODEL): name for name in names}
-
-
-def are_multimodal(names: Iterable[str]) -> bool:
-    """Return whether parameters of these names are a MultimodalModel's: of an encoder, and of a language model."""
-    return all(name.startswith((_ENCODER, _LANGUAGE_MODEL)) for name in names)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import (
@@ -22,6 +22,9 @@ from longspan.plan.shape.layers import (
 )
 from longspan.plan.shape.mixer_shape import MixerShape, read_mixer_shape
 from longspan.plan.shape.model_shape import ModelShape
+
+if TYPE_CHECKING:  # of models with images
+    from longspan.plan.items.encoder_shape import EncoderShape
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class ModelNumbers:
     tied: bool
     tower: Numbers
     decoder_layers: int
-    tower_shape: EncoderShape | None = None
+    tower_shape: "EncoderShape | None" = None
 
     @classmethod
     def of(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
@@ -209,7 +212,7 @@ def adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | Non
     return linears
 
 
-def _tower_numbers(config: object, settings: MemorySettings) -> tuple[Numbers, EncoderShape | None]:
+def _tower_numbers(config: object, settings: MemorySettings) -> "tuple[Numbers, EncoderShape | None]":
     """Count the parameters of an encoder's tower and projector, and return them with the tower's shape.
 
     Without images there are none, and the shape is None. Settings say whether tower and projector are trained. Tower
@@ -217,6 +220,8 @@ def _tower_numbers(config: object, settings: MemorySettings) -> tuple[Numbers, E
     """
     if not settings.encoder_rows:
         return Numbers(), None
+    from longspan.plan.items.encoder_shape import EncoderShape
+
     shape = EncoderShape.of(config)
     tower, projector = float(shape.embed_weights + shape.block_weights), float(shape.projector_weights)
     trained = {"all": tower + projector, "projector": projector, "none": 0.0}[settings.encoder_trained]

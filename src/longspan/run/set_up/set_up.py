@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -35,7 +35,7 @@ from longspan.model.parts import is_tied
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.fill import empty_model, images_class
 from longspan.model.weights.hf_folder import no_progress_bars
-from longspan.plan import Cost, MemoryPlan
+from longspan.plan import Cost
 from longspan.run.checks import check_image_keys
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tables
 from longspan.run.set_up.resume import (
@@ -63,6 +63,9 @@ from longspan.train.training import (
     prepare_run_model,
     unread_model,
 )
+
+if TYPE_CHECKING:
+    from longspan.plan import MemoryPlan
 
 
 def keep_model_files(
@@ -127,7 +130,7 @@ def set_up_model(
     data: RunData,
     config: RunConfig,
     configuration: PreTrainedConfig,
-    memory: MemoryPlan | None,
+    memory: "MemoryPlan | None",
     world: World,
     log: LogLine,
     *,
@@ -279,7 +282,7 @@ def _resolve_evaluations(run: TrainingRun, data: RunData, log: LogLine) -> Train
 
 
 def _model_cost(
-    config: RunConfig, world: World, model: Any, corpus: Corpus, log: LogLine, memory: MemoryPlan | None
+    config: RunConfig, world: World, model: Any, corpus: Corpus, log: LogLine, memory: "MemoryPlan | None"
 ) -> Cost:
     """Return the cost of a model of this configuration.
 

@@ -7,7 +7,7 @@ ranks with half of the rows, and its layers keep what was chosen for all of them
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
@@ -15,9 +15,11 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import EncoderSection, RunConfig
 from longspan.errors import CommError, ConfigError
 from longspan.files import read_json, write_atomically
-from longspan.plan import MemoryPlan
 from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks
 from longspan.train.plans import plan_row_multiple
+
+if TYPE_CHECKING:
+    from longspan.plan import MemoryPlan
 
 FILE = "max_tokens_per_slot.json"  # in the run's folder
 # Keys on which the rows of a slot depend, besides all of [model], [parallel], [lora] and [mtp].
@@ -52,7 +54,7 @@ class SlotRows:
 
 def choose_rows(
     run: RunMemory, world: World, log: LogLine, *, finished: bool = False
-) -> tuple[RunConfig, MemoryPlan | None]:
+) -> "tuple[RunConfig, MemoryPlan | None]":
     """Plan the memory of a run, with rows of a slot in place of "auto"; entered by all ranks.
 
     Rows that an earlier start chose on as many ranks, under the same keys, hold again. A `finished` run plans nothing

@@ -15,7 +15,7 @@ from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
 from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_fixed, plan_padded
 from longspan.plan.check import LongDocumentError, heads_allow, name_arguments
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
@@ -212,6 +212,8 @@ class PlanChoice:
         if targets is not None:
             options = replace(options, targets=targets)
         if self.planner == "dynamic":
+            from longspan.plan.dynamic import plan_dynamic
+
             max_cp, widest = self.max_degree or None, widest_degree(home, options, self.max_degree)
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         elif not self.has_one_degree:

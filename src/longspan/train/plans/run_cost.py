@@ -6,16 +6,19 @@ Whether the machine suits the hosts of a world is checked in `resolve.py`. No to
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name
 from longspan.config.sections import RunConfig, key_checkpointing
 from longspan.errors import PlanError
-from longspan.plan import Cost, MemoryPlan
+from longspan.plan import Cost
 from longspan.plan.cost.cost_changes import CostSettings
 from longspan.plan.cost.machine import Machine, read_machine
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.train.plans.own import own_cost
+
+if TYPE_CHECKING:
+    from longspan.plan import MemoryPlan
 
 KEY = "run.machine"
 
@@ -43,7 +46,7 @@ def find_run_cost(
     gpu: bool,
     slots: int = 0,
     target_share: float = 1.0,
-    memory: MemoryPlan | None = None,
+    memory: "MemoryPlan | None" = None,
 ) -> Cost:
     """Return what plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
 
@@ -66,7 +69,7 @@ def find_run_cost(
 
 
 def run_cost_settings(
-    config: RunConfig, *, slots: int, gpu: bool = True, target_share: float = 1.0, memory: MemoryPlan | None = None
+    config: RunConfig, *, slots: int, gpu: bool = True, target_share: float = 1.0, memory: "MemoryPlan | None" = None
 ) -> CostSettings:
     """Return the settings of a run over `slots` slots that change its model's time; arguments as of `find_run_cost`.
 

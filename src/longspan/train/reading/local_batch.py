@@ -8,7 +8,7 @@ of documents see each other besides the causal mask (an image's, or those of a p
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,9 +21,11 @@ from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
 from longspan.model.seams.call_rules import CallRules, call_rules
 from longspan.plan import MicroBatch, Plan
-from longspan.plan.items import ItemTable
 from longspan.train.reading.read_rows import LocalBatch, NamesOfValues, documents_and_positions, read_rows
 from longspan.train.reading.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from longspan.plan.items import ItemTable
 
 T = TypeVar("T")
 
@@ -120,7 +122,7 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
 # ---- rows that see each other besides the causal mask
 
 
-def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None) -> SequenceShard:
+def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None") -> SequenceShard:
     """Return the shard with the rows that see each other both ways: a prefix's or an item's, by the model's rules.
 
     Raises DataError for a prefix that the model's window would cut, and for packs, whose pieces have a prefix each.
@@ -133,7 +135,7 @@ def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: It
 
 
 def _document_prefixes(
-    shard: SequenceShard, rules: CallRules, documents: Any, items: ItemTable | None
+    shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None"
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Yield the number and the prefix of each document whose rows this rank may hold."""
     groups = [shard_part.group for shard_part in shard.parts if shard_part.index >= 0]  # −1: padding
@@ -154,7 +156,7 @@ def _document_prefixes(
             yield number, [(0, prefix)] if prefix else []
 
 
-def count_prefix_rows(document: Any, number: int, length: int, items: ItemTable | None = None) -> int:
+def count_prefix_rows(document: Any, number: int, length: int, items: "ItemTable | None" = None) -> int:
     """Return how many rows of a document stand before its first target; all of them if it has no target.
 
     Position 0 is never a target. Position 1 is one in a document without labels, unless an item's placeholder is there.

@@ -5,7 +5,7 @@ none. So labels are made inside documents, before the sequence is split.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,9 @@ from longspan.comm import SequenceShard
 from longspan.data.document import NO_TARGET, Labelled, Valued
 from longspan.errors import DataError
 from longspan.layout import Integers
-from longspan.plan.items import ItemTable
+
+if TYPE_CHECKING:
+    from longspan.plan.items import ItemTable
 
 WEIGHTS = "weights"  # the values that multiply losses; 1 in documents that give none
 
@@ -39,7 +41,7 @@ class LocalBatch(NamedTuple):
 
 
 def read_inputs_and_labels(
-    documents: Any, shard: SequenceShard, vocabulary: int | None = None, items: ItemTable | None = None
+    documents: Any, shard: SequenceShard, vocabulary: int | None = None, items: "ItemTable | None" = None
 ) -> tuple[Integers, Integers]:
     """Read token ids (T,) and labels (T,) of a shard's local rows; padding rows hold id 0 and label −100.
 
@@ -73,7 +75,7 @@ def read_rows(
     documents: Any,
     shard: SequenceShard,
     vocabulary: int | None = None,
-    items: ItemTable | None = None,
+    items: "ItemTable | None" = None,
     names: NamesOfValues | None = None,
     depths: int = 0,
 ) -> LocalBatch:
@@ -121,7 +123,7 @@ class _Reader:
         documents: Any,
         rows: int,
         vocabulary: int | None,
-        items: ItemTable | None,
+        items: "ItemTable | None",
         names: NamesOfValues,
         depths: int,
     ) -> None:

@@ -8,17 +8,18 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from torch import nn
 
-from longspan.bridge.item_documents import count_text_targets, find_item_table
 from longspan.comm import World
 from longspan.data.document import LabelledPack, target_count
 from longspan.errors import DataError, ModelError, PlanError, plural
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan
-from longspan.plan.items import ItemTable
+
+if TYPE_CHECKING:
+    from longspan.plan.items import ItemTable
 
 
 @runtime_checkable
@@ -56,6 +57,8 @@ class StepDocuments:
         items = None if callable(items) else items  # a dict of documents has a method of this name
         self.items: ItemTable | None = None
         if isinstance(model, MultimodalModel):
+            from longspan.bridge.item_documents import find_item_table
+
             self.items = find_item_table(documents, lengths)
             if self.items is None:
                 raise DataError(
@@ -79,7 +82,11 @@ class StepDocuments:
         Raises PlanError for a document that is missing, is no sequence of token ids, or has another length.
         """
         counts = tuple(self._count_targets(document, length) for document, length in enumerate(self.lengths))
-        return counts if self.items is None else count_text_targets(self.documents, self.items)
+        if self.items is None:
+            return counts
+        from longspan.bridge.item_documents import count_text_targets
+
+        return count_text_targets(self.documents, self.items)
 
     def check_targets(self, plan: Plan) -> None:
         """Raise PlanError where the plan divides the loss by another number of targets."""
@@ -151,6 +158,8 @@ def count_pack_targets(documents: Any, plan: Plan) -> Plan:
         return replace(plan, targets=documents.targets)
     if not any(isinstance(document, LabelledPack) for document in documents):
         return plan
+    from longspan.bridge.item_documents import count_text_targets, find_item_table
+
     items = find_item_table(documents, plan.lengths)
     if items is not None:
         return replace(plan, targets=sum(count_text_targets(documents, items)))

@@ -19,8 +19,7 @@ from torch import nn
 
 from longspan.comm import raise_first_error
 from longspan.errors import ModelError
-from longspan.model.multimodal.encoder import Encoder
-from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.plan import MicroBatch, Plan

@@ -18,7 +18,7 @@ from longspan.comm.moves.row_exchange import RowGradient
 from longspan.comm.shard import RowsAt
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
-from longspan.model.multimodal.encoder import Encoder
+from longspan.model.multimodal.multimodal_model import Encoder
 from longspan.model.parts import preserve_modes
 from longspan.model.sharding import gradients_summed_over_slots, reshard, sum_replicas_at_last
 from longspan.plan import Group, MicroBatch

@@ -26,7 +26,6 @@ from longspan.train.passes import Passes, Term, default_divisor
 from longspan.train.reading.read_rows import LocalBatch
 from longspan.train.reading.step_inputs import StepInputs
 from longspan.train.terms.document_loss import DocumentLoss, DocumentPasses
-from longspan.train.terms.encoders import EncodersTerm
 from longspan.train.terms.mtp import DepthsTerm, MtpLoss
 from longspan.train.terms.token_loss import LossFunction, TokenLoss
 
@@ -180,6 +179,8 @@ def input_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
     model, items = inputs.model, inputs.documents.items
     if not isinstance(model, MultimodalModel):
         return ()
+    from longspan.train.terms.encoders import EncodersTerm
+
     assert items is not None, "documents of a MultimodalModel have items"
     return (EncodersTerm(model, inputs, items, depths),)
 
