@@ -17,7 +17,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
 from longspan.run.checks import check_config, check_longest
-from longspan.train.memory.coming_plans import full_plan
+from longspan.train.memory.run_memory import full_plan
 from longspan.train.plans import PlanChoice, degrees_to_compare, plan_steps
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

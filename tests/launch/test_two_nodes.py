@@ -17,8 +17,7 @@ from bench.processes.node_network import missing_permission
 from bench.processes.two_nodes import bytes_per_second, torchrun_words
 from torch.distributed import HashStore
 
-from longspan.comm.failure_reports import FailureReports
-from longspan.comm.nodes import Nodes
+from longspan.comm.failure_reports import FailureReports, Nodes
 from longspan.config.file import to_toml
 from longspan.plan import Machine, Plan
 from longspan.testing import backend, run_ranks

@@ -21,11 +21,10 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from longspan.comm.answering import AnsweringThread
 from longspan.comm.control_group import ControlGroup
-from longspan.comm.failure_reports import FailureReports
+from longspan.comm.failure_reports import FailureReports, read_nodes
 from longspan.comm.groups.channels import Channels
 from longspan.comm.groups.meshes import Meshes
 from longspan.comm.groups.process_groups import ByRanks, ProcessGroups
-from longspan.comm.nodes import read_nodes
 from longspan.comm.rendezvous import (
     BOTH,
     Place,

@@ -13,8 +13,7 @@ from longspan.config.sections import LoraSection, RunConfig
 from longspan.model.adapters import find_adapter, unwrap_model
 from longspan.model.prepared import PrepareOptions
 from longspan.plan import MemoryPlan
-from longspan.train.memory.coming_plans import ComingSteps
-from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks
+from longspan.train.memory.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks
 from longspan.train.plans import query_heads
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name

@@ -43,7 +43,8 @@ from longspan.run.result import LAST_STEPS, TrainResult
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.run_facts import facts_of
 from longspan.run.saves import Saves
-from longspan.run.set_up.set_up import check_adapter_targets, set_up
+from longspan.run.set_up.run_model import check_adapter_targets
+from longspan.run.set_up.set_up import set_up
 from longspan.run.set_up.warm_up import warm_up_run
 from longspan.train.memory.device_memory import peak_memory_bytes
 from longspan.train.plans import plan_steps

@@ -11,9 +11,8 @@ from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemoryBudget
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.train.memory import run_memory
-from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings, state_numbers
-from longspan.train.memory.run_memory import RunMemory
+from longspan.train.memory.run_memory import ComingSteps, RunMemory
 
 GIB = 1 << 30
 

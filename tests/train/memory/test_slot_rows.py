@@ -16,7 +16,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.run.set_up import warm_up
 from longspan.testing import run_ranks
-from longspan.train.memory.coming_plans import full_plan
+from longspan.train.memory.run_memory import full_plan
 from longspan.train.memory.slot_rows import FILE, SlotRows, memory_keys
 from longspan.train.starts import Starts
 from tests.train.small import small_config, train_rank

@@ -27,9 +27,8 @@ from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.profile import seconds_computing
 from longspan.run.run_facts import mixers_text
-from longspan.train.memory.coming_plans import ComingSteps
 from longspan.train.memory.device_memory import allocator_retries, peak_reserved_bytes
-from longspan.train.memory.run_memory import RunMemory
+from longspan.train.memory.run_memory import ComingSteps, RunMemory
 from longspan.train.memory.slot_rows import choose_rows
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.resolve import set_node_size, use_machine

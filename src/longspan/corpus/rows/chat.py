@@ -39,12 +39,12 @@ class ChatEncoding:
     images: RowImages | None = None
 
     @cached_property
-    def _by_variables(self) -> "dict[str, ChatEncoding]":
+    def _encodings(self) -> "dict[str, ChatEncoding]":
         return {}
 
     def with_variables(self, values: Mapping[str, Any]) -> "ChatEncoding":
         """Return the encoding with a row's chat_template_kwargs; those used first are forgotten."""
-        encodings = self._by_variables
+        encodings = self._encodings
         variables = json.dumps(read_variables(values.get("chat_template_kwargs")), sort_keys=True, default=str)
         if variables not in encodings:
             if len(encodings) >= _KEPT_ENCODINGS:

@@ -27,7 +27,6 @@ from longspan.corpus.build import with_images
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
 from longspan.data.documents import CorpusDocuments
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
-from longspan.evaluation.auto_degree import choose_degree_on_ranks
 from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
 from longspan.evaluation.saved.documents import Sets, choose_sets, tokenizer_digest
@@ -50,7 +49,7 @@ from longspan.plan import Cost
 from longspan.train.long_documents import scale_positions
 from longspan.train.memory.slot_rows import use_training_rows
 from longspan.train.plans import PlanChoice, find_run_cost, query_heads
-from longspan.train.plans.resolve import set_node_size, set_usual_partition, use_machine
+from longspan.train.plans.resolve import choose_degree_on_ranks, set_node_size, set_usual_partition, use_machine
 from longspan.train.starts import Starts
 from longspan.train.training import AnyModel, load_run_model, model_configuration, prepare_run_model, unread_model
 

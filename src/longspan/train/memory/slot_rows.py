@@ -15,11 +15,11 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import EncoderSection, RunConfig
 from longspan.errors import CommError, ConfigError
 from longspan.files import read_json, write_atomically
-from longspan.train.memory.run_memory import RunMemory, choose_memory_on_ranks
 from longspan.train.plans import plan_row_multiple
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
+    from longspan.train.memory.run_memory import RunMemory
 
 FILE = "max_tokens_per_slot.json"  # in the run's folder
 # Keys on which the rows of a slot depend, besides all of [model], [parallel], [lora] and [mtp].
@@ -53,13 +53,15 @@ class SlotRows:
 
 
 def choose_rows(
-    run: RunMemory, world: World, log: LogLine, *, finished: bool = False
+    run: "RunMemory", world: World, log: LogLine, *, finished: bool = False
 ) -> "tuple[RunConfig, MemoryPlan | None]":
     """Plan the memory of a run, with rows of a slot in place of "auto"; entered by all ranks.
 
     Rows that an earlier start chose on as many ranks, under the same keys, hold again. A `finished` run plans nothing
     more. Returns the configuration, and the plan of memory as `choose_memory_on_ranks` does.
     """
+    from longspan.train.memory.run_memory import choose_memory_on_ranks
+
     config = run.config
     if config.context.max_tokens_per_slot != AUTO:
         return config, None if finished else choose_memory_on_ranks(run, world, log)[1]

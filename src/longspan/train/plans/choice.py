@@ -116,7 +116,7 @@ class PlanChoice:
         """Choose how evaluations are planned: those of a named set, or else of the documents that are held out.
 
         They are priced for forward passes only, with rows in their own partition. Plans of a degree "auto" that is not
-        chosen yet (`auto_degree.py`) have the smallest that holds their documents.
+        chosen yet (`resolve.py`) have the smallest that holds their documents.
         """
         entry = entry or held_out_set(config)
         cost = (cost or read_cost(config)).forward_only()

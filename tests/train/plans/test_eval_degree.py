@@ -9,7 +9,6 @@ import pytest
 
 from longspan.config.file import load_config
 from longspan.errors import ConfigError
-from longspan.evaluation.auto_degree import choose_degree
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.ways import which_degree
@@ -17,6 +16,7 @@ from longspan.run.checks import check_config
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans import PlanChoice
+from longspan.train.plans.resolve import choose_degree
 from tests.train.small import small_config, train_rank, write_texts
 
 DEGREE = "context.eval_context_parallel_size"
