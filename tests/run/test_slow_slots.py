@@ -7,8 +7,9 @@ from unittest import mock
 from longspan import World
 from longspan.config.sections import RunConfig
 from longspan.run.checks import check_config
-from longspan.run.loop import STEPS, SlowSlots, train
+from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
+from longspan.run.steps import STEPS, SlowSlots
 from longspan.testing import backend, run_ranks
 from longspan.train.terms import slot_pace
 from longspan.train.training import Training

@@ -8,6 +8,7 @@ ranks, seconds), for each group of a plan that shares documents (kind "cp"), and
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import socket
@@ -21,6 +22,8 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
+from longspan.comm.world import open_worlds
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, RunFolderError
 from longspan.files import as_json, name_file_in_errors, read_json, write_atomically
 from longspan.plan import Cost, Group, Plan
@@ -28,9 +31,14 @@ from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
 from longspan.plan.plan_rows import plan_row
 from longspan.run.facts import LOCK, RunFacts, facts_text
 from longspan.run.loggers.metrics_log import MetricsLog, find_evaluations, read_metrics
-from longspan.run.loggers.run_loggers import LoggerClass, RunLoggers, RunStart
+from longspan.run.loggers.run_loggers import LoggerClass, RunLoggers, RunStart, logger_classes
+from longspan.run.result import LAST_STEPS
 from longspan.run.run_data import TrainingRun
+from longspan.run.run_facts import facts_of
+from longspan.train.starts import Starts
+from longspan.train.step_figures import waiting_text
 
+HANG = "hang"  # of what torch recorded of collectives, where one failed
 _STEP = re.compile(rb'{"step":(\d+),')
 
 
@@ -245,25 +253,53 @@ def _lock_holder_text(directory: Path, file: TextIO) -> str:
 class Records(NamedTuple):
     """The logs of a session: rows of metrics, the plans of its steps, and the groups that they add."""
 
+    run: TrainingRun
     metrics: MetricsLog
     plans: PlanLog
     groups: GroupLog
 
+    def write_step(self, row: dict[str, Any], plan: Plan) -> None:
+        """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.
+
+        Raises RunFolderError where the run's folder was removed, as files that are open are written even then.
+        """
+        if is_first_rank(self.run.world) and not (self.run.dir / LOCK).exists():
+            raise RunFolderError(
+                f"{self.run.dir} was removed or renamed while the run was at work in it: it has no {LOCK}; put it back "
+                "if it is elsewhere, and start the command again"
+            )
+        self.groups.note_groups(plan)
+        self.plans.write(row["step"], plan)
+        self.metrics.write(row)
+
+    def last_loss(self, done: int) -> float:
+        """Return the mean loss of the last LAST_STEPS of `done` steps; NaN without any, and on other ranks."""
+        rows = read_metrics(self.run.dir / "metrics.jsonl") if is_first_rank(self.run.world) else []
+        rows = [row for row in rows if done - LAST_STEPS < row["step"] <= done]
+        losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
+        return math.fsum(losses) / len(losses) if losses else math.nan
+
+
+def import_loggers(config: RunConfig, world: World) -> Mapping[str, LoggerClass]:
+    """Import the classes of a run's loggers on its first rank. Raises ConfigError, on every rank, where that fails."""
+    names = config.run.loggers if is_first_rank(world) else ()
+    return run_on_every_rank(world, partial(logger_classes, names), ConfigError)
+
 
 @contextmanager
-def open_records(
-    run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine
-) -> Iterator[Records]:
+def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogLine) -> Iterator[Records]:
     """Open all records, and close them at the end; entered by all ranks, only the first writes.
 
     Logs the facts, unless no step is left. Raises on every rank: ConfigError if a logger cannot start, RunFolderError
     if the disk refuses a write.
     """
-    world, first = run.world, is_first_rank(run.world)
+    world, first, facts = run.world, is_first_rank(run.world), facts_of(run)
+    for open_world in open_worlds():  # each writes what torch recorded of a failed collective
+        open_world.watch.folder = run.dir / HANG
     names = ("metrics.jsonl", "plans.jsonl", "groups.jsonl")
     metrics_file, plans_file, groups_file = (run.dir / name if first else None for name in names)
     if run.done < run.config.train.steps:
-        run_on_first_rank(world, partial(_write_facts, run.dir, facts), RunFolderError)
+        write_facts(run, "run.json", asdict(facts))
         log(facts_text(facts))
     open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
     with run_on_every_rank(world, open_loggers, ConfigError) as loggers:
@@ -274,19 +310,37 @@ def open_records(
             run_on_every_rank(world, open_plans, RunFolderError) as plans,
         ):
             open_groups = partial(GroupLog, world, groups_file, log)
-            yield Records(metrics, plans, run_on_every_rank(world, open_groups, RunFolderError))
+            yield Records(run, metrics, plans, run_on_every_rank(world, open_groups, RunFolderError))
 
 
-def _write_facts(directory: Path, facts: RunFacts) -> None:
-    """Write run.json, and remove the summary of an earlier end, which a report would take for that of this run."""
-    write_atomically(directory / "run.json", as_json(asdict(facts), indent=1))
-    (directory / "summary.json").unlink(missing_ok=True)
+def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:
+    """Write a file of facts in the run's folder, and with run.json remove the summary of an earlier end.
+
+    A report would take that summary for this run's. All ranks call it together.
+    """
+
+    def write() -> None:
+        write_atomically(run.dir / name, as_json(values, indent=1))
+        if name == "run.json":
+            (run.dir / "summary.json").unlink(missing_ok=True)
+
+    run_on_first_rank(run.world, write, RunFolderError)
 
 
-def note_facts(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Add facts to run.json that are known only after the run began."""
-    file = directory / "run.json"
-    write_atomically(file, as_json(read_json(file) | dict(facts), indent=1))
+def note_start(run: TrainingRun, starts: Starts, plan: Plan, log: LogLine) -> None:
+    """Log the seconds of a start, by part until the first step's end, and add them to run.json; all ranks enter.
+
+    Also log what this step, of this plan, waited for, if its prices are of these devices.
+    """
+    file = run.dir / "run.json"
+
+    def add_starts() -> None:
+        write_atomically(file, as_json(read_json(file) | {"starts": starts.to_json()}, indent=1))
+
+    run_on_first_rank(run.world, add_starts, RunFolderError)
+    log(str(starts))
+    if run.figures.priced_here and (text := waiting_text(plan)):
+        log(text)
 
 
 def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:

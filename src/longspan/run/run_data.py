@@ -25,7 +25,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
 from longspan.run.checks import check_longest, check_longest_of_set
 from longspan.train.long_documents import check_set_length
-from longspan.train.plans import query_heads
+from longspan.train.plans import plan_steps, query_heads
 from longspan.train.plans.order import documents_line, largest_step, make_step_order
 from longspan.train.reading.step_inputs import count_pack_targets
 from longspan.train.training import Training
@@ -51,6 +51,10 @@ class TrainingRun(Training):
     def checkpoints(self) -> Path:
         """Where the run's checkpoints are: a folder or a place in a store."""
         return checkpoints_root(self.dir, self.config.run.checkpoints)
+
+    def plan_steps(self) -> PlanAhead:
+        """Plan the steps of the run ahead; a context manager."""
+        return plan_steps(self.choice, self.order, self.world.home)
 
     @property
     def held_out(self) -> CorpusDocuments:

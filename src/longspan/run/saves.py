@@ -20,19 +20,23 @@ from typing import Any
 from longspan.checkpoint.files import complete_checkpoints, remove_old_checkpoints, step_of
 from longspan.checkpoint.saver import CheckpointSaver
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, on_all_ranks, run_on_first_rank
+from longspan.comm.all_ranks import LogLine, is_first_rank, on_all_ranks, run_on_every_rank, run_on_first_rank
 from longspan.config.sections import BestFigure
+from longspan.corpus.tokenizer import RunFolderFiles
 from longspan.data.stream import ORDER
 from longspan.errors import (
     CheckpointError,
     ConfigError,
     LongspanError,
+    ModelError,
     NonFiniteError,
     RankLostError,
     RunFolderError,
     plural,
 )
 from longspan.files import write_atomically
+from longspan.model import save_model
+from longspan.model.weights.hf_folder import read_configuration
 from longspan.run.run_data import TrainingRun
 
 BEST_FILE = "best.json"
@@ -252,6 +256,16 @@ class BestCheckpoint:
     def _write_bests(self) -> None:
         bests = [{"step": step, "value": value} for step, value in self._bests]
         write_atomically(self._file, json.dumps({**vars(self.figure), "bests": bests}, indent=1))
+
+
+def save_final_model(run: TrainingRun) -> None:
+    """Save the weights after the last step, under [lora] the adapter, as RUN/model.
+
+    Weights are written in the dtype that config.json names, an adapter in its own.
+    """
+    dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
+    dtype = None if run.config.lora.rank else dtype
+    save_model(run.model, run.dir / "model", run.world, RunFolderFiles(run.dir), dtype=dtype)
 
 
 def is_due(done: int, every: int) -> bool:

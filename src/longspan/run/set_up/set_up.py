@@ -10,11 +10,12 @@ from pathlib import Path
 from longspan.checkpoint.checkpoint import load_checkpoint
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
-from longspan.config.defaults import warn_about_lost_updates
+from longspan.config.defaults import settings_line, warn_about_lost_updates
 from longspan.config.file import to_toml
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, RunFolderError
 from longspan.files import write_atomically
+from longspan.run.checks import check_config
 from longspan.run.run_data import TrainingRun
 from longspan.run.set_up.autos import (
     choose_run_partition,
@@ -24,17 +25,24 @@ from longspan.run.set_up.autos import (
     resolve_evaluations,
 )
 from longspan.run.set_up.resume import checkpoint_to_resume, rate_line, steps_done
-from longspan.run.set_up.run_model import fit_configuration, set_up_model
+from longspan.run.set_up.run_model import check_adapter_targets, fit_configuration, set_up_model
 from longspan.train.starts import Starts
 from longspan.train.training import make_optimizer
 
 
+def check_run(config: RunConfig, world: World, log: LogLine) -> None:
+    """Raise ConfigError or ModelError, on every rank, for what needs neither the run's data nor its folder."""
+    check_config(config, len(world.home.ranks))
+    check_adapter_targets(config, world, log)
+
+
 def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> TrainingRun:
-    """Open or begin the run of a configuration that `check_config` has passed; all ranks call it together.
+    """Open or begin the run of a configuration that `check_run` has passed; all ranks call it together.
 
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
     `starts` notes how long the parts of the set-up take.
     """
+    log(settings_line(config))
     checkpoint = checkpoint_to_resume(config, world, log)
     config, as_written, data = open_run_documents(config, checkpoint, world, log)
     configuration = fit_configuration(data, config, world, log)
