@@ -115,14 +115,10 @@ class GroupTable:
 
 
 def _group_way(group: Group) -> Way:
-    """Return the type of most of a group's layers, its a2a size (1 without levels), and its partition.
-
-    A group of one slot, which sends nothing, has p2p.
-    """
+    """Return the type of most of a group's layers, its a2a size, and its partition; one slot sends nothing: p2p."""
     types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-    sizes = group.hierarchical_context_parallel_sizes
     kind = max(types, key=types.count) if group.degree > 1 else "p2p"
-    return kind, sizes[0] if sizes else 1, group.partition
+    return kind, (group.hierarchical_context_parallel_sizes or (1,))[0], group.partition
 
 
 def _count_skipped_rows(group: Group) -> float:
@@ -149,10 +145,9 @@ def _count_skipped_rows(group: Group) -> float:
 class Timeline:
     """When each slot works: arrays of shape (micro-batches, slots), times in seconds from the start of the step.
 
-    `rows` held, `busy` seconds of own work, `start` of that work, and `end`, at which the slot may go on; `end − start
-    − busy` is the wait for others. A slot that skips a micro-batch has `start == end` and no busy time. `step_seconds`
-    is the end of the whole step: `Cost.update_seconds` after the last slot's, in free mode `closing_seconds` more. On
-    pipeline stages it is theirs; the other times are of the whole model.
+    `rows` held, `busy` seconds of own work, `start` of that work, and `end`, at which the slot may go on. A slot that
+    skips a micro-batch has `start == end` and no busy time. `step_seconds` is the end of the whole step, with the
+    update and in free mode the closing. On pipeline stages it is theirs; the other times are of the whole model.
     """
 
     rows: Ints
@@ -243,7 +238,7 @@ def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Ints:
     """Return the lowest slot that groups join each slot to in each micro-batch (M, slots).
 
     By hooking and pointer jumping: a slot takes the lowest label in any of its groups, and then that label's label,
-    until nothing changes. Labels count through the slots of all micro-batches, m x slots + slot.
+    until nothing changes. Labels count through all micro-batches, m x slots + slot.
     """
     label = np.arange(count * slots)
     cells = table.micro_batch[table.group] * slots + table.slot

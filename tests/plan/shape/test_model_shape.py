@@ -196,7 +196,7 @@ def test_every_number_of_the_machine_counts() -> None:
         (SMALL | {"num_attention_heads": -2}, "is -2; it must be a count"),
         (
             SMALL | {"kv_lora_rank": 512},
-            "latent attention, which no configuration prices; measure this model with longspan",
+            "latent attention, which no configuration prices; give a Cost of your own",
         ),
         (SMALL | {"mamba_d_state": 128}, "state-space layers"),
         (SMALL | {"layer_types": ["full_attention", "linear_attention"]}, "layers of type 'linear_attention'"),

@@ -193,10 +193,7 @@ class _Bench:
         return plan
 
     def _step_call(self, plan: Plan) -> Callable[[], object]:
-        """Return a call that runs a step of this plan over random tokens, without the sum of gradients over ranks.
-
-        That sum is a message: between hosts it would take most of the step.
-        """
+        """Return a call that runs a step of this plan over random tokens, without a message for the gradients' sum."""
         self.replicas.prepare(plan)
         random = np.random.default_rng(0)
         documents = [random.integers(0, self.vocabulary, length) for length in plan.lengths]
@@ -253,9 +250,8 @@ class _Bench:
     def _message_trials(self) -> Iterator[Trial]:
         """Yield exchanges, gathers and messages from slot to slot: between the slots of a host, and between hosts.
 
-        Sizes are what `Link` counts, the bytes that a slot sends or receives itself. Of a gather between hosts they are
-        a slot's share of what arrives at its host. In `point` each slot sends to the next of its host, or to the slot
-        at its place in the next host.
+        Sizes are the bytes that a slot sends or receives itself; of a gather between hosts its share of what arrives at
+        its host. In `point` each slot sends to the next of its host, or to the slot at its place in the next host.
         """
         world, size = self.world, self.world.node_size
         slots, place = world.home.slots, world.slot % size
@@ -286,22 +282,17 @@ class _Bench:
             yield Trial(Sample(part="link", name=name, counts=counts, level=level, kind=kind), make(size), turns)
 
     def _exchange(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
-        """Return a call that sends `block` bytes to each partner but this slot, and receives as much from each.
-
-        Other members of the channel enter the call as well, with no bytes.
-        """
+        """Return a call that sends `block` bytes to each partner but this slot; other members send none."""
         slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
         rows = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
         x = self._bytes(sum(rows))
         return lambda: channel.all_to_all_rows(x, rows, rows, "bench calibrate").wait()
 
     def _gather(self, channel: Channel, block: int) -> Callable[[], object]:
-        """Return a call in which each member of a channel sends `block` bytes (at least one) to all other members."""
         x = self._bytes(max(1, block))
         return lambda: channel.all_gather(x, [len(x)] * channel.degree, "bench calibrate").wait()
 
     def _shift(self, channel: Channel | None, size: int) -> Callable[[], object]:
-        """Return a call that sends `size` bytes to the next member of a channel; nothing without another member."""
         if channel is None or channel.degree == 1:
             return lambda: None
         x, into = self._bytes(size), self._bytes(size)

@@ -22,9 +22,8 @@ class Bound:
     """Two lower bounds in seconds and the larger of them, which is rounded down by 1e-10 of itself.
 
     `area`: all work spread evenly over all slots and their stages, and the launches of the fewest micro-batches;
-    `crossing` is added to it: the messages of documents that are longer than a slot's cap, on ideal links only; what a
-    plan says of measured links is 2 to 20 % above its bound for that. `longest`: the longest document in a group of its
-    own at its best degree, through all stages.
+    `crossing` is added to it: the messages of documents that are longer than a slot's cap, on ideal links only, so that
+    plans on measured links are 2 to 20 % above it. `longest`: the longest document at its best degree.
     """
 
     area: float

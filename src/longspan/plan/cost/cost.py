@@ -25,8 +25,10 @@ DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
 FORWARD_ALONE = "forward passes alone"
 _CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size", "stages", "chunks")
 _NOT_CONSTANTS = ("source", "forward", "states", "network", *_CHOICES)
-_DIVIDED_BY_TP = ("linear_seconds", "real_row_seconds", "attention_seconds", "ring_bytes", "exchange_bytes")
-_DIVIDED_BY_TP += ("merge_seconds", "copy_seconds")
+_DIVIDED_BY_TP = (
+    *("linear_seconds", "real_row_seconds", "attention_seconds", "ring_bytes", "exchange_bytes"),
+    *("merge_seconds", "copy_seconds"),
+)
 
 # Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
 EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer (bench/records/attention-slices-4xH200.md)
@@ -352,11 +354,12 @@ class Cost:
     def to_json(self) -> dict[str, Any]:
         """Return the constants, the source, and all else that is not at its default, for `Cost.from_json`."""
         usual = {f.name: f.default for f in dataclasses.fields(self)}
-        unusual = {name: value for name in _CHOICES if (value := getattr(self, name)) != usual[name]}
-        forward = {"forward": self.forward.to_json()} if self.forward else {}
-        states = {"states": dataclasses.asdict(self.states)} if self.states else {}
-        network = {"network": self.network.to_json()} if self.network else {}
-        return self.constants() | {"source": self.source or ""} | unusual | states | network | forward
+        values = {name: value for name in _CHOICES if (value := getattr(self, name)) != usual[name]}
+        values |= {"states": dataclasses.asdict(self.states)} if self.states else {}
+        for name in ("network", "forward"):
+            if part := getattr(self, name):
+                values[name] = part.to_json()
+        return self.constants() | {"source": self.source or ""} | values
 
     @classmethod
     def from_json(cls, values: Any) -> "Cost":

@@ -148,4 +148,5 @@ class Network:
         if not isinstance(values, dict) or {*values} != names:
             raise PlanError(f"network of a cost is an object with {', '.join(sorted(names))}; got {values!r}")
         fields = cast(dict[str, Any], values)
-        return cls(**fields | {level: Link.from_json(fields[level]) for level in LEVELS})
+        links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
+        return cls(**fields | links)

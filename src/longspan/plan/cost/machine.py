@@ -385,8 +385,9 @@ class Machine:
 
     def _type_prices(self, group: Group, call: AttentionCall, node_size: int | None) -> list[TypePrice]:
         """Price a call under all types by the cost of a model of one layer with nothing but this call."""
-        widths = {"query_width": call.heads * call.width // 2, "key_width": call.kv_heads * call.width // 2}
-        shape = ModelShape(layers=1, weights=0, heads=call.heads, kv_heads=call.kv_heads, **widths)
+        heads, kv_heads = call.heads, call.kv_heads
+        queries, keys = heads * call.width // 2, kv_heads * call.width // 2
+        shape = ModelShape(layers=1, weights=0, query_width=queries, key_width=keys, heads=heads, kv_heads=kv_heads)
         cost = self._shape_cost(shape, call.bytes_per_number)
         cost = cost if call.passes == "both" else cost.forward_only()
         return price_types(cost, group, call, node_size or self.node_size)
@@ -402,7 +403,9 @@ class Machine:
         names = {f.name for f in dataclasses.fields(cls)}
         fields = dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {}
         if "machine" not in fields:
-            raise PlanError(f"a machine is an object with {', '.join(sorted(names))}; got {str(values)[:80]}")
+            raise PlanError(
+                f"a machine is an object with {', '.join(sorted(names))}; got {str(cast(object, values))[:80]}"
+            )
         if (version := fields.pop("machine")) != VERSION:
             raise PlanError(
                 f"the machine's file has version {version!r}, and this longspan reads {VERSION}; measure again"
@@ -453,9 +456,6 @@ def read_machine(file: str, key: str) -> Machine:
 
 def check_measured_machine(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
     """Refuse a measured machine of another device or hosts of another size; returns what is assumed ("": nothing).
-
-    >>> check_measured_machine(Machine(), "run.machine", device="cpu", ranks_of_host=2, hosts=1)  # not measured
-    ''
 
     A file of fewer hosts than a run has is taken if its hosts are as large: links between hosts are assumed then.
     Raises ConfigError.

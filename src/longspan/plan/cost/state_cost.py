@@ -81,13 +81,15 @@ class StateCost:
         if mixer is None:
             return None
         scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
+        transition = mixer.heads * (mixer.key_size**2 if mixer.delta else 1)  # numbers of what a run does to a state
+        halo = mixer.channels * (mixer.width - 1)  # numbers of the rows before a run
         return cls(
             scan_seconds=layers * (scan + mixer.channels * channel_seconds),
-            summary_seconds=layers * (mixer.summary_flops + mixer.backward_summary_flops) / (summary_tflops * 1e12),
+            summary_seconds=layers * mixer.summary_flops / (summary_tflops * 1e12),
             state_bytes=float(layers * 2 * mixer.state * _STATE_SIZE),
-            transition_bytes=float(layers * 2 * mixer.transition * _STATE_SIZE),
-            halo_bytes=float(layers * 2 * mixer.halo * bytes_per_value),
-            step_seconds=layers * 2 * (bool(mixer.state) + bool(mixer.halo)) * step_latency,
+            transition_bytes=float(layers * 2 * transition * _STATE_SIZE),
+            halo_bytes=float(layers * 2 * halo * bytes_per_value),
+            step_seconds=layers * 2 * (bool(mixer.state) + bool(halo)) * step_latency,
         )
 
     def constants(self) -> dict[str, Any]:

@@ -15,8 +15,8 @@ class MixerShape:
     """One state-space layer: what a row costs in it, and what its state weighs.
 
     >>> shape = MixerShape(kind="gated delta net", weights=1000, heads=32, key_size=128, value_size=128, delta=True)
-    >>> shape.scan_flops, round(shape.summary_flops / shape.chunked_flops, 2)
-    (3145728, 0.73)
+    >>> shape.scan_flops
+    3145728
 
     `weights` multiply each row (projections, and the convolution's `channels` x `width`), those of the `last` product
     among them. The state is `heads` matrices of `key_size` x `value_size`, none of a short convolution; under a delta
@@ -39,16 +39,6 @@ class MixerShape:
         return self.heads * self.key_size * self.value_size
 
     @property
-    def transition(self) -> int:
-        """How many numbers describe what a run does to a state."""
-        return self.heads * (self.key_size**2 if self.delta else 1)
-
-    @property
-    def halo(self) -> int:
-        """How many numbers a run's convolution reads of the `width` − 1 rows before the run."""
-        return self.channels * (self.width - 1)
-
-    @property
     def scan_flops(self) -> int:
         """Forward FLOPs by the recurrence: the products kᵀ S (only of a delta rule), k vᵀ and qᵀ S."""
         return (6 if self.delta else 4) * self.state
@@ -61,18 +51,11 @@ class MixerShape:
 
     @property
     def summary_flops(self) -> int:
-        """Forward FLOPs of a run's summary: its final state from an empty one, and what it does to a state before it.
-
-        Under a delta rule it has two products, as with k and k vᵀ in a scan: with the state, and with the matrix.
+        """FLOPs of a run's summary, forward (its final state from an empty one, and what it does to a state before it)
+        and backward (the gradient of that state). Under a delta rule the state and the matrix are two products each.
         """
-        if self.delta:
-            return 4 * self.heads * self.key_size * (self.key_size + self.value_size)
-        return 2 * self.state
-
-    @property
-    def backward_summary_flops(self) -> int:
-        """Backward FLOPs that give the gradient of the state before a run."""
-        return (4 if self.delta else 2) * self.state
+        forward = 4 * self.heads * self.key_size * (self.key_size + self.value_size) if self.delta else 2 * self.state
+        return forward + (4 if self.delta else 2) * self.state
 
 
 def mixer_kind(read: ConfigReader) -> str:

@@ -1,7 +1,7 @@
 """The work of a model per token, from its configuration: weights that multiply, widths of queries, keys and values.
 
 For decoders of attention, state-space and MLP layers, dense or with experts, as transformers describes them. Mamba 1
-and latent attention (but Kimi's) are not priced from a configuration: measure them instead.
+and latent attention (but Kimi's) are not priced from a configuration.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,6 @@ QWEN3_8B: dict[str, Any] = {
     "intermediate_size": 12288,
     "vocab_size": 151936,
 }
-_MEASURE = "measure this model with longspan bench calibrate, or give Cost its constants"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +53,11 @@ class ModelShape:
     input embedding); `recomputed_weights` of them do so again if layers are recomputed (no output projection, and no
     last product of an MLP); `query_width` and `key_width` are `heads` and `kv_heads` x head size; `layers` attend to
     all earlier rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own
-    `chunk` positions; `mixer_layers` have the state-space
-    layer `mixer`. The model has `decoder_layers` in all (0: as many as attend), `dense_layers` of them with an MLP
-    without experts. `expert_weights` of `weights` are of experts. `stored_weights` are all that the model has, of which
-    `stored_experts` are of experts. `expert_layers` have experts, to which they send `routed_numbers` for a row: its
-    width for each expert that it visits, in all layers together. Rows are `hidden` wide; a row has `logits` of the
-    model and of all depths together.
+    `chunk` positions; `mixer_layers` have the state-space layer `mixer`. The model has `decoder_layers` in all (0: as
+    many as attend), `dense_layers` of them with an MLP without experts. `expert_weights` of `weights` are of experts.
+    `stored_weights` are all that memory holds, `stored_experts` of them of experts. `expert_layers` have experts, to
+    which they send `routed_numbers` for a row: its width for each expert that it visits, in all layers together. Rows
+    are `hidden` wide; a row has `logits` of the model and of all depths together.
     """
 
     layers: int
@@ -158,7 +156,8 @@ def _read_mixer(read: ConfigReader) -> MixerShape | None:
     priced = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())}
     unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - priced)]
     if unpriced:
-        raise PlanError(f"{read.where} has {' and '.join(unpriced)}, which no configuration prices; {_MEASURE}")
+        advice = "give a Cost of your own (context.cost_model, --cost-model)"
+        raise PlanError(f"{read.where} has {' and '.join(unpriced)}, which no configuration prices; {advice}")
     layer_count = [] if types else ["num_hidden_layers"]  # types tell how many layers there are
     heads = ["num_attention_heads"] if not kinds or any(kind.attention for kind in kinds) else []
     widths = ("intermediate_size", "moe_intermediate_size") if not kinds or any(kind.feeds for kind in kinds) else ()

@@ -64,7 +64,7 @@ def find_run_cost(
         settings = run_cost_settings(config, slots=slots, gpu=gpu, target_share=target_share, memory=memory)
         return machine.cost(model_config, settings)
     except PlanError as error:
-        log(f"plans are priced as for a Qwen3-8B: {error}; name a file in {KEY}")
+        log(f"plans are priced as for a Qwen3-8B: {error}")
         return Cost() if gpu else replace(Cost(), source="")
 
 
