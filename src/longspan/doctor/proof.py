@@ -220,7 +220,7 @@ class CaseRun:
         self.refusal, self.model = "", nn.Module()
         self._began = time.perf_counter()
         expected = task.expected[first.dtype, False, first.encoder > 0]
-        self.whole = expected.whole  # float64 without casts to float32, as the stock model ran
+        self.whole: bool = expected.whole  # float64 without casts to float32, as the stock model ran
         config = choose_every_expert(task.config) if expected.every_expert else task.config
         self.documents: Any = item_documents(task.config, task.image_documents) if first.encoder else task.documents
         options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)

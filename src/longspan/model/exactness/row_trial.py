@@ -197,15 +197,14 @@ class _ObservedPass:
         `added_to` is the input to which a layer has added its output; None for tensors that are compared as a whole.
         The first pass keeps copies, since modules may write into their tensors before the next pass reads them.
         """
-        tensors = filter(lambda x: x is not None, map(self.rows.as_rows, tree_leaves(values)))
+        tensors = [x for leaf in tree_leaves(values) if (x := self.rows.as_rows(leaf)) is not None]
         for leaf, x in enumerate(tensors):
             key = _Key(name, call, out, leaf)
             x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
             if self.before is None or (earlier := self.before.tensors.get(key)) is None:
                 continue
             if (places := self._find_places(self.before, x, earlier)) is not None:
-                is_sum = added_to is not None and added_to.shape == x.shape
-                inputs = added_to[places[0]] if is_sum else None
+                inputs = None if added_to is None or added_to.shape != x.shape else added_to[places[0]]
                 self.errors[key] = self._relative_error(x[places[0]], earlier[places[1]], inputs)
 
     def _find_places(self, before: "_ObservedPass", x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -270,7 +270,8 @@ def split_encoder(
         if not part.several:  # else each linear sums by itself, in `_split_linears`
             _sum_other_gradients(part.module, split_module_ids, world.key)
             sum_input_gradients(part.module, world)
-        wrap_forward(part.module, views=dict.fromkeys(part.local_attributes, lambda count: count // tp))
+        counts: dict[str, Any] = dict.fromkeys(part.local_attributes, lambda count: count // tp)
+        wrap_forward(part.module, views=counts)
     module.register_forward_pre_hook(_DropoutRefusal(module), prepend=True)
     return trials
 

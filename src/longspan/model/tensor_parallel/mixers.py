@@ -157,7 +157,8 @@ def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> 
     whole_view: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
-        yield mixer.get_submodule(owner), attribute, lambda _, value=value: value
+        number: Any = value  # a view gives a tensor otherwise
+        yield mixer.get_submodule(owner), attribute, lambda _, number=number: number
     for part_name, rows in parts.rows.items():
         for name, owner, attribute in find_tensors(mixer, part_name):
             view = whole_view if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
