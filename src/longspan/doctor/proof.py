@@ -127,20 +127,16 @@ class Proof:
 
 
 def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
-    """Write the heading, a line for each case, and a verdict."""
+    """Write the heading, a line for each case, and a verdict: how many are exact, and what the others are."""
     # A dot is for a refusal that says nothing against the model.
     marks = ["✓" if outcome.status == "exact" else "·" if outcome.good else "✗" for outcome in proof.outcomes]
     rows = [(mark, o.case.name, o.status, outcome_text(o)) for mark, o in zip(marks, proof.outcomes, strict=True)]
     table = text_table(("", "case", "result", "found"), rows, left=4)
-    return "\n".join([*heading, "", table, "", verdict(proof, seconds)])
-
-
-def verdict(proof: Proof, seconds: float) -> str:
-    """Write how many cases are exact and what the others are, in a line."""
     numbers = {status: sum(o.status == status for o in proof.outcomes) for status in get_args(Status)}
     parts = [f"{number} {status}" for status, number in numbers.items() if number]
-    word = "proven" if proof.good else "NOT proven"
-    return f"{word} on this machine: of {plural(len(proof.outcomes), 'case')} {', '.join(parts)} ({seconds:.0f} s)"
+    word, count = "proven" if proof.good else "NOT proven", plural(len(proof.outcomes), "case")
+    verdict = f"{word} on this machine: of {count} {', '.join(parts)} ({seconds:.0f} s)"
+    return "\n".join([*heading, "", table, "", verdict])
 
 
 def outcome_text(outcome: Outcome) -> str:
