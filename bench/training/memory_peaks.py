@@ -70,7 +70,7 @@ def _step(record: str, values: dict[str, Any], row: dict[str, Any]) -> Peak:
     """Of `longspan bench step`."""
     name, slots = str(row["name"]), int(values["ranks"])
     config, words = _config(values), [values["recompute"]]
-    layers = len(MemoryNeeds.for_loads(config, Layout(1), (), MemorySettings()).places[0].numbers.kinds)
+    layers = MemoryNeeds.of(config, Layout(1), (), MemorySettings()).layers
     # What was exchanged was kept when these records were made.
     word = {"selective": "exchanged"}.get(words[0], words[0])
     first = values.get("recompute_layers") or layers
@@ -160,7 +160,7 @@ def _memory_case(record: str, name: str, case: dict[str, Any], versions: dict[st
         scan_kernels="flash-linear-attention" in versions,
         state_numbers=0 if keys.get("train.optimizer") == "sgd" else 2,
     )
-    layers = MemoryNeeds.for_loads(config, Layout(1), (), settings).layers
+    layers = MemoryNeeds.of(config, Layout(1), (), settings).layers
     word = keys["train.activation_checkpointing"] + "+host" * keys.get("train.offload_activations", False)
     if case.get("kept_exchanged", True) and word == "selective":
         word = "exchanged"

@@ -28,11 +28,8 @@ if TYPE_CHECKING:
     from longspan.plan.items.encoder_shape import EncoderShape as EncoderShape
     from longspan.plan.memory.bytes import Bytes as Bytes
     from longspan.plan.memory.choose import choose_memory as choose_memory
-    from longspan.plan.memory.choose import longest_document as longest_document
     from longspan.plan.memory.memory_plan import MemoryNeeds as MemoryNeeds
     from longspan.plan.memory.memory_plan import MemoryPlan as MemoryPlan
-    from longspan.plan.memory.parameters import reason_uncounted as reason_uncounted
-    from longspan.plan.memory.seconds import added_seconds as added_seconds
     from longspan.plan.memory.settings import MEASURES as MEASURES
     from longspan.plan.memory.settings import FixedMemory as FixedMemory
     from longspan.plan.memory.settings import MemoryBudget as MemoryBudget

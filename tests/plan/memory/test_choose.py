@@ -15,13 +15,11 @@ from longspan.plan import (
     MemoryNeeds,
     MemoryPlan,
     MemorySettings,
-    added_seconds,
     choose_memory,
-    longest_document,
     plan_fixed,
 )
 from longspan.plan.cost.cost_changes import CostSettings
-from longspan.plan.memory.choose import _choices, _fit_fewest_layers, _segment_choices, _set_segments
+from longspan.plan.memory.choose import fit_fewest_layers, memory_choices
 from longspan.plan.memory.seconds import MemoryPrices, seconds_beyond_settings
 from longspan.plan.shape.model_shape import QWEN3_8B
 
@@ -29,6 +27,11 @@ GIB = 2**30
 HOME = Layout(2)
 H200 = MemoryBudget(device=129 * GIB, host=128 * GIB)
 NO_HOST = MemoryBudget(device=129 * GIB)
+
+
+def prices_of(needs: MemoryNeeds) -> MemoryPrices:
+    """Prices of an H200 for the largest load."""
+    return MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))
 
 
 def chosen(rows: int, budget: MemoryBudget = H200, **fixed: Any) -> MemoryPlan:
@@ -47,11 +50,11 @@ def test_fits_and_is_no_slower_than_one_word(rows: int) -> None:
     memory = chosen(rows)
     assert memory.fits(H200)
     plan = plan_fixed([rows * 2], HOME, cp=2, cp_comm_type="a2a")
-    needs, machine = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings()), Machine()
-    seconds = added_seconds(QWEN3_8B, memory, needs, machine)
+    needs = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings())
+    prices = prices_of(needs)
     for word in ("none", "exchanged", "selective", "full", "selective+host", "full+host"):
         other = needs.under(word)
-        assert not other.fits(H200) or seconds <= added_seconds(QWEN3_8B, other, needs, machine)
+        assert not other.fits(H200) or prices.seconds(memory) <= prices.seconds(other)
 
 
 def test_recomputes_as_few_layers_as_need_be() -> None:
@@ -72,7 +75,7 @@ def test_more_layers_of_the_slower_measure_where_the_host_is_small(slow: str, fa
     needs = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings())
     least, most = (needs.under(needs.measures_of_layers(slow, count, fast)).host.total for count in (36, 1))
     budget = MemoryBudget(device=200 * GIB, host=(least + most) // 2)
-    memory = _fit_fewest_layers(needs, slow, fast, budget, FixedMemory())  # type: ignore[arg-type]
+    memory = fit_fewest_layers(needs, slow, fast, budget)  # type: ignore[arg-type]
     assert memory is not None and memory.fits(budget)
     count = memory.measures.count(slow)  # type: ignore[arg-type]
     assert 1 < count < 36
@@ -99,11 +102,11 @@ def test_is_the_first_of_the_fastest_of_all_plans_that_fit(
     budget, by_hand = MemoryBudget(device=device * GIB, host=host * GIB), FixedMemory(**fixed)
     plan = plan_fixed([rows * 2], HOME, cp=2, cp_comm_type="a2a")
     needs = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings())
-    prices = MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))
+    prices = prices_of(needs)
     fastest: MemoryPlan | None = None
-    for size in _segment_choices(needs, by_hand):
-        choices = list(_choices(_set_segments(needs, size), by_hand))
-        plans = [_fit_fewest_layers(*choice, budget, by_hand) for choice in choices]
+    for size in (0, 4) if by_hand.segment_layers is None else (4,):
+        choices = list(memory_choices(needs, replace(by_hand, segment_layers=size)))
+        plans = [fit_fewest_layers(*choice, budget) for choice in choices]
         for (choice, slow, fast), memory in zip(choices, plans, strict=True):
             if memory is not None:
                 assert prices.least_seconds(choice, (slow, fast)) <= prices.seconds(memory)
@@ -136,31 +139,18 @@ def test_refusals_have_the_bytes() -> None:
         chosen(4096, measure="none", offload=True)
 
 
-def test_longest_document() -> None:
-    """It fits, and 1024 rows a slot more do not."""
-    settings = MemorySettings()
-    for word in ("selective", "full"):
-        tokens, memory = longest_document(QWEN3_8B, HOME, settings, NO_HOST, measures=word, cp_comm_type="a2a")
-        assert memory is not None and memory.fits(NO_HOST) and memory.rows * 2 == tokens
-        more = plan_fixed([tokens + 2048], HOME, cp=2, cp_comm_type="a2a")
-        assert not MemoryPlan.of(QWEN3_8B, HOME, more, settings, word).fits(NO_HOST)
-    longest, memory = longest_document(QWEN3_8B, HOME, settings, H200, cp_comm_type="a2a")
-    assert memory is not None and memory.fits(H200) and longest > tokens
-    assert longest_document(QWEN3_8B, HOME, settings, MemoryBudget(device=GIB)) == (0, None)
-
-
 def test_seconds_of_measures() -> None:
     """What is recomputed costs, more so attention; copies that are longer than a layer's work cost too."""
     plan = plan_fixed([65536], HOME, cp=2, cp_comm_type="p2p")
-    needs, machine = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings()), Machine()
+    needs = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings())
     seconds = {
-        word: added_seconds(QWEN3_8B, needs.under(word), needs, machine)
+        word: prices_of(needs).seconds(needs.under(word))
         for word in ("none", "selective", "full", "selective+host", "full+host")
     }
     assert seconds["none"] < seconds["selective"] < seconds["full"]
     assert seconds["selective"] < seconds["selective+host"] and seconds["full"] < seconds["full+host"]
     once = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings(gathered_once=True))
-    assert added_seconds(QWEN3_8B, once.under("none"), once, machine) < seconds["none"]
+    assert prices_of(once).seconds(once.under("none")) < seconds["none"]
 
 
 def test_what_a_cost_leaves_out() -> None:

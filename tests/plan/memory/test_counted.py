@@ -12,8 +12,9 @@ from longspan.comm import World
 from longspan.layout import Layout
 from longspan.plan import MemoryNeeds, MemorySettings, plan_fixed
 from longspan.plan.memory import bytes as memory_bytes
-from longspan.plan.memory import loads
+from longspan.plan.memory import layer_table
 from longspan.plan.memory.bytes import count_exchange_slices
+from longspan.plan.memory.layer_table import LayerTable
 from longspan.testing import backend, run_ranks
 from tests.plan.memory.counted import Counted, count_saved, count_step, use_kernel_norms
 from tests.plan.memory.families import DENSE, EXPERTS, HYBRIDS, config_of
@@ -153,67 +154,58 @@ def test_depths_keep_what_joins_them(world: World, monkeypatch: pytest.MonkeyPat
     assert abs(_peak(needs, "selective") / counted.most - 1) <= PEAK
 
 
-def _over_ranks(rank: int) -> dict[str, tuple[float, float]]:
-    """What layers keep over the slots of documents, as planned and as counted, by communication type and degree."""
-    both: dict[str, tuple[float, float]] = {}
-    with pytest.MonkeyPatch.context() as monkeypatch, World(Layout(4), backend=backend()) as world:
-        use_kernel_norms(monkeypatch)
-        settings = MemorySettings(parameter_bytes=2, shard_parameters=False)
-        for kind, degree in (("p2p", 4), ("all_gather", 4), ("a2a", 4), ("a2a", 2)):
-            config = config_of("qwen3")
-            plan = plan_fixed([ROWS * degree] * (4 // degree), world.home, cp=degree, cp_comm_type=kind)
-            counted = count_step(config, plan, world, activation_checkpointing="none")
-            needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
-            both[f"{kind} {degree}"] = _kept(needs, "none", 2), float(sum(counted.kept))
-            if kind == "a2a":  # the local output and the log-sum-exp, and nothing that was exchanged
-                counted = count_step(config, plan, world, activation_checkpointing="selective")
-                both[f"selective {degree}"] = _kept(needs, "selective", 2), float(sum(counted.kept))
-    return both
+def _over_ranks(rank: int) -> tuple[dict[str, tuple[float, float]], dict[str, tuple[int, float, float]]]:
+    """Bytes of layers over two slots, as planned and as counted.
 
-
-def test_exchanged_heads_are_kept() -> None:
-    """At degree 4 each of 2 key/value heads is sent to two members."""
-    for of_rank in run_ranks(_over_ranks, 4):
-        for name, (planned, counted) in of_rank.items():
-            statistics = 2 * ROWS * 8 * 4 if "selective" in name else 0  # a log-sum-exp may be kept with what it is of
-            assert abs(planned - counted) <= CLOSE * counted + statistics, name
-        assert of_rank["p2p 4"][0] < of_rank["a2a 2"][0] < of_rank["a2a 4"][0]
-
-
-def _exchanges(rank: int) -> dict[str, tuple[int, float, float]]:
-    """By key/value heads, measure and order of slices: slices, and the peak of backward as planned and as counted."""
-    peaks: dict[str, tuple[int, float, float]] = {}
+    Those that layers keep, by communication type, key/value heads and measure; then slices of heads and the peak of
+    backward, by key/value heads, measure and order of slices.
+    """
+    kept, peaks = dict[str, tuple[float, float]](), dict[str, tuple[int, float, float]]()
     with pytest.MonkeyPatch.context() as monkeypatch, World(Layout(2), backend=backend()) as world:
         use_kernel_norms(monkeypatch)
+        settings, config = MemorySettings(parameter_bytes=2, shard_parameters=False), config_of("qwen3")
+        cases = (("p2p", 2, "none"), ("all_gather", 2, "none"), ("a2a", 2, "none"), ("a2a", 1, "none"))
+        for kind, config.num_key_value_heads, word in (*cases, ("a2a", 1, "selective")):
+            plan = plan_fixed([ROWS * 2], world.home, cp=2, cp_comm_type=kind)
+            counted = count_step(config, plan, world, activation_checkpointing=word)
+            needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
+            name = f"{kind} {config.num_key_value_heads} {word}"
+            kept[name] = _kept(needs, word, 2), float(sum(counted.kept))
         monkeypatch.setattr(all_to_all, "SLICE_BYTES", 0)  # tensors are taken for large
-        monkeypatch.setattr(loads, "count_exchange_slices", partial(count_exchange_slices, slice_bytes=0))
-        settings = MemorySettings(parameter_bytes=2, shard_parameters=False, mlp_tile_rows=128)
-        plan, config = plan_fixed([4 * ROWS], world.home, cp=2, cp_comm_type="a2a"), config_of("qwen3")
-        cases: tuple[tuple[int, Any, str], ...] = (
+        monkeypatch.setattr(layer_table, "count_exchange_slices", partial(count_exchange_slices, slice_bytes=0))
+        settings, plan = (
+            replace(settings, mlp_tile_rows=128),
+            plan_fixed([4 * ROWS], world.home, cp=2, cp_comm_type="a2a"),
+        )
+        orders: tuple[tuple[int, Any, str], ...] = (
             (8, "full", "at once"),
             (8, "full", "one by one"),
             (8, "selective", "one by one"),
             (2, "full", "at once"),
         )
-        for kv_heads, word, order in cases:
-            config.num_key_value_heads = kv_heads
+        for config.num_key_value_heads, word, order in orders:
             monkeypatch.setattr(memory_bytes, "QUERY_GRADIENT_BYTES", 1 if order == "one by one" else 1 << 30)
             counted = count_step(config, plan, world, activation_checkpointing=word, mlp_tile_rows=128)
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
             (place,), (load,) = needs.places, needs.loads
             layer = place.layer_bytes(1, load, word)
+            slices, *_ = LayerTable(place.read, settings, load).exchange_slices()
             others = counted.alive[1] - place.row_bytes * load.rows + _head_bytes(needs)  # its input counts as kept
             planned = others + layer.kept + layer.backward
             if word == "selective":  # on a CPU outputs travel too, not just their products with the gradient
-                planned += 3 * load.rows * place.row_bytes / load.exchange_slices
-            peaks[f"{kv_heads} {word} {order}"] = load.exchange_slices, planned, counted.backward[1]
-    return peaks
+                planned += 3 * load.rows * place.row_bytes / slices
+            peaks[f"{config.num_key_value_heads} {word} {order}"] = slices, planned, counted.backward[1]
+    return kept, peaks
 
 
-def test_slices_of_heads_are_counted_as_they_travel() -> None:
-    """Each as it is sent and as it is received: all of them at once, or one by one where sums are large."""
-    for of_rank in run_ranks(_exchanges, 2):
-        for name, (slices, planned, counted) in of_rank.items():
+def test_exchanged_heads_are_counted_as_they_are_kept_and_travel() -> None:
+    """One key/value head is sent to both members. Slices are sent all at once, or one by one where sums are large."""
+    for kept, peaks in run_ranks(_over_ranks, 2):
+        for name, (planned, counted) in kept.items():
+            statistics = 2 * ROWS * 8 * 4 if "selective" in name else 0  # a log-sum-exp may be kept with what it is of
+            assert abs(planned - counted) <= CLOSE * counted + statistics, name
+        assert kept["p2p 2 none"][0] < kept["a2a 2 none"][0]
+        for name, (slices, planned, counted) in peaks.items():
             assert slices == (4 if name.startswith("8") and name.endswith("one by one") else 2), name
             assert abs(planned - counted) <= PEAK * counted, (name, planned, counted)
-        assert of_rank["8 full one by one"][2] < of_rank["8 full at once"][2]
+        assert peaks["8 full one by one"][2] < peaks["8 full at once"][2]

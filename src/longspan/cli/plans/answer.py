@@ -152,7 +152,7 @@ def largest_parts(way: Fit) -> dict[str, int]:
     """Return the bytes of each part of a GPU's memory at the moment at which that part is largest."""
     memory, needs = way.memory, way.run.memory_needs(way.plans)
     names = ("gathered_once", "offload_states", "mlp_tile_rows", "segment_layers")
-    needs = needs.with_settings(replace(needs.places[0].settings, **{name: getattr(memory, name) for name in names}))
+    needs = needs.with_settings(**{name: getattr(memory, name) for name in names})
     moments = [m for place in needs.places for m in place.moments(needs.loads, memory.measures)]
     return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 

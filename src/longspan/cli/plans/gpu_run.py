@@ -119,7 +119,7 @@ class RunOnGpus:
         """
         rows, most_rows = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
         rows = min(rows, most_rows) if most_rows else rows
-        return run_memory_settings(self.config, target_share=self.target_share, encoder_rows=rows)
+        return run_memory_settings(self.config, encoder_rows=rows)
 
     @cached_property
     def shape(self) -> ModelShape:

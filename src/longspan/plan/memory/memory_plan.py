@@ -1,7 +1,7 @@
 """MemoryPlan: the bytes of a run on device and host, of the rank that needs most, with what each layer keeps."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,40 +74,20 @@ class MemoryPlan:
         """Return whether the plan fits a budget of bytes."""
         return self.device.total <= budget.device and self.host.total <= budget.host
 
-    def excess(self, budget: MemoryBudget) -> int:
-        """Return how many bytes of device and host are above a budget."""
-        return max(0, self.device.total - budget.device) + max(0, self.host.total - budget.host)
-
     def cost_settings(self, settings: CostSettings) -> CostSettings:
         """Return the settings of a cost under this plan: its recomputed layers, and whether weights are gathered once.
 
         All recomputed layers count as keeping what most of them keep.
         """
-        return replace(
-            settings,
-            recomputation=self.recomputation,
-            recomputed_layers=len(self.measures) - self.measures.count("none"),
-            gathered_once=self.gathered_once,
-        )
+        recomputed = len(self.measures) - self.measures.count("none")
+        settings = replace(settings, recomputed_layers=recomputed, gathered_once=self.gathered_once)
+        return replace(settings, recomputation=self.recomputation)
 
     @property
     def recomputation(self) -> Recomputation:
         """Return what most of the recomputed layers keep, on device or host; "none" where none is recomputed."""
         kinds = [word.partition("+")[0] for word in self.measures if word != "none"]
-        if not kinds:
-            return "none"
-        return Counter(kinds).most_common(1)[0][0]  # pyright: ignore[reportReturnType]
-
-    def table(self) -> str:
-        """Return the bytes of device and host, a line for each name as in the JSON."""
-        device, host = self.device.to_json(), self.host.to_json()
-        lines = [f"{'':14}{'GPU':>22}{'host':>32}"]
-        for name, size in device.items():
-            host_size = host[name]
-            device_cell = f"{gib_text(size):>12} {size:>17,}"
-            host_cell = f"{gib_text(host_size):>12} {host_size:>17,}" if host_size else ""
-            lines.append(f"{name:<14}{device_cell:>30}  {host_cell:>30}".rstrip())
-        return "\n".join(lines)
+        return max(kinds, key=kinds.count, default="none")  # pyright: ignore[reportReturnType]
 
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
@@ -155,88 +135,57 @@ class MemoryNeeds:
         *,
         machine: Machine | None = None,
     ) -> "MemoryNeeds":
-        """Count the needs of a run of one plan or several, as `MemoryPlan.of` takes them."""
-        plans = [plan] if isinstance(plan, Plan) else list(plan)
-        read = ConfigReader.of(config)
+        """Count the needs of a run of one plan or several, as `MemoryPlan.of` takes them.
+
+        A group of several slots, but not of all, has a communicator of its own: at most MOST_GROUPS of a slot.
+        """
+        plans, read = [plan] if isinstance(plan, Plan) else list(plan), ConfigReader.of(config)
         loads = slot_loads(plans, read, settings, machine or Machine(), home.tp)
         micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
-        return cls.for_loads(config, home, loads, settings, micro_batches, groups=_count_communicators(plans))
-
-    @classmethod
-    def for_loads(
-        cls,
-        config: Any,
-        home: Layout,
-        loads: Iterable[SlotLoad],
-        settings: MemorySettings,
-        micro_batches: int = 1,
-        *,
-        groups: int = 0,
-    ) -> "MemoryNeeds":
-        """Count the needs of these loads, in steps of `micro_batches` micro-batches.
-
-        `groups` is the most groups with a communicator of their own that one slot is in.
-        """
-        read, numbers = ConfigReader.of(config), ModelNumbers.of(config, home, settings)
-        layers = numbers.decoder_layers
-        stages = make_stages(layers, home, settings, of_depths=len(numbers.kinds) - layers)
-        places = tuple(
-            StageBytes(
-                read,
-                home,
-                settings,
-                numbers,
-                stage,
-                _count_waiting_micro_batches(home, settings, pipeline_rank, micro_batches),
-                groups,
-            )
-            for pipeline_rank, stage in enumerate(stages)
-        )
-        return cls(places, tuple(loads))
+        numbers = ModelNumbers.of(config, home, settings)
+        slots = max((plan.slots for plan in plans), default=1)
+        groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
+        counts = Counter(slot for group in groups if 1 < len(group) < slots for slot in group)
+        most_groups = min(max(counts.values(), default=0), MOST_GROUPS)
+        places = list[StageBytes]()
+        for rank, stage in enumerate(make_stages(numbers, home, settings)):
+            in_flight = _count_waiting_micro_batches(home, settings, rank, micro_batches)
+            places.append(StageBytes(read, home, settings, numbers, stage, in_flight, most_groups))
+        return cls(tuple(places), loads)
 
     @property
     def layers(self) -> int:
         """Decoder layers, depths included."""
         return len(self.places[0].numbers.kinds)
 
-    def with_settings(self, settings: MemorySettings) -> "MemoryNeeds":
-        """Return the needs of the same run under other settings."""
+    def with_settings(self, **changes: Any) -> "MemoryNeeds":
+        """Return the needs of the same run under changed settings."""
+        settings = replace(self.places[0].settings, **changes)
         return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
 
-    def measures_of_layers(self, first: str, count: int | None, others: str = "none") -> tuple[str, ...]:
-        """Return a word for each layer: `first` for the first `count` of each rank (None or 0: all), else `others`."""
+    def measures_of_layers(self, first: str, count: int, others: str) -> tuple[str, ...]:
+        """Return a word for each layer: `first` for the first `count` of each rank, `others` for the rest."""
         words = [others] * self.layers
         for place in self.places:
-            for layer in place.stage.layers[: count or None]:
+            for layer in place.stage.layers[:count]:
                 words[layer] = first
         return tuple(words)
 
     def under(self, measures: str | Sequence[str]) -> MemoryPlan:
         """Return the plan of memory where layers keep what `measures` says: a word for all, or one for each."""
         words, settings = layer_measures(measures, self.layers), self.places[0].settings
-        moments = [moment for place in self.places for moment in place.moments(self.loads, words)]
-        hosts = [place.host_bytes(self.loads, words) for place in self.places]
+        moments = (moment for place in self.places for moment in place.moments(self.loads, words))
+        hosts = (place.host_bytes(self.loads, words) for place in self.places)
         return MemoryPlan(
-            max(moments, key=lambda moment: moment.total),
-            max(hosts, key=lambda host: host.total),
-            words,
-            max(load.rows for load in self.loads),
-            settings.gathered_once,
-            settings.offload_states,
-            settings.mlp_tile_rows,
-            settings.segment_layers,
+            device=max(moments, key=lambda moment: moment.total),
+            host=max(hosts, key=lambda host: host.total),
+            measures=words,
+            rows=max(load.rows for load in self.loads),
+            gathered_once=settings.gathered_once,
+            offload_states=settings.offload_states,
+            mlp_tile_rows=settings.mlp_tile_rows,
+            segment_layers=settings.segment_layers,
         )
-
-
-def _count_communicators(plans: Sequence[Plan]) -> int:
-    """Count the groups that need communicators of their own, at the slot that is in most of them.
-
-    A group of one slot needs none, and the group of all slots has one anyway. A slot has at most MOST_GROUPS of them.
-    """
-    groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
-    several = [slots for slots in groups if 1 < len(slots) < max(plan.slots for plan in plans)]
-    counts = Counter(slot for slots in several for slot in slots)
-    return min(max(counts.values(), default=0), MOST_GROUPS)
 
 
 def _count_waiting_micro_batches(

@@ -14,7 +14,7 @@ from longspan.plan.cost.cost_changes import CostSettings, Recomputation
 from longspan.plan.cost.machine import SHARDING_SHARE, Machine
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
-from longspan.plan.memory.settings import Measure
+from longspan.plan.memory.settings import MEASURES, Measure
 from longspan.plan.memory.stage_bytes import StageBytes
 from longspan.plan.plan import Plan
 from longspan.plan.shape.model_shape import ModelShape
@@ -22,14 +22,6 @@ from longspan.plan.shape.model_shape import ModelShape
 BOTH_WAYS = 102 / 55  # bytes/s of copies there and back at once, over those of one way (an H200's bus, in GB/s)
 TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H200, 128K to 512K rows)
 SHOWN_SHARE = 0.1  # of the time of copies to the host that runs beside a layer's work, and is lost all the same
-
-
-def added_seconds(config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine) -> float:
-    """Return the seconds that the largest micro-batch takes longer than if everything were kept on the device.
-
-    >>> added_seconds("Qwen3-8B/config.json", needs.under("full"), needs, Machine.known("H200"))  # doctest: +SKIP
-    """
-    return MemoryPrices(config, machine, needs.places[0], max(needs.loads)).seconds(memory)
 
 
 def step_seconds(
@@ -57,11 +49,10 @@ def seconds_beyond_settings(
     optimizer's states on the host take.
     """
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
-    without_offload = replace(memory, offload_states=False)
     word: Measure = memory.recomputation
     one_measure = tuple("none" if measure == "none" else word for measure in memory.measures)
-    layer_seconds = prices.seconds(without_offload)
-    priced_seconds = prices.seconds(replace(without_offload, measures=one_measure))
+    layer_seconds = prices.seconds(replace(memory, offload_states=False))
+    priced_seconds = prices.seconds(replace(memory, offload_states=False, measures=one_measure))
     return layer_seconds - priced_seconds, prices.seconds(memory) - layer_seconds
 
 
@@ -79,15 +70,14 @@ class MemoryPrices:
 
         States are copied to the device and back once, in both directions at a time.
         """
-        tiled = bool(memory.mlp_tile_rows)
-        layers = sum(self._layer_seconds(index, word, tiled=tiled) for index, word in enumerate(memory.measures))
+        prices = self._layer_seconds[bool(memory.mlp_tile_rows)]
+        layers = sum(prices[word] for word in memory.measures)
         if memory.segment_layers > 1:  # all but the last layer of a segment run forward once more, attention included
             layers_run_again = sum(word != "none" for word in memory.measures) * (1 - 1 / memory.segment_layers)
-            layers += layers_run_again * (self._full_seconds + self._exchange_seconds.get("full", 0.0))
-        gather = 0.0 if memory.gathered_once else self._gather_seconds
+            layers += layers_run_again * self._layer_seconds[False]["full"]
         states = memory.host.states if memory.offload_states else 0
         state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
-        return layers + gather + state_copies
+        return layers + self._gather_seconds * (not memory.gathered_once) + state_copies
 
     def least_seconds(self, needs: MemoryNeeds, words: Sequence[Measure]) -> float:
         """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures.
@@ -95,109 +85,59 @@ class MemoryPrices:
         No plan is below it by rounding either: each sum has the terms of `seconds` in the same order, or smaller ones.
         """
         settings = needs.places[0].settings
-        tiled = bool(settings.mlp_tile_rows)
-        layers = sum(
-            min(self._layer_seconds(index, word, tiled=tiled) for word in words) for index in range(needs.layers)
-        )
-        return layers + (0.0 if settings.gathered_once else self._gather_seconds)
+        prices = self._layer_seconds[bool(settings.mlp_tile_rows)]
+        layers = sum(min(prices[word] for word in words) for _ in range(needs.layers))
+        return layers + self._gather_seconds * (not settings.gathered_once)
 
-    def _layer_seconds(self, index: int, word: str, *, tiled: bool = False) -> float:
-        """Return the seconds that a layer's measure adds: what is computed and exchanged again, and copies to the host.
+    @cached_property
+    def _layer_seconds(self) -> dict[bool, dict[str, float]]:
+        """Seconds that a measure adds to a layer, without tiles (False) and with them (True).
 
-        Tiles cost TILED_SHARE of a plain layer's time, lost to smaller products. A tiled MLP runs forward again in
-        backward: a layer that keeps all then counts as "selective", and any other layer repeats the MLP anyway.
+        They are those of what is computed and exchanged again: queries, keys and values under "selective", the output
+        too under "full". The load is a slot's part of equally long documents over all slots, or over one if nothing
+        moves: half as many as it has runs, for zigzag gives a slot two runs of a document. A copy to the host may hide
+        behind the forward pass, a third of a layer's time, and the copy back behind the rest. What does not hide counts
+        whole, and of what hides SHOWN_SHARE. A tiled MLP runs forward again, so that a layer that keeps all counts as
+        one that recomputes.
         """
-        kind, _, host = word.partition("+")
-        if tiled:
-            untiled = self._selective_seconds if kind == "none" else self._layer_seconds(index, word)
-            return untiled + TILED_SHARE * self._plain_seconds
-        if kind == "none":
-            return 0.0
-        seconds = self._full_seconds if kind == "full" else self._selective_seconds
-        seconds += self._exchange_seconds.get(kind, 0.0)
-        return seconds + (self._host_seconds(index, word) if host else 0.0)
-
-    def _seconds_under(self, kind: Recomputation) -> float:
-        """Return a slot's seconds for the load in all layers, if all layers recompute by `kind`.
-
-        The load is taken for a slot's part of equally long documents over `degree` slots. There are half as many
-        documents as the load has runs, for zigzag gives a slot two runs of a document.
-        """
-        settings = self.place.settings
+        place, load, settings = self.place, self.load, self.place.settings
+        moves = load.exchanged_rows or load.ring_rows or load.gathered_rows
+        degree, layers = place.home.slots if moves else 1, len(place.numbers.kinds)
+        rows, documents = load.rows * degree, max(1, load.runs // 2)
         costs = CostSettings(
-            recomputation=kind,
             depths=settings.depths,
             frozen=not settings.trains_all,
             float8=settings.float8,
-            compiled=settings.compiled if settings.gpu and self.place.home.tp == 1 else "none",
-            ep=self.place.home.ep,
+            compiled=settings.compiled if settings.gpu and place.home.tp == 1 else "none",
+            ep=place.home.ep,
         )
-        cost: Cost = self.machine.cost(self.config, costs).shared_by(self.place.home.tp)
-        degree = max(1, self.degree)
-        rows, documents = self.load.rows * degree, max(1, self.load.runs // 2)
-        return float(cost.work_seconds(rows, rows * rows / documents)) / degree  # the sum of squared lengths
 
-    @property
-    def degree(self) -> int:
-        """Slots that share a document: all if the load has rows that are exchanged, travel or are gathered, else 1."""
-        load = self.load
-        return self.place.home.slots if load.exchanged_rows or load.ring_rows or load.gathered_rows else 1
+        def layer_seconds(kind: Recomputation) -> float:
+            cost = self.machine.cost(self.config, replace(costs, recomputation=kind)).shared_by(place.home.tp)
+            return float(cost.work_seconds(rows, rows * rows / documents)) / degree / layers  # the squares' sum last
 
-    @property
-    def _layer_count(self) -> int:
-        """Decoder layers, with those of depths of prediction."""
-        return len(self.place.numbers.kinds)
-
-    @cached_property
-    def _plain_seconds(self) -> float:
-        """Seconds of a layer that recomputes nothing, forward and backward."""
-        return self._seconds_under("none") / self._layer_count
-
-    @cached_property
-    def _selective_seconds(self) -> float:
-        """Seconds that a layer takes longer if it recomputes all but attention."""
-        return max(0.0, self._seconds_under("selective") / self._layer_count - self._plain_seconds)
-
-    @cached_property
-    def _full_seconds(self) -> float:
-        """Seconds that a layer takes longer if it recomputes all."""
-        return max(0.0, self._seconds_under("full") / self._layer_count - self._plain_seconds)
-
-    @cached_property
-    def _exchange_seconds(self) -> dict[str, float]:
-        """Return, by measure, the seconds of the exchanges that a layer repeats; none where no heads are exchanged.
-
-        Under "selective" these are exchanges of queries, keys and values, under "full" also of the output; under
-        "exchanged" a layer repeats none. `seconds_of_number` is for one number of each exchanged row.
-        """
-        if not self.load.exchanged_rows:
-            return {}
-        shape = ModelShape.of(self.config, depths=self.place.settings.depths)
-        bytes_of_number = self.load.exchanged_rows * self.place.settings.compute_bytes / self.place.home.tp
+        plain = layer_seconds("none")
+        selective, full = (max(0.0, layer_seconds(kind) - plain) for kind in ("selective", "full"))
+        shape = ModelShape.of(self.config, depths=settings.depths)
         # Members that exchange heads are taken to be in one node.
-        seconds_of_number = bytes_of_number / self.machine.inside.point.bytes_per_second
-        widths = {
-            "selective": shape.query_width + 2 * shape.key_width,
-            "full": 2 * (shape.query_width + shape.key_width),
-        }
-        return {kind: seconds_of_number * width for kind, width in widths.items()}
-
-    def _host_seconds(self, index: int, word: str) -> float:
-        """Return the seconds that a layer's copies to the host and back add.
-
-        The copy there may hide behind a layer's forward pass, taken for a third of the layer's time, and the copy back
-        behind its backward pass. What does not hide counts whole, and of what hides SHOWN_SHARE.
-        """
-        size = self.place.layer_bytes(index, self.load, word).host  # pyright: ignore[reportArgumentType]
-        copy_seconds = size / self.machine.host_copy_bytes_per_second
-        forward = self._plain_seconds / 3
-        backward = self._plain_seconds - forward
-        hidden_seconds = min(copy_seconds, forward) + min(copy_seconds, backward)
-        return 2 * copy_seconds - hidden_seconds + SHOWN_SHARE * hidden_seconds
+        exchanged = load.exchanged_rows * settings.compute_bytes / place.home.tp
+        number_seconds = exchanged / self.machine.inside.point.bytes_per_second  # of a number of each exchanged row
+        again = {"none": 0.0, "exchanged": selective}
+        again["selective"] = selective + number_seconds * (shape.query_width + 2 * shape.key_width)
+        again["full"] = full + number_seconds * 2 * (shape.query_width + shape.key_width)
+        whole, tiled = dict[str, float](), dict[str, float]()
+        for word in MEASURES:
+            kind, _, host = word.partition("+")
+            size = mean(place.layer_bytes(layer, load, word).host for layer in place.stage.layers) if host else 0.0
+            copy = size / self.machine.host_copy_bytes_per_second
+            hidden = min(copy, plain / 3) + min(copy, plain - plain / 3)
+            whole[word] = again[kind] + 2 * copy - (1 - SHOWN_SHARE) * hidden
+            tiled[word] = (selective if word == "none" else whole[word]) + TILED_SHARE * plain
+        return {False: whole, True: tiled}
 
     @cached_property
     def _gather_seconds(self) -> float:
-        """Return the seconds of a micro-batch's second gather of weights; 0 where they are unsharded or stay whole.
+        """Seconds of a micro-batch's second gather of weights; 0 where they are unsharded or stay whole.
 
         A gather takes copies of weights, and the share of the wire's time that does not hide behind other work.
         """

@@ -30,14 +30,12 @@ class MemorySettings:
     `lora_targets` (none named: every linear of decoder layers) have `adapter_bytes` a number. There are `depths` of
     multi-token prediction. `shard_parameters` as in `prepare`. `gathered_once` keeps a layer's weights between forward
     and backward; `offload_states` keeps the optimizer's states on the host. `segment_layers` neighbouring layers that
-    recompute keep one input together (0 or 1: each its own). `mlp_tile_rows` and `loss_chunk_rows` as in [train]; only
-    `target_share` of rows predict a token. `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and
-    gradients whole. `sequence_parallel` as in [parallel]. `cp_comm_type` is what "auto" in a plan stands for; "" is the
-    type of the machine's prices. On a `gpu` there are a context and communicators, and kernels run norms in one pass
-    (`fused_norms`). Layers may be `compiled` as in [train]: torch.compile keeps less of them. State-space layers scan
-    by `scan_kernels` of GPUs, else in float32. Linears and experts may multiply in `float8`. `backward` False is an
-    evaluation. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`, in a wave (0: no
-    encoder); `encoder_trained` of it is trained.
+    recompute keep one input together (0 or 1: each its own). `mlp_tile_rows` and `loss_chunk_rows` as in [train].
+    `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole. `sequence_parallel` as in
+    [parallel]. On a `gpu` there are a context and communicators, and kernels run norms in one pass (`fused_norms`).
+    Layers may be `compiled` as in [train]: torch.compile keeps less of them. State-space layers scan by `scan_kernels`
+    of GPUs, else in float32. Linears and experts may multiply in `float8`. Of images a slot encodes `encoder_rows` rows
+    in a step, or, `encoder_recomputed`, in a wave (0: no encoder); `encoder_trained` of it is trained.
     """
 
     parameter_bytes: int = 4
@@ -53,18 +51,15 @@ class MemorySettings:
     mlp_tile_rows: int = 0
     segment_layers: int = 0
     loss_chunk_rows: int = 0
-    target_share: float = 1.0
     fused_norms: bool = True
     schedule: str = "1f1b"
     vpp: int = 1
     free: bool = False
     sequence_parallel: bool = False
-    cp_comm_type: str = ""
     gpu: bool = True
     scan_kernels: bool = True
     float8: bool = False
     compiled: Compiled = "none"
-    backward: bool = True
     encoder_rows: int = 0
     encoder_recomputed: bool = False
     encoder_trained: Literal["all", "projector", "none"] = "all"

@@ -9,15 +9,13 @@ from longspan.plan import FixedMemory, MemorySettings
 from longspan.plan.memory.settings import MOMENTS
 
 
-def run_memory_settings(
-    config: RunConfig, *, gpu: bool = True, target_share: float = 1.0, encoder_rows: int = 0
-) -> MemorySettings:
+def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: int = 0) -> MemorySettings:
     """Read the settings of a run's plan of memory; those that the plan may choose have the values of their keys.
 
     >>> run_memory_settings(RunConfig()).state_numbers
     2.0
 
-    `encoder_rows` of images are encoded at once on a slot, and `target_share` of all rows predict a token.
+    `encoder_rows` of images are encoded at once on a slot.
     """
     train, parallel = config.train, config.parallel
     return MemorySettings(
@@ -32,7 +30,6 @@ def run_memory_settings(
         offload_states=train.offload_states,
         mlp_tile_rows=train.mlp_tile_rows,
         loss_chunk_rows=train.loss_chunk_rows,
-        target_share=target_share,
         fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
         float8=bool(train.float8),
         compiled=train.compiled,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.sections import EncoderSection, RunConfig
+from longspan.config.sections import RunConfig
 from longspan.errors import CommError, ConfigError
 from longspan.files import read_json, write_atomically
 from longspan.train.plans import plan_row_multiple
@@ -22,13 +22,10 @@ if TYPE_CHECKING:
     from longspan.train.memory.run_memory import RunMemory
 
 FILE = "max_tokens_per_slot.json"  # in the run's folder
-# Keys on which the rows of a slot depend, besides all of [model], [parallel], [lora] and [mtp].
-_DEPENDS_ON = {
+# Keys on which the rows of a slot depend, besides those of whole sections.
+_SECTIONS = ("model", "parallel", "context", "lora", "mtp", "encoder")
+_KEYS = {
     "data": ("tokenizer", "vocab_size"),
-    "context": (
-        *("planner", "mode", "context_parallel_size", "max_dynamic_context_parallel_size"),
-        *("cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "attention_kernel"),
-    ),
     "train": (
         *("optimizer", "optimizer_arguments", "stochastic_rounding"),
         *("activation_checkpointing", "offload_activations", "memory", "offload_states"),
@@ -66,7 +63,17 @@ def choose_rows(
     if config.context.max_tokens_per_slot != AUTO:
         return config, None if finished else choose_memory_on_ranks(run, world, log)[1]
     file, ranks, keys = Path(config.run.dir) / FILE, len(world.home.ranks), memory_keys(config)
-    slot_rows: SlotRows | None = run_on_first_rank(world, lambda: _read_rows(file, ranks, keys), ConfigError)
+
+    def read_rows() -> SlotRows | None:
+        if not file.is_file():
+            return None
+        try:
+            slot_rows = SlotRows(**read_json(file))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{file} is damaged: {error}; remove it and rows are chosen again") from error
+        return slot_rows if (slot_rows.ranks, slot_rows.keys) == (ranks, keys) else None
+
+    slot_rows: SlotRows | None = run_on_first_rank(world, read_rows, ConfigError)
     if slot_rows is not None:
         run = replace(run, config=_set_training_rows(config, slot_rows.planned))
     if finished:
@@ -91,9 +98,9 @@ def ran_short_of_memory(error: BaseException) -> bool:
 def halve_rows(config: RunConfig) -> None:
     """Halve the rows that a run has kept in its folder; for the first rank."""
     file, multiple = Path(config.run.dir) / FILE, plan_row_multiple(config.parallel)
-    slot_rows = SlotRows(**read_json(file))
-    rows = max(1, slot_rows.rows // 2 // multiple) * multiple
-    write_atomically(file, json.dumps(asdict(replace(slot_rows, rows=rows)), indent=1))
+    values = read_json(file)
+    rows = max(1, values["rows"] // 2 // multiple) * multiple
+    write_atomically(file, json.dumps(values | {"rows": rows}, indent=1))
 
 
 def use_training_rows(config: RunConfig) -> RunConfig:
@@ -114,17 +121,6 @@ def use_training_rows(config: RunConfig) -> RunConfig:
     return _set_eval_rows(config, rows)
 
 
-def _read_rows(file: Path, ranks: int, keys: dict[str, Any]) -> SlotRows | None:
-    if not file.is_file():
-        return None
-    try:
-        values = read_json(file)
-        slot_rows = SlotRows(**values)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{file} is damaged: {error}; remove it and rows are chosen again") from error
-    return slot_rows if (slot_rows.ranks, slot_rows.keys) == (ranks, keys) else None
-
-
 def _set_training_rows(config: RunConfig, rows: int) -> RunConfig:
     return replace(config, context=replace(config.context, max_tokens_per_slot=rows))
 
@@ -137,13 +133,8 @@ def _set_eval_rows(config: RunConfig, rows: int) -> RunConfig:
 
 
 def memory_keys(config: RunConfig) -> dict[str, Any]:
-    """Return the keys of a configuration on which the rows depend, with their values as JSON keeps them.
-
-    [encoder] counts only where it is not the default, so that its keys do not matter to runs of text.
-    """
+    """Return the keys of a configuration on which the rows depend, with their values as JSON keeps them."""
     values = config.tables()
-    names = {section: values[section] for section in ("model", "parallel", "lora", "mtp")} | _DEPENDS_ON
-    if config.encoder != EncoderSection():
-        names |= {"encoder": values["encoder"]}
+    names = {section: tuple(values[section]) for section in _SECTIONS} | _KEYS
     keys = {f"{section}.{key}": values[section][key] for section in names for key in names[section]}
     return json.loads(json.dumps(keys))  # tuples become lists, so that they equal those read from a file
