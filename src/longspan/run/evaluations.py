@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,17 +196,14 @@ class Evaluations:
                     return Final(stopped=signal)
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)
-            (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=_largest_degree))
-        self._write_samples(done)
-        return Final(tuple(at_degrees), tuple(set_evaluations))
-
-    def _write_samples(self, done: int) -> None:
-        run, rows = self.run, list[dict[str, Any]]()
+            (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=attrgetter("cp")))
+        run, samples = self.run, list[dict[str, Any]]()
         for entry in run.sets:
             choice = run.choice_of(entry.config)
-            rows += image_samples(run.model, entry.documents, choice, run.world, run.dir, name=entry.name, step=done)
-        if rows:
-            run_on_first_rank(run.world, partial(_write_lines, run.dir / SAMPLES_FILE, rows), RunFolderError)
+            samples += image_samples(run.model, entry.documents, choice, run.world, run.dir, name=entry.name, step=done)
+        if samples:
+            run_on_first_rank(run.world, partial(_write_lines, run.dir / SAMPLES_FILE, samples), RunFolderError)
+        return Final(tuple(at_degrees), tuple(set_evaluations))
 
     def _final_evaluations(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
         """Yield evaluations of a set: as configured and, for the held-out documents, at every other degree.
@@ -258,7 +256,7 @@ class Evaluations:
         """
         world = self.run.world
         self._recorded.extend(evaluation.row() for evaluation in evaluations[:1])
-        for evaluation in sorted(evaluations, key=_largest_degree):
+        for evaluation in sorted(evaluations, key=attrgetter("cp")):
             row = evaluation.row()
             run_on_every_rank(world, partial(self.records.metrics.write, row), RunFolderError)
             self.display.show_evaluation(row)
@@ -274,8 +272,3 @@ class Evaluations:
 def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     file.parent.mkdir(exist_ok=True)
     write_atomically(file, "".join(as_json(row) + "\n" for row in rows))
-
-
-def _largest_degree(evaluation: Evaluation) -> int:
-    """Return the degree of an evaluation, of a dynamic plan its widest."""
-    return evaluation.cp

@@ -150,7 +150,9 @@ class GroupLog:
         for group in groups.values():
             rows += self._cp_rows(group, use)
         rows += [{"kind": "levels", "use": use, "a2a": pair.a2a, "p2p": pair.p2p} for pair in levels]
-        self._write_rows(rows)
+        if rows:
+            with name_file_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
         if communicators:
             counts = Counter(f"{record.kind} of {len(record.ranks)}" for record in communicators)
             names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
@@ -158,11 +160,6 @@ class GroupLog:
         printed = len(self._recorded_levels) - len(levels)
         for pair in levels[: max(0, PRINTED - printed)]:
             self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")
-
-    def _write_rows(self, rows: list[Row]) -> None:
-        if rows and self._path is not None:
-            with name_file_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
 
     def _new_cp_groups(self, plan: Plan, use: Use) -> dict[tuple[object, ...], Group]:
         """Return the plan's groups of several slots that contain this rank and are new for this use, by key."""

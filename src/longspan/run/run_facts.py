@@ -1,12 +1,9 @@
 """Collects the facts of a run after its set-up, on all ranks together; the first rank logs them before step 1."""
 
 from contextlib import suppress
-from typing import Any
 
 import torch
 
-from longspan.comm import World
-from longspan.config.sections import MtpSection
 from longspan.errors import plural
 from longspan.files import read_json
 from longspan.launch.launch import usable_cores
@@ -27,63 +24,66 @@ def facts_of(run: TrainingRun) -> RunFacts:
 
     >>> display.log(facts_text(facts_of(run)))
     """
-    config, execution = run.config, model_execution(run.model)
+    config, world, home, order = run.config, run.world, run.world.home, run.order
+    execution, lengths, mtp = model_execution(run.model), run.corpus.lengths, config.mtp
+    parameters, parameters_of_rank, trained = _count_parameters(run)
+    experts, ranks = read_experts(run.model.config), len(home.ranks)
+    parameter_dtype, compute_dtype, reduce_dtype = (
+        str(dtype).removeprefix("torch.")
+        for dtype in (execution.parameter_dtype, execution.compute_dtype, execution.reduce_dtype)
+    )
+    # parallel.vpp is no degree of a home, and is told beside them
+    degrees = {"tp": home.tp, "pp": home.pp, "vpp": config.parallel.vpp, "ep": home.ep}
+    free = ", free" if config.context.mode == "free" else ""
+    cap = run.choice.options.max_tokens_per_slot
+    rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
+    evaluated = f"; evaluation {run.evaluation_choice.text}" if run.held_out else ""
+    depths = f"{plural(mtp.depths, 'depth')} of multi-token prediction, loss weight {mtp.loss_weight:g}"
     return RunFacts(
-        **_model_facts(run),
-        **_dtype_names(execution),
-        **_device_facts(run.world),
-        home=_home_degrees(run.world, config.parallel.vpp),
+        model=config.model.source or config.model.preset,
+        parameters=parameters,
+        parameters_of_rank=parameters_of_rank,
+        trained=trained if config.lora.rank else 0,
+        experts=experts.of_layer,
+        experts_of_token=experts.of_token,
+        parameter_dtype=parameter_dtype,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        device=device_name(world),
+        ranks=ranks,
+        node_size=world.node_size,
+        hosts=-(-ranks // (world.node_size * home.tp)),
+        cores=usable_cores(),
+        backend="nccl" if world.device.type == "cuda" else "gloo",
+        home={"slots": home.slots, **degrees, "dp_replicate": home.dp_replicate},
         sequence_parallel=config.parallel.sequence_parallel,
         comm_types="/".join(dict.fromkeys(run.choice.comm_types)),
         kernels=execution.kernels,
-        plans=_planning_text(run),
+        plans=f"{run.choice.text}{free}, {rows}{evaluated}",
         priced_for=run.cost.source or "",
         peak_tflops=run.figures.peak,
         uncounted=run.figures.uncounted,
-        **_data_facts(run),
-        **_step_facts(run),
+        documents=len(lengths),
+        held_out=len(run.held_out),
+        tokens=int(lengths.sum()),
+        longest=int(lengths.max()),
+        steps=config.train.steps,
+        done=run.done,
+        tokens_per_step=largest_step(config, order),
+        optimizer=config.train.optimizer,
+        lr=config.train.lr,
         report=str(run.dir / "report.html"),
         evaluated="\n".join(run.why_degrees),
         float8=execution.float8,
-        mixers=mixers_text(execution, run.world.device, config.context.partition),
+        mixers=mixers_text(execution, world.device, config.context.partition),
         compiled=execution.compiled,
-        mtp=_mtp_text(config.mtp),
+        mtp=depths if mtp.depths else "",
         encoder=_encoder_text(run),
         rows=run.why_partition,
         caution=execution.slow_reason(),
         sessions=_session_list(run),
         memory=run.memory.to_json() if run.memory is not None else {},
     )
-
-
-def _model_facts(run: TrainingRun) -> dict[str, Any]:
-    model = run.config.model
-    parameters, parameters_of_rank, trained = _count_parameters(run)
-    experts = read_experts(run.model.config)
-    return {
-        "model": model.source or model.preset,
-        "parameters": parameters,
-        "parameters_of_rank": parameters_of_rank,
-        "trained": trained if run.config.lora.rank else 0,
-        "experts": experts.of_layer,
-        "experts_of_token": experts.of_token,
-    }
-
-
-def _data_facts(run: TrainingRun) -> dict[str, int]:
-    lengths = run.corpus.lengths
-    return {
-        "documents": len(lengths),
-        "held_out": len(run.held_out),
-        "tokens": int(lengths.sum()),
-        "longest": int(lengths.max()),
-    }
-
-
-def _step_facts(run: TrainingRun) -> dict[str, Any]:
-    train = run.config.train
-    values = {name: getattr(train, name) for name in ("steps", "optimizer", "lr")}
-    return {"done": run.done, "tokens_per_step": largest_step(run.config, run.order), **values}
 
 
 def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
@@ -113,11 +113,6 @@ def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
     return total, max(stored for *_, stored in rank_counts), trained_total
 
 
-def _dtype_names(execution: Execution) -> dict[str, str]:
-    names = ("parameter_dtype", "compute_dtype", "reduce_dtype")
-    return {name: str(getattr(execution, name)).removeprefix("torch.") for name in names}
-
-
 def mixers_text(execution: Execution, device: torch.device, partition: str) -> str:
     """Return in words how state-space layers run and how many states are sent; "" if there are no such layers."""
     if not execution.mixers:
@@ -127,11 +122,6 @@ def mixers_text(execution: Execution, device: torch.device, partition: str) -> s
     if partition == "contiguous":
         return f"{layers}; at most one state a slot and group is sent"
     return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
-
-
-def _mtp_text(mtp: MtpSection) -> str:
-    depths = plural(mtp.depths, "depth")
-    return f"{depths} of multi-token prediction, loss weight {mtp.loss_weight:g}" if mtp.depths else ""
 
 
 def _encoder_text(run: TrainingRun) -> str:
@@ -144,30 +134,3 @@ def _encoder_text(run: TrainingRun) -> str:
     slots = plural(encoder.world.home.slots, "slot") + (f" of tp {settings.tp}" if settings.tp > 1 else "")
     waves = f", at most {settings.max_rows:,} rows of a slot at once" if settings.max_rows else ""
     return f"{parameters:,} parameters on {slots}, {trained}; {plural(count, 'image')}{waves}"
-
-
-def _device_facts(world: World) -> dict[str, Any]:
-    gpu, ranks = world.device.type == "cuda", len(world.home.ranks)
-    return {
-        "device": device_name(world),
-        "ranks": ranks,
-        "node_size": world.node_size,
-        "hosts": -(-ranks // (world.node_size * world.home.tp)),
-        "cores": usable_cores(),
-        "backend": "nccl" if gpu else "gloo",
-    }
-
-
-def _home_degrees(world: World, virtual_stages: int) -> dict[str, int]:
-    """Return the slots and the degrees of the home by name; `virtual_stages` is parallel.vpp, which a home has not."""
-    home = world.home
-    degrees = {"tp": home.tp, "pp": home.pp, "vpp": virtual_stages, "ep": home.ep, "dp_replicate": home.dp_replicate}
-    return {"slots": home.slots, **degrees}
-
-
-def _planning_text(run: TrainingRun) -> str:
-    free = ", free" if run.config.context.mode == "free" else ""
-    cap = run.choice.options.max_tokens_per_slot
-    rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
-    evaluated = f"; evaluation {run.evaluation_choice.text}" if run.held_out else ""
-    return f"{run.choice.text}{free}, {rows}{evaluated}"

@@ -230,7 +230,9 @@ class BestCheckpoint:
             f"step {step} has the best {self.figure.column} so far, {value:.6g}{best_before}; its checkpoint is kept"
         )
         self._bests = [*self._bests[-1:], (step, value)]
-        run_on_first_rank(self._world, self._write_bests, RunFolderError)
+        bests = [{"step": step, "value": value} for step, value in self._bests]
+        text = json.dumps({**vars(self.figure), "bests": bests}, indent=1)
+        run_on_first_rank(self._world, lambda: write_atomically(self._file, text), RunFolderError)
         return True
 
     def _is_better(self, value: float) -> bool:
@@ -252,10 +254,6 @@ class BestCheckpoint:
         except (ValueError, KeyError, TypeError, AttributeError):
             self._log(f"{self._file} is damaged: the best checkpoint is looked for anew")
             return []
-
-    def _write_bests(self) -> None:
-        bests = [{"step": step, "value": value} for step, value in self._bests]
-        write_atomically(self._file, json.dumps({**vars(self.figure), "bests": bests}, indent=1))
 
 
 def save_final_model(run: TrainingRun) -> None:
