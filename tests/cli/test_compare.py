@@ -36,20 +36,20 @@ def test_the_case_of_8192_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--cp-comm-type", "p2p"]) == 0
     out = capsys.readouterr().out
     assert "8,192 ranks = 1,024 slots x tp 2 x pp 4" in out
-    assert "cp 1, filled up to 4 micro-batches a pass to keep the pipeline full: 4,096 document-steps for 1,024" in out
-    assert "cp 4, planned: each document once, 1,024 document-steps in 4 micro-batches" in out
+    assert "fills up each pass to 4 micro-batches at cp 1: 4,096 documents in place of 1,024, " in out
+    assert "evaluation at cp 4, p2p: 1,024 documents in " in out
 
 
 def test_degrees_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMPARE, "--slots", "8", "--pp", "2", "--same", "8x64", "--which-eval-degree", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert [row["cp"] for row in answer["degrees"]] == [1, 2, 4, 8]
-    assert [row["filled_document_steps"] for row in answer["degrees"]] == [16, 8, 8, 8]
-    assert answer["best_cp"] in (1, 2, 4, 8)
-    best = min(answer["degrees"], key=lambda row: row["planned_seconds"])
-    assert best["cp"] == answer["best_cp"] and f"evaluation at cp {best['cp']}" in answer["reason"]
-    for row in (*answer["degrees"], answer["dynamic"]):
-        assert row["planned_lower_bound_seconds"] <= row["planned_seconds"] and row["planned_document_steps"] == 8
+    *degrees, dynamic = answer["plans"]
+    assert [row["name"] for row in degrees] == [f"fixed, cp {cp}" for cp in (1, 2, 4, 8)]
+    assert "16 documents in place of 8" in answer["filled"]
+    best = min(degrees, key=lambda row: row["seconds"])
+    assert best["name"].endswith(f"cp {answer['best_cp']}")
+    assert f"evaluation at cp {answer['best_cp']}" in answer["reason"]
+    assert all(row["lower_bound_seconds"] <= row["seconds"] for row in (*degrees, dynamic))
 
 
 @pytest.mark.parametrize("words", [[], ["--pp", "2", "--vpp", "2"], ["--tp", "2", "--evaluation"], ["--mode", "free"]])
@@ -178,7 +178,7 @@ def test_rows_are_what_the_longest_document_needs_and_nothing_possible_is_an_err
         (["--slots", "4"], "give one of --lengths"),
         (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free"),
         (["--slots", "4", "--same", "2x5", "--mtp-depths", "1"], "--mtp-depths 1 with no --model; give --model FOLDER"),
-        (["--slots", "4", "--same", "2x5", "--cp", "2", "--which-eval-degree"], "--cp 2 is one degree, and --which-"),
+        (["--slots", "4", "--same", "2x5", "--cp", "2", "--which-eval-degree"], "--cp 2 is one row, and --which-"),
         (["--slots", "4", "--same", "2x5", "--min-cp", "4", "--max-cp", "2"], "--min-cp is 4 and --max-cp 2; give"),
         (["--plans", "nowhere", "--max-cp", "2"], "--max-cp is of plans that are made, and those of --plans are as"),
         (["--slots", "4", "--same", "2x5", "--images", "1x1"], "--images is of one plan"),
@@ -188,7 +188,7 @@ def test_rows_are_what_the_longest_document_needs_and_nothing_possible_is_an_err
         ),
         (
             ["--slots", "4", "--same", "2x5", "--planner", "my.planner", "--which-eval-degree"],
-            "--planner my.planner plans",
+            "--planner my.planner is one row",
         ),
         (["--slots", "4", "--same", "2x5", "--plot", "a.svg"], "--plot is of one plan"),
         (["--plans", "nowhere"], "nowhere is neither a plan's JSON file nor a folder with plans"),
@@ -219,10 +219,12 @@ def test_degrees_that_the_query_heads_do_not_allow_are_not_compared(capsys: pyte
     names = [row["name"] for row in json.loads(capsys.readouterr().out)["plans"]]
     assert names == ["padded, cp 1", "fixed, cp 1", "fixed, cp 2", "fixed, cp 4", "dynamic"]
     assert main([*base, "--which-eval-degree"]) == 0
-    assert [row["cp"] for row in json.loads(capsys.readouterr().out)["degrees"]] == [1, 2, 4]
+    names = [row["name"] for row in json.loads(capsys.readouterr().out)["plans"]]
+    assert names == ["fixed, cp 1", "fixed, cp 2", "fixed, cp 4", "dynamic"]
     assert main([word if word != "a2a" else "auto" for word in base] + ["--which-eval-degree"]) == 0
-    rows = json.loads(capsys.readouterr().out)["degrees"]
-    assert [row["cp"] for row in rows] == [1, 2, 4, 8, 16] and "a2a" not in {row["cp_comm_type"] for row in rows[3:]}
+    *rows, _ = json.loads(capsys.readouterr().out)["plans"]
+    assert [row["name"].split()[-1] for row in rows] == ["1", "2", "4", "8", "16"]
+    assert "a2a" not in {row["cp_comm_type"] for row in rows[3:]}
 
 
 def test_a_comparison_at_given_degrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,9 +248,9 @@ def test_a_comparison_at_given_degrees(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_dynamic_plan_of_compared_eval_degrees_is_of_given_degrees(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*COMPARE, "--slots", "8", "--same", "3x9000", "--which-eval-degree", "--json"]
     assert main([*words, "--max-tokens-per-slot", "9000"]) == 0
-    free = json.loads(capsys.readouterr().out)["dynamic"]["planned_seconds"]
+    free = json.loads(capsys.readouterr().out)["plans"][-1]["seconds"]
     assert main([*words, "--max-tokens-per-slot", "9000", "--max-cp", "1"]) == 0
-    assert json.loads(capsys.readouterr().out)["dynamic"]["planned_seconds"] > 1.5 * free
+    assert json.loads(capsys.readouterr().out)["plans"][-1]["seconds"] > 1.5 * free
 
 
 def test_saved_plans_say_what_they_are_priced_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

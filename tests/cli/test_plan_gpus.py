@@ -16,8 +16,9 @@ from longspan.cli.plans.fit import UNIT
 from longspan.cli.plans.gpu_run import RunOnGpus
 from longspan.cli.plans.question import GpuFlags, Gpus, read_gpus
 from longspan.config.file import load_config
-from longspan.errors import ConfigError
-from longspan.plan import Bytes, Machine
+from longspan.errors import ConfigError, PlanError
+from longspan.layout import Layout
+from longspan.plan import Bytes, Machine, Plan, PlanOptions, plan_fixed
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.run.checks import check_config, check_preset
 from longspan.train.plans import find_run_cost
@@ -85,8 +86,8 @@ def test_text_has_the_table_and_the_keys(model: str, capsys: pytest.CaptureFixtu
     answer = ask(["--model", model, *GPUS, "--longest"], capsys)
     assert f"the longest document has {answer['longest']:,} tokens" in text
     assert all(f"\n{name} " in text for name in NAMES) and "at its largest" in text and "\nmemory: " in text
-    assert f"--context.max_tokens_per_slot {answer['longest'] // 4}" in text.replace(" \\\n   ", "")
-    assert f"longspan train --model.path {model}" in text and "the speed of an H200" in text
+    assert f"\nmax_tokens_per_slot = {answer['longest'] // 4}\n" in text
+    assert f'\n[model]\npath = "{model}"\n' in text and "the speed of an H200" in text
 
 
 def test_names_of_gpus_have_their_bytes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +187,7 @@ def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.Ca
     printed = capsys.readouterr()
     assert re.search(r"documents of 54 texts to train on.*; 6 texts of \d+ documents held out", printed.out)
     assert "tokens are estimated as bytes / 4" in printed.err and "100 steps of " in printed.out
-    assert ", the mean of 64 of them: " in printed.out and "--train.steps 100" in printed.out
+    assert ", the mean of 64 of them: " in printed.out and "\nsteps = 100\n" in printed.out
 
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
@@ -223,6 +224,45 @@ def test_layouts_are_compared_and_the_fastest_that_fits_is_written(
     assert main(["plan", *words]) == 0
     text = capsys.readouterr().out
     assert "tokens/s per GPU" in text and "\nfixed, cp 4 " in text and "\ndynamic " in text
+    assert text.endswith(file.read_text().partition("\n")[2])
+
+
+def test_a_comparison_has_every_planner_at_the_rows_that_memory_holds(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those that an answer leaves out: padded plans, and dynamic ones of equal lengths; status 2 if none fits."""
+    words = ["--model", model, *GPUS, "--same", "4x30000", "--compare"]
+    answer = ask([*words, "--planner", "tests.cli.test_plan_gpus.whole_slots"], capsys)
+    ways = {(way["planner"], way["degree"]): way for way in answer["alternatives"]}
+    fixed = {("fixed", 1), ("fixed", 2), ("fixed", 4)}
+    assert {*ways} == fixed | {("padded", cp) for _, cp in fixed} | {
+        ("dynamic", None),
+        (f"{__name__}.whole_slots", None),
+    }
+    assert all(way["device_bytes"] <= 0.92 * (5 << 30) for way in ways.values() if way["seconds"])
+    assert max(way["rows"] for way in ways.values()) == 30000  # documents need 7,500 at degree 4
+    best = ask(words[:-1], capsys)
+    assert best["step_seconds"] == answer["step_seconds"] == min(way["seconds"] for way in ways.values())
+    given = ask([*words, "--cp", "4", "--planner", "tests.cli.test_plan_gpus.no_plan"], capsys)
+    assert {(way["planner"], way["degree"]) for way in given["alternatives"]} == {
+        ("dynamic", None),
+        ("fixed", 4),
+        ("padded", 4),
+    }
+    assert given["notes"][0].startswith("tests.cli.test_plan_gpus.no_plan: not possible: ")
+    words = ["--model", model, "--gpu-bytes", "1200000000", "--same", "1x1000000", "--compare"]
+    assert main(["plan", *words]) == main(["plan", *words, "--json"]) == 2
+    assert "does not fit 1 GPU of" in capsys.readouterr().err
+
+
+def whole_slots(lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
+    """A planner of one's own."""
+    return plan_fixed(lengths, home, home.slots, options=options)
+
+
+def no_plan(lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
+    """A planner of one's own that refuses all documents."""
+    raise PlanError("no documents like these")
 
 
 def test_no_torch(model: str, tmp_path: Path) -> None:

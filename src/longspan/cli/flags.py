@@ -6,7 +6,7 @@ help texts are the docstrings of their fields.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from io import StringIO
@@ -63,16 +63,13 @@ def _section_flags(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flags | None = None) -> Flags:
-    """Parse the flags of a verb from its words.
-
-    Raises ConfigError for a flag that does not exist, with the nearest one.
+    """Parse the flags of a verb from its words; `--help` prints and exits.
 
     >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
 
-    Other wrong words raise it too, with tyro's text. `--help` prints and exits.
+    Raises ConfigError, with the nearest flag for one that does not exist, or with tyro's text.
     """
-    types = flag_types(kind)
-    words = _check_words(_split_lists(argv, types), types, prog)
+    words = _read_words(argv, flag_types(kind), prog)
     defaults: dict[str, Any] = {} if default is None else {"default": default}
     refusal = StringIO()
     try:
@@ -107,72 +104,69 @@ def check_least(flags: Any, **least: int) -> None:
 
 def flag_types(kind: type) -> dict[str, Any]:
     """List every flag of a flags dataclass, as on the command line, with the type of its value; tables have none."""
-    types: dict[str, Any] = {}
+    types, marked = dict[str, Any](), get_type_hints(kind, include_extras=True)
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
-            types |= {f"--{name}.{key.name}": key.kind for key in section_keys(hint) if not _is_tables(key.kind)}
-        elif not _is_marked(kind, name, "Positional", "Fixed"):
+            keys = (key for key in section_keys(hint) if not any(map(is_dataclass, get_args(key.kind))))
+            types |= {f"--{name}.{key.name}": key.kind for key in keys}
+        elif {"Positional", "Fixed"}.isdisjoint(map(repr, getattr(marked[name], "__metadata__", ()))):  # tyro's marks
             types[f"--{name}"] = hint
     return types
 
 
-def _split_lists(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
-    """Split lists of numbers so that every number is a word of its own: `2,2`, `[2,2]` and `[2, 2]` become `2 2`.
+def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
+    """Yield each flag with underscores, the words behind it, and whether "=" is before the first of them.
 
-    All words from a flag of a list of numbers up to the next flag are its list. Words of other flags stay as they are.
+    The words before any flag come first, with the flag "".
     """
-    words, in_list = list[str](), False
+    flag, values, joined = "", list[str](), False
     for word in argv:
-        flag, value = "", word  # a word behind its flag
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            option = _list_type(types.get("--" + flag[2:].replace("-", "_")))
-            in_list = option is not None and get_args(option)[0] in _NUMBERS
-            if not equals:
-                words.append(word)
-                continue
-        holds_several = in_list and any(mark in value for mark in "[], ")
-        numbers = [number for number in re.split(r"[\[\],\s]+", value) if number]
-        words += [*filter(None, [flag]), *numbers] if holds_several else [word]
-    return words
-
-
-def _check_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
-    """Return the words with true and false as Python writes them. Raises ConfigError for a flag that does not exist.
-
-    Words before the first flag stay. Each value is checked against the type of its flag. A switch may stand alone,
-    which means true. A list takes all words up to the next flag. Any other flag has one value, behind
-    "=" or as the next word.
-    """
-    words: list[str] = []
-    for next_index, (word, following) in enumerate(zip(argv, [*argv, "--"][1:], strict=True), 1):  # "--": the end
-        if not word.startswith("--"):  # the value of the flag before it, if there is one
-            words.append(word if not words else _python_word(word, types.get(words[-1])))
+        if not word.startswith("--"):
+            values.append(word)
             continue
+        if flag or values:
+            yield flag, values, joined
         flag, equals, value = word.partition("=")
-        flag = "--" + flag[2:].replace("-", "_")
+        flag, values, joined = "--" + flag[2:].replace("-", "_"), [value] * bool(equals), bool(equals)
+    if flag or values:
+        yield flag, values, joined
+
+
+def _read_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
+    """Return the words as tyro reads them: true and false as in Python, and every number of a list a word of its own.
+
+    A switch may stand alone, which means true. A list takes all words up to the next flag, or the one behind "="; lists
+    of numbers may be written 2,2 or [2, 2]. Any other flag has one value. Raises ConfigError for a flag that does not
+    exist, and for a value that is none of its type.
+    """
+    words = list[str]()
+    for flag, values, joined in split_flags(argv):
+        if not flag:
+            words += values
+            continue
         _check_name(flag, types, prog)
         kind = types.get(flag)
-        if kind is bool and not equals and following not in _BOOLEANS:
-            words += [flag, "True"] if "." in flag else [flag]  # a key needs a value, --json takes none
-        elif _list_type(kind) is not None:
-            items = [value] if equals else list(takewhile(lambda other: not other.startswith("--"), argv[next_index:]))
+        value = values[0] if values else None
+        if kind is bool and not joined and value not in _BOOLEANS:
+            words += [flag, *["True"] * ("." in flag), *values]  # a key needs a value, --json takes none
+        elif (list_type := _list_type(kind)) is not None:
+            items = values[:1] if joined else values
+            if get_args(list_type)[0] in _NUMBERS:
+                items = [number for item in items for number in re.split(r"[\[\],\s]+", item) if number]
             _check_list(flag, items, kind)
-            words.append(f"{flag}={value}" if equals else flag)
-        elif equals:
-            _check_value(flag, value, kind)
-            words.append(f"{flag}={_python_word(value, kind)}")
+            first = [f"{flag}={items[0]}"] if joined and len(items) == 1 else [flag, *items]
+            words += [*first, *(values[1:] if joined else [])]
         else:
-            _check_value(flag, None if following.startswith("--") else following, kind)
-            words.append(flag)
+            _check_value(flag, value, kind)
+            if value is None:  # --help
+                words.append(flag)
+                continue
+            text = value.capitalize() if kind is bool else str(read_choice_word(value, kind))
+            words += [f"{flag}={text}", *values[1:]] if joined else [flag, text, *values[1:]]
     return words
 
 
 def _check_value(flag: str, value: str | None, kind: Any) -> None:
-    """Raise ConfigError where the value of a flag is missing (None), or is no value of its choice, number or boolean.
-
-    Values of other types are left to tyro.
-    """
     if kind is None:  # --help
         return
     if get_origin(kind) is Literal and read_choice_word(value, kind) not in get_args(kind):
@@ -208,7 +202,6 @@ def _check_list(flag: str, words: Sequence[str], kind: Any) -> None:
 
 
 def _is_number(word: str, kind: type[int] | type[float]) -> bool:
-    """Return whether a word is a number of this kind."""
     try:
         kind(word)
     except ValueError:
@@ -218,13 +211,12 @@ def _is_number(word: str, kind: type[int] | type[float]) -> bool:
 
 def check_flag_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
     """Raise ConfigError for a flag among the words that a verb with these flags does not have, with the nearest one."""
-    for word in argv:
-        if word.startswith("--"):
-            _check_name("--" + word.partition("=")[0][2:].replace("-", "_"), types, prog)
+    for flag, _, _ in split_flags(argv):
+        if flag:
+            _check_name(flag, types, prog)
 
 
 def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
-    """Raise ConfigError, with the nearest name, for a flag that the verb does not have."""
     if flag in types or flag == "--help":
         return
     flags_in_sections = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
@@ -232,24 +224,6 @@ def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
     if hint.startswith("known: ") and len(types) > _FEW:
         hint = f"{prog} --help lists those that it has"
     raise ConfigError(f"{prog} has no flag {flag}: {hint}")
-
-
-def _python_word(value: str, kind: Any) -> str:
-    """Write true and false as tyro reads them: True and False for a switch, for a choice the word that they mean."""
-    return value.capitalize() if kind is bool and value in ("true", "false") else str(read_choice_word(value, kind))
-
-
-def _is_tables(hint: Any) -> bool:
-    """Return whether a key is an array of tables, which flags do not reach."""
-    return any(is_dataclass(kind) for kind in get_args(hint))
-
-
-def _is_marked(kind: type, name: str, *marks: str) -> bool:
-    """Return whether a field has one of tyro's marks, such as that of a positional argument."""
-    hint = get_type_hints(kind, include_extras=True)[name]
-    # compared as text, in which every kind of mark has its name
-    described = [repr(mark) for mark in get_args(hint)[1:]] if get_origin(hint) is Annotated else []
-    return any(mark in text for mark in marks for text in described)
 
 
 Switch = Annotated[bool, FlagCreatePairsOff]

@@ -1,19 +1,19 @@
 """`longspan plan`: document lengths to a plan: a table, JSON, a page, a trace, a picture. Imports no torch.
 
-With `--gpu` it says what fits GPUs and how long it takes (`plans/ask.py`), with `--compare` it prices planners and
+With `--gpu` it says what fits GPUs and how long it takes (`plans/answer.py`), with `--compare` it prices planners and
 degrees (`plans/compare.py`).
 """
 
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from longspan.cli.flags import check_least, parse_flags
-from longspan.cli.plans.ask import answer_gpu_question
+from longspan.cli.plans.answer import answer_gpu_question
 from longspan.cli.plans.compare import CompareFlags, check_comparison_flags, run_comparison
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
@@ -26,7 +26,7 @@ from longspan.cli.plans.planning import (
     plan_options,
     read_price,
 )
-from longspan.cli.plans.question import GpuFlags, asks_for_gpus, parse_question
+from longspan.cli.plans.question import asks_for_gpus, parse_question
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
@@ -38,7 +38,7 @@ from longspan.train.plans.choice import KEYS
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags(CompareFlags, GpuFlags):
+class PlanFlags(CompareFlags):
     """Plan one step of some documents: which slots work together on which of them, micro-batch by micro-batch.
 
     With --gpu, say whether a model and its documents fit so many GPUs, with which keys, and how long it takes: the
@@ -46,9 +46,8 @@ class PlanFlags(CompareFlags, GpuFlags):
     longspan train may stand behind it. Planner, degree, rows of a slot and measures are chosen where they are not
     given.
 
-    With --compare, price plans on a machine that you describe instead: planners next to each other, saved plans, or
-    degrees of an evaluation. Times follow the cost model; the wire between stages, optimizer steps and the weights'
-    memory are not in them.
+    With --compare, price plans instead: planners next to each other, saved plans, or degrees of an evaluation. With
+    --gpu too, each planner has the rows that memory holds; without it, times follow the cost model alone.
     """
 
     partition: Literal["auto", "zigzag", "contiguous"] = "auto"
@@ -90,7 +89,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan_step(flags: PlanFlags) -> int:
-    """Plan a step from flags, write its files, and print the plan and notes; return the exit code."""
     for path in flags.plot:
         if Path(path).suffix.lower() not in (".html", ".svg", ".png"):
             raise ConfigError(f"--plot {path}: a plan is drawn as .html, .svg or .png; give a name that ends so")
@@ -120,10 +118,7 @@ def _plan_step(flags: PlanFlags) -> int:
 
 
 def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Plan, str]:
-    """Make the plan that the flags describe, and return it with the reason for a hybrid's partition ("" for others).
-
-    Raises LongspanErrors for an impossible plan.
-    """
+    """Make the plan that the flags describe; also returns why a hybrid's rows are dealt out so ("" for others)."""
     home = Layout(flags.slots)
     options = plan_options(
         flags,
@@ -135,44 +130,39 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Pla
         mode=flags.mode,
         row_multiple=flags.row_multiple,
     )
-    default_kind = "fixed" if flags.cp else "dynamic"
-    kind = default_kind if flags.planner == "auto" else flags.planner
+    kind = ("fixed" if flags.cp else "dynamic") if flags.planner == "auto" else flags.planner
     if kind == "dynamic" and flags.cp:
         raise ConfigError("--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed")
-    return plan_with_partition(partial(_run_planner, flags, kind, lengths, home), options, flags.partition)
 
+    def make(way: PlanOptions) -> Plan:
+        if planners := own_planners(flags):
+            return planners[kind](lengths, home, options=way)
+        if kind == "dynamic":
+            return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=way)
+        planner = plan_padded if kind == "padded" else plan_fixed
+        return planner(lengths, home, flags.cp or smallest_degree(lengths, home, way), options=way)
 
-def _run_planner(flags: PlanFlags, kind: str, lengths: Sequence[int], home: Layout, options: PlanOptions) -> Plan:
-    """Plan with the planner of this kind; a fixed or padded plan without --cp has the least degree that is enough."""
-    if planners := own_planners(flags):
-        return planners[kind](lengths, home, options=options)
-    if kind == "dynamic":
-        return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=options)
-    planner = plan_padded if kind == "padded" else plan_fixed
-    return planner(lengths, home, flags.cp or smallest_degree(lengths, home, options), options=options)
+    return plan_with_partition(make, options, flags.partition)
 
 
 def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
-    """Write the pictures and the trace that flags name; returns their paths."""
     from longspan.report import chrome_trace, plan_document, plan_page, write_png
 
-    title = f"plan of {plural(len(plan.lengths), 'document')} from {source}"
+    title, texts = f"plan of {plural(len(plan.lengths), 'document')} from {source}", dict[str, str]()
     for path in flags.plot:
         kind = Path(path).suffix.lower()
         if kind == ".png":
             write_png(plan, path)
         else:
-            _write_file(path, plan_page(plan, title=title) if kind == ".html" else plan_document(plan, title=title))
+            texts[path] = plan_page(plan, title=title) if kind == ".html" else plan_document(plan, title=title)
     if flags.trace:
-        _write_file(flags.trace, chrome_trace(plan))
+        texts[flags.trace] = chrome_trace(plan)
+    for path, text in texts.items():
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return [*flags.plot, *([flags.trace] if flags.trace else [])]
-
-
-def _write_file(path: str, content: str) -> None:
-    try:
-        Path(path).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
@@ -183,8 +173,9 @@ def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
     if flags.images and not flags.model:
         raise ConfigError(f"--images {flags.images} needs the model whose tower encodes them; give its --model FOLDER")
     if not flags.images:
-        if flags.model and _has_tower(flags.model):
-            yield "the model has a tower for images, which is not in these seconds; --images COUNTxROWS adds it"
+        with suppress(PlanError):  # of a model without a tower whose work is known
+            if flags.model and EncoderShape.of(flags.model):
+                yield "the model has a tower for images, which is not in these seconds; --images COUNTxROWS adds it"
         return
     count, rows = _parse_images(flags.images)
     shape = EncoderShape.of(flags.model)
@@ -208,16 +199,7 @@ def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
 
 
 def _parse_images(text: str) -> tuple[int, int]:
-    """Parse --images, as in 16x256: how many images a document has, and the rows of each."""
     count, _, rows = text.lower().partition("x")
     if not count.isdecimal() or not rows.isdecimal() or not int(count) * int(rows):
         raise ConfigError(f"--images {text!r} is not COUNTxROWS, such as 16x256")
     return int(count), int(rows)
-
-
-def _has_tower(model: str) -> bool:
-    """Return whether a model encodes images with a tower whose work is known."""
-    try:
-        return bool(EncoderShape.of(model))
-    except PlanError:
-        return False

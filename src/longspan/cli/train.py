@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
     save_on = [number for number in NOTICES if number.name in config.run.save_on]
     disregard_signals(save_on)  # until there is a step to save
     if flags.dry_run:
-        from longspan.cli.plans.ask import dry_run
+        from longspan.cli.plans.answer import dry_run
 
         ranks, on_gpus = count_ranks(flags.world, flags.device), flags.device != "cpu"
-        return dry_run(config, argv, flags.config, ranks=ranks, on_gpus=on_gpus, as_json=flags.json)
+        return dry_run(config, ranks=ranks, on_gpus=on_gpus, as_json=flags.json)
     processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks
     with processes.add_note_to_errors():
@@ -59,8 +59,14 @@ def main(argv: Sequence[str]) -> int:
         raise
     if is_reporting():
         leave_closed_output()  # flushing it at exit would fail, and that status replace the run's
+        from longspan.report import write_report
+
+        out = sys.stderr if flags.json else sys.stdout
+        print(f"report: {write_report(result.dir)}", file=out)
         saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
-        _report_result(result, saved, config.run.checkpoints, as_json=flags.json)
+        model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
+        print(f"checkpoints: {config.run.checkpoints or result.dir / 'checkpoints'}{model}", file=out)
+        print(json.dumps(result.summary()) if flags.json else result.text())
     return config.run.stopped_status if result.stopped else 0
 
 
@@ -102,17 +108,3 @@ def train_rank(
             halve_rows(config)
         gc.collect()  # the model, its optimizer and their tensors are in cycles
         torch.cuda.empty_cache()
-
-
-def _report_result(result: "TrainResult", saved: str, checkpoints: str, *, as_json: bool) -> None:
-    """Write the report of a run; print the paths of the report, the checkpoints and the model, then the result.
-
-    `saved` says what the model's folder is, `checkpoints` is the key: "" for the run's folder.
-    """
-    from longspan.report import write_report
-
-    out = sys.stderr if as_json else sys.stdout
-    print(f"report: {write_report(result.dir)}", file=out)
-    model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
-    print(f"checkpoints: {checkpoints or result.dir / 'checkpoints'}{model}", file=out)
-    print(json.dumps(result.summary()) if as_json else result.text())

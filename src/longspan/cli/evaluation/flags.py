@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import FlagConversionOff, Positional, UseAppendAction
 
-from longspan.cli.flags import Switch, check_least, parse_flags
+from longspan.cli.flags import Switch, check_least, parse_flags, split_flags
 from longspan.cli.processes import Device
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
-from longspan.config.keys import NOT_GIVEN
+from longspan.config.keys import NOT_GIVEN, check_bounds
 from longspan.config.plan_section import PlanSection
 from longspan.config.sections import (
     ContextConfig,
@@ -119,10 +119,17 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
 def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:
     """Make the request of an evaluation on this number of ranks from its flags.
 
-    The weights to compare with, if any, are a second subject, in the layout of the first. Raises ConfigError or
-    CheckpointError for an impossible request.
+    The weights to compare with, if any, are a second subject, in the layout of the first.
     """
     _check_values(flags)
+    try:
+        degrees = tuple(int(word) for word in flags.degrees.split(",") if word.strip())
+    except ValueError:  # a word that is no integer
+        degrees = (0,)
+    if any(degree < 1 for degree in degrees) or len(set(degrees)) < len(degrees):
+        raise ConfigError(
+            f"--degrees is {flags.degrees!r}; give different integers of at least 1 with commas between: 1,2,4"
+        )
     flag_keys = read_flag_keys(argv)
     refuse_training_keys(flag_keys)
     first = _make_subject(argv, saved_weights(flags.target), flags, base=flags.without_adapter)
@@ -136,7 +143,17 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         # --without-adapter is of both subjects, but a Hugging Face folder has no adapter to leave out
         base |= flags.without_adapter and weights.run_dir is not None
         second = _make_subject(argv, weights, flags, base=base)
-        subjects.append(replace(second, config=_copy_layout(config, second.config)))
+        # the layout, sets and metrics are those of the first subject
+        other = replace(
+            second.config,
+            parallel=config.parallel,
+            context=config.context,
+            eval=config.eval,
+            train=replace(second.config.train, eval_metrics=config.train.eval_metrics),
+            encoder=replace(second.config.encoder, tp=config.encoder.tp, max_rows=config.encoder.max_rows),
+            run=replace(second.config.run, machine=config.run.machine),
+        )
+        subjects.append(replace(second, config=other))
     return EvalRequest(
         subjects=tuple(subjects),
         sets=flags.set,
@@ -144,7 +161,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         max_documents=flags.max_documents,
         max_document_tokens=flags.max_document_tokens,
         tokenizer=flags.tokenizer,
-        degrees=_parse_degrees(flags.degrees),
+        degrees=degrees,
         metrics=flags.metrics,
         seconds=flags.seconds,
         flag_keys=flag_keys,
@@ -153,13 +170,8 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
 
 
 def _check_values(flags: EvalFlags) -> None:
-    """Raise ConfigError for values that are out of bounds, and for flags that exclude each other."""
     check_least(flags, max_documents=0, max_document_tokens=NOT_GIVEN)
-    if flags.encoder.tp < 1 or flags.encoder.max_rows < 0:
-        raise ConfigError(
-            f"--encoder.tp is {flags.encoder.tp} and --encoder.max-rows {flags.encoder.max_rows}; give a degree of at "
-            "least 1, and rows of at least 0"
-        )
+    check_bounds(flags.encoder, EncoderLayout, "--encoder.")
     if flags.max_document_tokens == 1:
         raise ConfigError("--max-document-tokens is 1; a document of one token predicts nothing: use 2 or more")
     if flags.seconds < 0:
@@ -172,23 +184,9 @@ def _check_values(flags: EvalFlags) -> None:
         raise ConfigError("--degrees and --compare are given; compare degrees, or weights, in one call")
 
 
-def _copy_layout(config: RunConfig, other: RunConfig) -> RunConfig:
-    """Return `other`, the configuration of the second subject, with the layout, sets and metrics of the first's."""
-    return replace(
-        other,
-        parallel=config.parallel,
-        context=config.context,
-        eval=config.eval,
-        train=replace(other.train, eval_metrics=config.train.eval_metrics),
-        encoder=replace(other.encoder, tp=config.encoder.tp, max_rows=config.encoder.max_rows),
-        run=replace(other.run, machine=config.run.machine),
-    )
-
-
 def read_flag_keys(argv: Sequence[str]) -> frozenset[str]:
     """Read which keys "section.key" the words of the command line set, by the names of their flags."""
-    words = (word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--"))
-    return frozenset(word for word in words if "." in word)
+    return frozenset(flag[2:] for flag, _, _ in split_flags(argv) if "." in flag)
 
 
 def refuse_training_keys(flag_keys: frozenset[str]) -> None:
@@ -204,16 +202,16 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
 def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, base: bool) -> Subject:
     """Make a subject: the weights, for `base` without their adapter, and their run's configuration under the flags.
 
-    A Hugging Face folder has no run: its configuration is the default one with the flags. Raises ConfigError where
-    there is no adapter to leave out.
+    A Hugging Face folder has no run: its configuration is the default one with the flags.
     """
+    explicit = {f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name)) not in ("", 0.0)}
     config = None if weights.run_dir is None else load_config(weights.run_dir / "config.toml")
     if base and (config is None or not config.lora.rank):
         flag = "--without-adapter" if flags.without_adapter else f"--compare {BASE}"
         reason = "is no run" if config is None else "trains no adapter (lora.rank is 0)"
         raise ConfigError(f"{flag} is given, and {weights.path} {reason}; leave it out, or name a run with [lora]")
     if config is None:
-        model = ModelConfig(path=str(weights.path), **_explicit_values(flags.model))
+        model = ModelConfig(path=str(weights.path), **explicit)
         config = RunConfig(model, DataConfig(max_document_tokens=0), flags.parallel, flags.context)
         config = replace(config, encoder=replace(config.encoder, **asdict(flags.encoder)))
         config = replace(config, run=replace(config.run, machine=flags.run.machine))
@@ -221,7 +219,7 @@ def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, 
     flags = parse_eval(argv, config)  # again, so that keys of the layout that no flag gives are the run's
     config = replace(
         config,
-        model=replace(config.model, **_explicit_values(flags.model)),
+        model=replace(config.model, **explicit),
         parallel=flags.parallel,
         context=flags.context,
         encoder=replace(config.encoder, **asdict(flags.encoder)),
@@ -229,19 +227,3 @@ def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, 
     )
     config = replace(config, lora=LoraSection()) if base else config
     return Subject(replace(weights, base=base), config)
-
-
-def _explicit_values(model: SavedModel) -> dict[str, Any]:
-    """Return the values of the flags --model.* that the user gave; others are "" or 0.0, and are left out."""
-    return {f.name: value for f in fields(SavedModel) if (value := getattr(model, f.name)) not in ("", 0.0)}
-
-
-def _parse_degrees(text: str) -> tuple[int, ...]:
-    """Parse --degrees, such as 1,2,4. Raises ConfigError for anything but different integers of at least 1."""
-    try:
-        degrees = tuple(int(word) for word in text.split(",") if word.strip())
-    except ValueError:  # a word that is no integer: refused below as degree 0 is
-        degrees = (0,)
-    if any(degree < 1 for degree in degrees) or len(set(degrees)) < len(degrees):
-        raise ConfigError(f"--degrees is {text!r}; give different integers of at least 1 with commas between: 1,2,4")
-    return degrees

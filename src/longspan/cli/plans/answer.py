@@ -1,16 +1,18 @@
 """The answer to "which layout for my lengths" on GPUs: fits or not, the fastest way, the others beside it, the keys.
 
-A question is about the longest document, one step, or a run of data; `fit.py` finds the ways. No torch.
+`longspan plan --gpu …` asks about the longest document, one step or a run of data, and chooses what its flags leave
+open; `longspan train … --dry-run` asks about a configuration and its data. `fit.py` finds the ways. No GPU, no torch.
 """
 
 import json
-import shlex
+import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from longspan.cli.plans.compare import CompareFlags
 from longspan.cli.plans.fit import (
     BY_HAND,
     DOUBLINGS,
@@ -24,23 +26,28 @@ from longspan.cli.plans.fit import (
     fit_run,
 )
 from longspan.cli.plans.gpu_run import RunOnGpus
-from longspan.cli.plans.run_documents import RunDocuments, sample_steps
-from longspan.config.defaults import encoder_default
-from longspan.config.keys import NOT_GIVEN, key_value
+from longspan.cli.plans.lengths import read_lengths
+from longspan.cli.plans.question import Question, choose_gpus, find_source, read_gpus
+from longspan.cli.plans.run_documents import RunDocuments, open_documents, sample_steps
+from longspan.cli.processes import is_reporting
+from longspan.config.defaults import encoder_default, resolve_defaults
+from longspan.config.keys import AUTO, NOT_GIVEN, key_value
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.plain_text import seconds_text, text_table
 from longspan.plan import EncoderLoad, EncoderShape, Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.bytes import Bytes, gib_text
 from longspan.plan.ways import plan_type_text
+from longspan.run.checks import check_config, check_files
 
-WIDTH = 110  # characters of a command's line
+NOTHING_FITS = 2  # status
 PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of one degree and of dynamic ones
 GATHERS = "parallel.reshard_after_forward"
 LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
 HIGHEST_DEGREE = "context.max_dynamic_context_parallel_size"
 SHOWN = ("train", "lora", "parallel", "context", "mtp", "encoder")  # sections whose keys an answer repeats
 OF_MODELS = ("model.dtype", "model.compute_dtype")
+WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +56,7 @@ class Answer:
 
     Where nothing `fits`, the first way is the leanest, and `way_out` would do: the same GPUs without measures by hand,
     or more GPUs; None if neither. `longest` is the longest document that fits, in tokens. `steps` are those of a run
-    (None: one step was asked about), of which `sampled` were planned; `seconds` are of a step of the first way.
+    (None: one step was asked about), of which `sampled` were planned.
     """
 
     title: str
@@ -58,31 +65,25 @@ class Answer:
     given_keys: frozenset[str]
     longest: int
     way_out: Fit | None = None
-    seconds: float | None = None
     steps: int | None = None
     sampled: int = 0
     notes: tuple[str, ...] = ()
 
     @property
-    def fits(self) -> bool:
-        """Whether the first way fits."""
-        return self.ways[0].seconds is not None
-
-    @property
-    def hours(self) -> float | None:
-        """Hours of all steps of a run."""
-        return None if self.seconds is None or self.steps is None else self.seconds * self.steps / 3600
+    def seconds(self) -> float | None:
+        """Seconds of a step of the first way; None where nothing fits."""
+        return self.ways[0].seconds
 
     @property
     def keys(self) -> dict[str, Any]:
         """Return the keys of the way that fits, or of the way out without the measures that prevent it; {} for none."""
-        if self.fits:
-            return run_keys(self.ways[0].run, self.given_keys)
+        if self.seconds is not None:
+            return _run_keys(self.ways[0].run, self.given_keys)
         if self.way_out is None:
             return {}
         by_hand = {f"train.{key}" for key in BY_HAND} | {GATHERS}
         is_freed = self.way_out.run.gpus.count == self.run.gpus.count
-        return run_keys(self.way_out.run, self.given_keys - by_hand if is_freed else self.given_keys)
+        return _run_keys(self.way_out.run, self.given_keys - by_hand if is_freed else self.given_keys)
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU.
@@ -90,22 +91,23 @@ class Answer:
         `device` is the moment at which a GPU holds most, `largest` has each part at its own largest. Where nothing
         fits, `keys` are those that were asked about, and `would_fit` has those that would do.
         """
-        gpus, best = self.run.gpus, self.ways[0]
+        gpus, best, other, fits = self.run.gpus, self.ways[0], self.way_out, self.seconds is not None
+        hours = self.seconds * self.steps / 3600 if self.seconds is not None and self.steps is not None else None
         values: dict[str, Any] = {
             "device": best.memory.device.to_json(),
             "host": best.memory.host.to_json(),
             "measures": list(best.memory.measures),
             "longest": self.longest,
-            "fits": self.fits,
-            "keys": self.keys if self.fits else run_keys(best.run, self.given_keys),
+            "fits": fits,
+            "keys": self.keys if fits else _run_keys(best.run, self.given_keys),
             "steps": self.steps,
             "step_seconds": self.seconds,
-            "hours": self.hours,
-            "gpu_hours": None if self.hours is None else self.hours * gpus.count,
-            "largest": largest_parts(best),
-            **way_figures(best),
-            "degrees": count_degrees(best.plans) if self.fits else [],
-            "alternatives": [way_figures(way) for way in self.ways],
+            "hours": hours,
+            "gpu_hours": None if hours is None else hours * gpus.count,
+            "largest": _largest_parts(best),
+            **_way_figures(best),
+            "degrees": _count_degrees(best.plans) if fits else [],
+            "alternatives": [_way_figures(way) for way in self.ways],
             "gpu": gpus.name,
             "gpus": gpus.count,
             "gpu_bytes": gpus.bytes,
@@ -113,15 +115,14 @@ class Answer:
             "assumed": list(gpus.assumed),
             "notes": list(self.notes),
         }
-        if not self.fits:
-            other = self.way_out
+        if not fits:
             count = {} if other is None else {"gpus": other.run.gpus.count, "keys": self.keys}
             values["would_fit"] = None if other is None else other.memory.to_json() | count
         return values
 
 
-def way_figures(way: Fit) -> dict[str, Any]:
-    """Return the figures of a way by name: layout, rows, time and bytes; None for what a way that does not fit lacks.
+def _way_figures(way: Fit) -> dict[str, Any]:
+    """Return the figures of a way by name; None for what a way that does not fit lacks.
 
     MFU is None for a GPU whose peak is not known, and for a model whose FLOPs are not.
     """
@@ -148,7 +149,7 @@ def way_figures(way: Fit) -> dict[str, Any]:
     }
 
 
-def largest_parts(way: Fit) -> dict[str, int]:
+def _largest_parts(way: Fit) -> dict[str, int]:
     """Return the bytes of each part of a GPU's memory at the moment at which that part is largest."""
     memory, needs = way.memory, way.run.memory_needs(way.plans)
     names = ("gathered_once", "offload_states", "mlp_tile_rows", "segment_layers")
@@ -157,7 +158,7 @@ def largest_parts(way: Fit) -> dict[str, int]:
     return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 
 
-def count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
     """Count the groups of each degree in some plans, and the share of all tokens that they have."""
     groups, tokens = Counter[int](), Counter[int]()
     for row in (row for plan in plans for row in group_counts(plan)):
@@ -167,7 +168,7 @@ def count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
     return [{"degree": d, "groups": groups[d], "share": tokens[d] / total} for d in sorted(groups)]
 
 
-def run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
+def _run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
     """Return the keys of a run that an answer shows, with their values, as `longspan train` takes them.
 
     These are those of the question in a section of SHOWN or in OF_MODELS (model and data are named elsewhere), the keys
@@ -192,34 +193,77 @@ def run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
 
 
 def _read_key(config: RunConfig, name: str) -> Any:
-    """Return the value of "section.key" in a configuration, a tuple as a list."""
     section, _, key = name.partition(".")
     value = key_value(getattr(config, section), key)
     return list(value) if isinstance(value, tuple) else value
 
 
-def answer_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices) -> Answer:
-    """Answer how long a document may be on the GPUs."""
+def answer_gpu_question(flags: CompareFlags, question: Question) -> int:
+    """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
+    source = find_source(flags, question)
+    config = question.config
+    gpus = read_gpus(flags, config.run.machine)
+    if not question.gives_any("context.cp_comm_type"):  # then the fastest type
+        config = replace(config, context=replace(config.context, cp_comm_type=AUTO))
+    config = resolve_defaults(config, gpus.count)
+    if source == "data" and not question.gives_any("train.epochs", "train.steps"):
+        config = replace(config, train=replace(config.train, epochs=1.0))
+    run, gives = RunOnGpus.of(config, gpus), question.gives_any
+    degrees = ("min_dynamic_context_parallel_size", "max_dynamic_context_parallel_size", "context_parallel_size")
+    choices = Choices(
+        planner=not gives("context.planner"),
+        degree=not gives(*(f"context.{key}" for key in degrees)),
+        rows=question.config.context.max_tokens_per_slot == AUTO or not gives("context.max_tokens_per_slot"),
+        ep=not gives("parallel.ep"),
+        compare=flags.compare,
+    )
+    if source == "data":
+        answer = _answer_data(run, question.given_keys, choices, estimate=True)
+    elif source == "longest":
+        answer = _answer_longest(run, question.given_keys, choices)
+    else:
+        lengths, lengths_source = read_lengths(flags, run.home.slots)
+        title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {lengths_source}"
+        answer = _answer_steps(title, run, [Documents(tuple(lengths))], question.given_keys, choices)
+    return _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
+
+
+def dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool) -> int:
+    """Print what a run of this configuration would hold and take; returns the exit code.
+
+    `on_gpus` False leaves the GPUs here aside. Raises ConfigError for keys and files that the run refuses, and
+    PlanError where it does not fit; with `as_json` the answer says that it does not fit, and 0 is returned.
+    """
+    check_config(config, ranks)
+    if not is_reporting():  # of torchrun's ranks the first answers for all
+        return 0
+    check_files(config)
+    run = RunOnGpus.of(config, choose_gpus(config, ranks, on_gpus=on_gpus))
+    choices = Choices(planner=False, degree=False, rows=config.context.max_tokens_per_slot == AUTO)
+    return _show_answer(_answer_data(run, frozenset(), choices, estimate=False), as_json=as_json)
+
+
+def _answer_data(run: RunOnGpus, given_keys: frozenset[str], choices: Choices, *, estimate: bool) -> Answer:
+    def log(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    with open_documents(run.config, log, estimate=estimate) as documents:
+        share, rows = documents.target_share, documents.image_rows
+        run = replace(run, config=documents.config, target_share=share, image_rows=rows)
+        return _answer_run(run, documents, given_keys, choices)
+
+
+def _answer_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices) -> Answer:
     tokens, longest_run = find_longest(run, choices)
     if not tokens:
         tokens = UNIT * run.home.slots
         return _answer_steps(f"a document of {tokens:,} tokens", run, [Documents((tokens,))], given_keys, choices)
     fit = fit_run(longest_run.scale_positions(tokens), [Documents((tokens,))])
     title, notes = f"the longest document has {tokens:,} tokens", tuple(fit.run.position_notes(tokens))
-    return Answer(
-        title=title, run=run, ways=(fit,), given_keys=given_keys, longest=tokens, seconds=fit.seconds, notes=notes
-    )
+    return Answer(title=title, run=run, ways=(fit,), given_keys=given_keys, longest=tokens, notes=notes)
 
 
-def answer_step(
-    run: RunOnGpus, lengths: Sequence[int], source: str, given_keys: frozenset[str], choices: Choices
-) -> Answer:
-    """Answer whether one step of these documents fits, and with which keys; `source` names them in the title."""
-    title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {source}"
-    return _answer_steps(title, run, [Documents(tuple(lengths))], given_keys, choices)
-
-
-def answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[str], choices: Choices) -> Answer:
+def _answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[str], choices: Choices) -> Answer:
     """Answer whether a run of these documents fits, with which keys, and how long it takes.
 
     The way is searched on two steps: of a sample the one with most attention, and a step of only the longest document.
@@ -231,7 +275,7 @@ def answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[st
     title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
     shown = given_keys | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
     answer = replace(_answer_steps(title, run, searched, shown, choices), steps=documents.steps)
-    if not answer.fits:
+    if answer.seconds is None:
         return answer
     best = answer.ways[0].run
     sample = _sample_run_documents(documents, PRICED[best.choice.has_one_degree])
@@ -240,22 +284,23 @@ def answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[st
     encoding, note = _encoding_seconds(best, documents, plans)
     seconds = best.seconds(plans, memory) + encoding
     ways = (Fit(best, plans, memory, seconds), *answer.ways[1:])
-    return replace(answer, ways=ways, seconds=seconds, sampled=len(sample), notes=(*note, *answer.notes))
+    return replace(answer, ways=ways, sampled=len(sample), notes=(*note, *answer.notes))
 
 
 def _answer_steps(
     title: str, run: RunOnGpus, steps: Sequence[Documents], given_keys: frozenset[str], choices: Choices
 ) -> Answer:
     """Answer which layouts these steps fit; where none does, what the leanest holds, and what would do."""
+    notes = list[str]()
     try:
-        ways = find_fits(run, steps, choices)
+        ways, notes = find_fits(run, steps, choices)
     except PlanError:  # the limit of rows that is given is below what the longest document needs
         without = run.set_context(max_tokens_per_slot=0)
         plans = tuple(without.plan(step.lengths, step.targets) for step in steps)
         ways = [Fit(run, plans, without.leanest_memory(plans), None)]
     longest = max(n for step in steps for n in step.lengths)
-    fits = ways[0].seconds is not None
     ways = [replace(way, run=way.run.scale_positions(longest)) for way in ways]
+    fits = ways[0].seconds is not None
     other = None if fits else find_way_out(run, steps, choices)
     return Answer(
         title=title,
@@ -264,13 +309,11 @@ def _answer_steps(
         given_keys=given_keys,
         longest=find_longest(run, choices)[0],
         way_out=other and replace(other, run=other.run.scale_positions(longest)),
-        seconds=ways[0].seconds,
-        notes=tuple(ways[0].run.position_notes(longest)) if fits else (),
+        notes=(*notes, *(ways[0].run.position_notes(longest) if fits else ())),
     )
 
 
 def _sample_run_documents(documents: RunDocuments, most: int) -> list[Documents]:
-    """Return the documents of at most `most` steps of a run, evenly apart."""
     order = documents.order
     steps = sample_steps(documents.steps, most)
     return [Documents(tuple(order.lengths_of_step(step)), order.targets_of_step(step)) for step in steps]
@@ -300,56 +343,65 @@ def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[P
     return seconds, (f"{rows}, encoded in {seconds:.3g} s of these on H200s",)
 
 
-def show_answer(answer: Answer, command: Sequence[str], *, as_json: bool, write: str = "") -> int:
+def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: bool = False) -> int:
     """Print an answer, and write its keys to a file; returns the exit code.
 
-    `command` is that of a run, behind which the keys stand. Raises PlanError where nothing fits, without JSON.
+    Raises PlanError where nothing fits, without JSON; with it the code is 0 unless layouts were to be compared.
     """
+    fits = answer.seconds is not None
     if as_json:
         print(json.dumps(answer.to_json(), ensure_ascii=False))
-    elif not answer.fits:
+    elif not fits:
         raise PlanError(_refusal_line(answer))
     else:
-        lines = [answer.title, f"on {answer.run.gpus.title}", "", *_time_lines(answer), "", _ways_table(answer), ""]
-        lines += [_bytes_table(answer.ways[0]), *_table_notes(answer), *answer.notes, "", "the keys to write:"]
-        print("\n".join([*lines, *_command_lines(command, answer.keys)]))
-    if write and answer.fits:
-        _write_keys(write, answer)
-    return 0
+        print("\n".join(_answer_lines(answer)))
+    if write and fits:
+        try:
+            Path(write).write_text("\n".join([WRITTEN, *_key_lines(answer)]) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {write}: {error.strerror}") from error
+    return NOTHING_FITS if compare and not fits else 0
 
 
-def _time_lines(answer: Answer) -> Iterator[str]:
-    """Yield what layers keep, seconds of a step, hours of a run, and degrees that occur."""
-    best, figures = answer.ways[0], way_figures(answer.ways[0])
+def _answer_lines(answer: Answer) -> Iterator[str]:
+    best, figures, budget = answer.ways[0], _way_figures(answer.ways[0]), answer.run.budget
     assert answer.seconds is not None
-    yield best.memory.summary_line(best.run.budget)
+    yield from (answer.title, f"on {answer.run.gpus.title}", "", best.memory.summary_line(best.run.budget))
     speed = f"{figures['tokens_per_second_per_gpu']:,.0f} tokens/s per GPU"
     speed += f", MFU {figures['mfu']:.0%}" if figures["mfu"] else ""
     if answer.steps is None:
         yield f"a step is predicted to take {seconds_text(answer.seconds)}: {speed}"
     else:
-        hours, gpus = answer.hours or 0.0, answer.run.gpus.count
+        hours = answer.seconds * answer.steps / 3600
         total = f"{hours:,.2f} hours" if hours >= 1 else seconds_text(hours * 3600)
         sample = f", the mean of {answer.sampled} of them" if answer.sampled < answer.steps else ""
         yield (
             f"{plural(answer.steps, 'step')} of {seconds_text(answer.seconds)}{sample}: {total}, "
-            f"{hours * gpus:,.2f} GPU-hours, without evaluations and checkpoints; {speed}"
+            f"{hours * answer.run.gpus.count:,.2f} GPU-hours, without evaluations and checkpoints; {speed}"
         )
-    degrees = count_degrees(best.plans)
-    if len(degrees) == 1:
-        yield f"degree {degrees[0]['degree']} for all documents"
-    else:
-        shares = (f"{row['degree']}: {row['share']:.1%}" for row in degrees)
-        yield f"tokens by degree: {', '.join(shares)}"
+    degrees = _count_degrees(best.plans)
+    shares = ", ".join(f"{row['degree']}: {row['share']:.1%}" for row in degrees)
+    yield f"tokens by degree: {shares}" if len(degrees) > 1 else f"degree {degrees[0]['degree']} for all documents"
+    yield from ("", _ways_table(answer), "")
+    columns = _largest_parts(best), best.memory.device.to_json(), best.memory.host.to_json()
+    rows = [(name, *(f"{part[name] / 2**30:,.2f}" if name in part else "" for part in columns)) for name in columns[1]]
+    yield text_table(["GiB of one GPU", "at its largest", "at the fullest moment", "host"], rows)
+    yield (
+        f"a GPU may be filled up to {gib_text(budget.device)} (train.memory_fraction), the host up to "
+        f"{gib_text(budget.host)} for each GPU"
+    )
+    if max(max(plan.lengths) for plan in best.plans) != answer.longest:
+        yield f"the longest document that fits: {answer.longest:,} tokens"
+    yield from (*answer.notes, "", "the keys to write (--write FILE makes a file of them that longspan train takes):")
+    yield from _key_lines(answer)
 
 
 def _ways_table(answer: Answer) -> str:
-    """Write time and memory of each layout that was compared; the chosen one is first."""
     experts = len({way.layout[2] for way in answer.ways}) > 1
     names = ["layout", *["ep"] * experts, "type", "rows", "micro-batches", "a step", "tokens/s", "MFU", "GPU", "host"]
     rows = list[tuple[str, ...]]()
     for way in answer.ways:
-        of = way_figures(way)
+        of = _way_figures(way)
         layout = f"{of['planner']}, cp {of['degree']}" if of["degree"] else str(of["planner"])
         timed = of["seconds"] is not None
         rows.append(
@@ -369,25 +421,6 @@ def _ways_table(answer: Answer) -> str:
     return text_table(names, rows, left=2 + experts)
 
 
-def _bytes_table(way: Fit) -> str:
-    """Write the bytes of a GPU and its host by part, in GiB: each part at its largest, and at the fullest moment."""
-    columns = largest_parts(way), way.memory.device.to_json(), way.memory.host.to_json()
-    rows = [
-        (name, *(f"{sizes[name] / 2**30:,.2f}" if name in sizes else "" for sizes in columns)) for name in columns[1]
-    ]
-    return text_table(["GiB of one GPU", "at its largest", "at the fullest moment", "host"], rows)
-
-
-def _table_notes(answer: Answer) -> Iterator[str]:
-    budget = answer.run.budget
-    yield (
-        f"a GPU may be filled up to {gib_text(budget.device)} (train.memory_fraction), the host up to "
-        f"{gib_text(budget.host)} for each GPU"
-    )
-    if max(max(plan.lengths) for plan in answer.ways[0].plans) != answer.longest:
-        yield f"the longest document that fits: {answer.longest:,} tokens"
-
-
 def _refusal_line(answer: Answer) -> str:
     """Write in one line what would fit, and why what was asked does not: the bytes that are missing."""
     run, memory, other = answer.run, answer.ways[0].memory, answer.way_out
@@ -396,7 +429,7 @@ def _refusal_line(answer: Answer) -> str:
     else:
         released = " if train.memory may choose" if other.run.gpus.count == run.gpus.count else ""
         measures = other.memory.summary_line().removeprefix("memory: ")
-        keys = " ".join(_key_words(answer.keys))
+        keys = ", ".join(f"{name} = {value}" for name, value in answer.keys.items())
         way_out = f"{plural(other.run.gpus.count, 'GPU')} would do{released} ({measures}), with {keys}"
     line = f"{way_out}: {answer.title} does not fit {run.gpus.words}: at least {gib_text(memory.device.total)} "
     line += f"({memory.device.total:,} bytes) are needed of a GPU that may be filled up to "
@@ -405,56 +438,17 @@ def _refusal_line(answer: Answer) -> str:
     return line + (f"; the longest document that fits has {answer.longest:,} tokens" if answer.longest else "")
 
 
-def repeat_words(words: Sequence[str], file: str, keys: Collection[str]) -> list[str]:
-    """Repeat a command from the `words` behind `longspan train`: verb and file, then each flag with its values.
-
-    Flags of `keys`, which the answer gives anew, --dry-run and --json are left out with their values.
-    """
-    repeated, is_left_out = [f"longspan train {shlex.quote(file)}" if file else "longspan train"], False
-    for word in words:
-        name = word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
-        if name:
-            is_left_out = name in keys or name in ("dry_run", "json")
-        if not is_left_out and name:
-            repeated.append(shlex.quote(word))
-        elif not is_left_out and word != file:  # which stands behind the verb already
-            repeated[-1] += f" {shlex.quote(word)}"
-    return repeated
-
-
-def _command_lines(command: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
-    """Write a command, a verb and its flags, and these keys over lines for a shell, with a backslash between lines."""
-    lines, line = list[str](), command[0]
-    for word in [*command[1:], *_key_words(keys)]:
-        if len(line) + len(word) + 3 > WIDTH:
-            lines.append(f"{line} \\")
-            line = "   "
-        line += f" {word}"
-    return [*lines, line]
-
-
-def _key_words(keys: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each key and its values as words of a command line."""
-    for key, value in keys.items():
-        values = value if isinstance(value, list) else [value]
-        words = (str(x).lower() if isinstance(x, bool) else shlex.quote(str(x)) for x in values)
-        yield f"--{key} {' '.join(words)}"
-
-
-def _write_keys(path: str, answer: Answer) -> None:
-    """Write the keys of an answer, and the model and data that were named, as a file that `longspan train` takes."""
+def _key_lines(answer: Answer) -> Iterator[str]:
     config = answer.ways[0].run.config
     named = {name for name in answer.given_keys if name.partition(".")[0] in ("model", "data", "run")}
     named |= {f"model.{key}" for key in ("path", "preset", "config") if getattr(config.model, key)}
     named |= {"train.lr"} if config.train.lr != NOT_GIVEN else set()
     values = {name: _read_key(config, name) for name in named} | answer.keys
-    lines = ["# keys of longspan plan; the rest is chosen or has a default"]
-    for section in dict.fromkeys(name.partition(".")[0] for name in sorted(values)):
-        lines += ["", f"[{section}]"]
+    last_section = ""
+    for name in sorted(values):
+        section, _, key = name.partition(".")
+        if section != last_section:
+            yield from ("", f"[{section}]")
         # JSON of strings, numbers, true and false, and lists of them is TOML too.
-        of_section = {name.partition(".")[2]: values[name] for name in sorted(values) if name.startswith(f"{section}.")}
-        lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in of_section.items()]
-    try:
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        yield f"{key} = {json.dumps(values[name], ensure_ascii=False)}"
+        last_section = section

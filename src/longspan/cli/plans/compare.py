@@ -24,48 +24,39 @@ from longspan.cli.plans.planning import (
     plan_options,
     read_price,
 )
+from longspan.cli.plans.question import GpuFlags
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
 from longspan.plain_text import seconds_text, text_table
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded, read_plans
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.ways import (
-    DegreeComparison,
-    plan_evaluation,
-    plan_type_text,
-    plan_with_partition,
-    which_degree,
-    widest_degree,
-)
+from longspan.plan.ways import plan_evaluation, plan_type_text, plan_with_partition, which_degree, widest_degree
 
 NamedPlan = tuple[str, Plan | str]  # its name; the plan, or why there is none
 NOTHING_POSSIBLE = 2  # status
 MOST_DEGREES = 5  # of fixed plans
 LEAST_DIFFERENCE = 5e-4  # relative, of two plans' times; a smaller one is told as "as much time as"
+OF_MADE_PLANS = ("planner", "cp", "min_cp", "max_cp", "micro_batch_multiple")  # flags
 NOTE = """\
 type: how groups share attention, the fastest for each (--cp-comm-type chooses one for all). x bound: time over a lower
 bound; 1.000 cannot be improved. bubble: share of a stage's time that the pipeline leaves empty; idle: share that slots
-wait for slower ones. rows: the most that a slot holds at once; longspan plan --gpu NAME --gpus N says what fits
-memory."""
+wait for slower ones. rows: the most that a slot holds at once; --gpu NAME --gpus N finds the rows that memory holds."""
 CLOSING_NOTE = """\
 closing: share of a free step that gathers sharded parameters before it and sums their gradients after it."""
 UNTIMED = (
     "relative: the plans are of a run on CPUs, whose speed nothing told; the numbers only compare plans.\n"
     "--machine FILE, of longspan bench calibrate, or --model FOLDER, on H200s, makes seconds of them"
 )
-DEGREES_NOTE = """\
-filled: one document a group and micro-batch, documents repeated to fill the last pass. planned: each document once,
-under the fastest type of each degree (--cp-comm-type chooses one); micro-batches, rows (the most that a slot holds at
-once) and bubble are the planned evaluation's. Memory of activations goes with the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareFlags(PlanningFlags):
+class CompareFlags(GpuFlags):
     """Flags that only a comparison has."""
 
     compare: Switch = False
-    """Instead of making one plan, price planners and degrees next to each other (a table or JSON)."""
+    """Instead of making one plan, price planners and degrees next to each other (a table or JSON); with --gpu at the
+    rows that memory holds."""
     world: int = 0
     """With --compare: ranks of the machine; slots = world / (tp x pp). Give this or --slots."""
     tp: int = 1
@@ -77,10 +68,10 @@ class CompareFlags(PlanningFlags):
     evaluation: Switch = False
     """With --compare: forward passes only."""
     which_eval_degree: Switch = False
-    """With --compare: price an evaluation of the documents at each degree, filled up and planned, next to a dynamic
-    plan."""
+    """With --compare: price an evaluation of the documents at each degree, next to a dynamic plan."""
     accumulation: int = 0
-    """With --which-eval-degree: micro-batches that keep the pipeline full; 0: the stages."""
+    """With --which-eval-degree: micro-batches to which a loop fills up each pass, with which it is compared; 0: the
+    stages."""
     plans: tuple[str, ...] = ()
     """With --compare: price these saved plans instead, those in a run's folder, or those of all its steps
     (RUN/plans.jsonl)."""
@@ -90,26 +81,21 @@ def check_comparison_flags(flags: CompareFlags) -> None:
     """Raise ConfigError for a flag of one plan with --compare, for one of comparisons without it, and for one that the
     comparison would not read: saved plans are as they were made, and --which-eval-degree takes all degrees."""
     shared = {field.name for field in fields(PlanningFlags)} | {"compare"}
-    of_comparisons = {field.name for field in fields(CompareFlags)} - shared
-    changed = {field.name for field in fields(flags) if getattr(flags, field.name) != field.default}
-    for name in (field.name for field in fields(flags) if field.name in changed - shared):
+    of_comparisons = {field.name for field in fields(CompareFlags)} - {field.name for field in fields(GpuFlags)}
+    for name in (field.name for field in fields(flags) if getattr(flags, field.name) != field.default):
         flag = f"--{name.replace('_', '-')}"
-        if flags.compare and name not in of_comparisons:
+        if flags.compare and name not in shared | of_comparisons:
             raise ConfigError(f"{flag} is of one plan, and --compare prices several; leave one of the two out")
         if not flags.compare and name in of_comparisons:
             raise ConfigError(f"{flag} is of comparisons; add --compare, or leave it out")
-    if flags.which_eval_degree and flags.cp:
-        raise ConfigError(f"--cp {flags.cp} is one degree, and --which-eval-degree compares all; leave one of them out")
-    if flags.which_eval_degree and flags.planner != "auto":
-        raise ConfigError(
-            f"--planner {flags.planner} plans no evaluation of --which-eval-degree, which compares degrees; leave one "
-            "of them out"
-        )
-    for name in ("planner", "cp", "min_cp", "max_cp", "micro_batch_multiple"):
-        if flags.plans and name in changed:
+        if flags.which_eval_degree and name in ("cp", "planner"):
             raise ConfigError(
-                f"--{name.replace('_', '-')} is of plans that are made, and those of --plans are as they were saved; "
-                "leave it out"
+                f"{flag} {getattr(flags, name)} is one row, and --which-eval-degree compares all degrees; leave one "
+                "of them out"
+            )
+        if flags.plans and name in OF_MADE_PLANS:
+            raise ConfigError(
+                f"{flag} is of plans that are made, and those of --plans are as they were saved; leave it out"
             )
 
 
@@ -119,61 +105,41 @@ def run_comparison(flags: CompareFlags) -> int:
     check_degrees(flags)
     if flags.plans:
         rows = [*_price_saved_plans(flags)]
-        plans = _possible_plans(rows)
-        together = f", {seconds_text(sum(plan.predicted_seconds for _, plan in plans))} together"
-        sources = ", ".join(dict.fromkeys(plan.cost.source or "no machine" for _, plan in plans))
-        title = f"{plural(len(rows), 'saved plan')}{together * _have_seconds(plans)}, priced for {sources}"
-        return _show_rows(flags, title, rows)
-    home = _make_home(flags)
-    lengths, source = read_lengths(flags, home.slots)
-    documents, tokens = plural(len(lengths), "document"), plural(sum(lengths), "token")
-    title = (
-        f"{documents} ({tokens}, longest {max(lengths):,}) from {source}\n"
-        f"{plural(len(home.ranks), 'rank')} = {plural(home.slots, 'slot')} x tp {home.tp} x pp {home.pp}"
-    )
-    options = _comparison_options(flags, home, lengths)
-    if not flags.which_eval_degree:
-        return _show_rows(flags, title, [*_compared_plans(flags, lengths, home, options)])
-    if options.cost.states:  # of a hybrid: contiguous rows are one run a slot, so fewest states are sent
-        options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
-    comparison = which_degree(
-        lengths,
-        home,
-        options=options,
-        accumulation=flags.accumulation or None,
-        dynamic_degrees=(flags.min_cp, flags.max_cp),
-    )
-    print(_degrees_json(title, comparison) if flags.json else _degrees_table(title, comparison, flags))
-    return 0
-
-
-def _make_home(flags: CompareFlags) -> Layout:
+        plans = [plan for _, plan in rows]
+        seconds = seconds_text(sum(plan.predicted_seconds for plan in plans))
+        together = f", {seconds} together" * all(plan.cost.source for plan in plans)
+        sources = ", ".join(dict.fromkeys(plan.cost.source or "no machine" for plan in plans))
+        return _show_rows(flags, f"{plural(len(rows), 'saved plan')}{together}, priced for {sources}", rows)
     if flags.world and flags.slots:
         raise ConfigError(f"give --world or --slots, one of them; got --world {flags.world} --slots {flags.slots}")
     if not flags.world:
         check_slots(flags)
-    world = flags.world or flags.slots * flags.tp * flags.pp
-    return Layout(world, tp=flags.tp, pp=flags.pp)
+    home = Layout(flags.world or flags.slots * flags.tp * flags.pp, tp=flags.tp, pp=flags.pp)
+    lengths, source = read_lengths(flags, home.slots)
+    title = (
+        f"{plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}, longest {max(lengths):,}) from {source}"
+        f"\n{plural(len(home.ranks), 'rank')} = {plural(home.slots, 'slot')} x tp {home.tp} x pp {home.pp}"
+    )
+    node_size = max(1, flags.node_size // flags.tp)  # in slots, where the flag counts ranks
+    cost = replace(_slot_price(flags, home.slots, flags.mode), chunks=flags.vpp)
+    options = plan_options(
+        flags,
+        lengths,
+        home,
+        cost=add_closing(cost, flags, slots=home.slots, node_size=node_size, tp=flags.tp),
+        node_size=node_size,
+        mode=flags.mode,
+        micro_batch_multiple=math.lcm(flags.micro_batch_multiple, home.pp),  # a multiple of the stages, as in a run
+    )
+    if flags.which_eval_degree:
+        return _compare_degrees(flags, title, lengths, home, options)
+    return _show_rows(flags, title, [*_compared_plans(flags, lengths, home, options)])
 
 
 def _slot_price(flags: CompareFlags, slots: int, mode: str) -> Cost:
     """Return the cost of one of `slots` slots: the price of a device, whose work the slot's tp ranks share."""
     training = not (flags.evaluation or flags.which_eval_degree)
     return read_price(flags, slots=slots, tp=flags.tp, mode=mode, training=training).shared_by(flags.tp)
-
-
-def _comparison_options(flags: CompareFlags, home: Layout, lengths: Sequence[int]) -> PlanOptions:
-    """Return the options of all compared plans, priced for a slot of tp ranks.
-
-    --node-size counts ranks here, and a planner's node size counts slots. As in a run, the number of micro-batches is a
-    multiple of the stages.
-    """
-    cost, node_size = _slot_price(flags, home.slots, flags.mode), max(1, flags.node_size // flags.tp)
-    cost = add_closing(replace(cost, chunks=flags.vpp), flags, slots=home.slots, node_size=node_size, tp=flags.tp)
-    multiple = math.lcm(flags.micro_batch_multiple, home.pp)
-    return plan_options(
-        flags, lengths, home, cost=cost, node_size=node_size, mode=flags.mode, micro_batch_multiple=multiple
-    )
 
 
 def _compared_plans(
@@ -214,7 +180,25 @@ def _compared_plans(
             yield name, str(error)
 
 
-def _price_saved_plans(flags: CompareFlags) -> Iterator[NamedPlan]:
+def _compare_degrees(
+    flags: CompareFlags, title: str, lengths: Sequence[int], home: Layout, options: PlanOptions
+) -> int:
+    if options.cost.states:  # of a hybrid: contiguous rows are one run a slot, so fewest states are sent
+        options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
+    degrees, count = (flags.min_cp, flags.max_cp), flags.accumulation or home.pp
+    found = which_degree(lengths, home, options=options, accumulation=count, dynamic_degrees=degrees)
+    rows: list[NamedPlan] = [(f"fixed, cp {choice.cp}", choice.planned) for choice in found.choices]
+    rows += [("dynamic", found.dynamic)] if found.dynamic else []
+    filled, seconds = found.choices[0], found.best.planned.predicted_seconds
+    loop = (
+        f"a loop that fills up each pass to {plural(count, 'micro-batch', 'es')} at cp {filled.cp}: "
+        f"{filled.filled_steps:,} documents in place of {len(lengths):,}, {seconds_text(filled.filled_seconds)}, "
+        f"{filled.filled_seconds / seconds:.1f} times as long as cp {found.best.cp}"
+    )
+    return _show_rows(flags, title, rows, {"best_cp": found.best.cp, "reason": found.reason(), "filled": loop})
+
+
+def _price_saved_plans(flags: CompareFlags) -> Iterator[tuple[str, Plan]]:
     """Yield every saved plan under the flags' price or, without one, under its own.
 
     Plans of evaluations, whose cost is of forward passes, are priced without backward passes.
@@ -235,7 +219,6 @@ def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
     """Yield the plans of --plans, each with its name: the file's, or the step in a .jsonl file.
 
     A name is a file, or a folder, of which the JSON files are taken; of a run's folder those in its folder `plans`.
-    Raises ConfigError for a name without plans.
     """
     for name in names:
         path = Path(name)
@@ -250,24 +233,30 @@ def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
                 yield file.stem, Plan.from_json(file.read_bytes())
 
 
-def _show_rows(flags: CompareFlags, title: str, rows: Sequence[NamedPlan]) -> int:
-    """Print compared plans as a table or JSON; returns the exit code: 2 where no plan is possible."""
-    plans = _possible_plans(rows)
+def _show_rows(flags: CompareFlags, title: str, rows: Sequence[NamedPlan], found: dict[str, Any] | None = None) -> int:
+    plans = [(name, plan) for name, plan in rows if isinstance(plan, Plan)]
     if flags.json:
-        values = [{"name": name} | ({"error": s} if isinstance(s, str) else _plan_json(s)) for name, s in rows]
-        print(json.dumps({"title": title, "plans": values}, indent=1))
+        values = [{"name": name} | ({"error": p} if isinstance(p, str) else _plan_figures(p)) for name, p in rows]
+        print(json.dumps({"title": title, "plans": values} | (found or {}), indent=1))
         return 0 if plans else NOTHING_POSSIBLE
-    failed = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
+    lines = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
     if not plans:
-        print("\n".join([title, "", *failed]))
+        print("\n".join([title, "", *lines]))
         return NOTHING_POSSIBLE
-    free, timed = [plan for _, plan in plans if plan.mode == "free"], _have_seconds(plans)
+    free, timed = [plan for _, plan in plans if plan.mode == "free"], all(plan.cost.source for _, plan in plans)
     names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle", "rows"]
-    names += ["closing"] * bool(free)
-    cells = [(name, *_plan_cells(plan), *([_closing_share(plan)] * bool(free))) for name, plan in plans]
-    notes = [NOTE, *([CLOSING_NOTE] * bool(free))]
-    notes += [UNPRICED] * (not all(plan.cost.closing_seconds for plan in free)) + [UNTIMED] * (not timed)
-    print("\n".join([title, "", text_table(names, cells, left=2), *failed, *_fastest_line(plans), "", *notes]))
+    cells = list[tuple[str, ...]]()
+    for name, plan in plans:
+        of = _plan_figures(plan)
+        time, waits = f"{plan.predicted_seconds:.4g}", (f"{of['bubble']:.1%}", f"{of['idle']:.1%}")
+        row = name, of["cp_comm_type"], time, f"{plan.ratio:.3f}", f"{of['micro_batches']}", *waits, f"{of['rows']:,}"
+        share = of["closing_seconds"] / plan.predicted_seconds
+        closing = "none" if plan.mode == "lockstep" else f"{share:.1%}" if share else "not priced"
+        cells.append((*row, *[closing] * bool(free)))
+    lines += [found["reason"], found["filled"]] if found else _fastest_line(plans)
+    notes = [NOTE] + [CLOSING_NOTE] * bool(free) + [UNTIMED] * (not timed)
+    notes += [UNPRICED] * (not all(plan.cost.closing_seconds for plan in free))
+    print("\n".join([title, "", text_table([*names, *["closing"] * bool(free)], cells, left=2), *lines, "", *notes]))
     return 0
 
 
@@ -290,112 +279,23 @@ def _fastest_line(plans: Sequence[tuple[str, Plan]]) -> list[str]:
     return [f"the {name} plan takes {words} the fastest plan of one degree ({fixed_name}{kind})"]
 
 
-def _possible_plans(rows: Sequence[NamedPlan]) -> list[tuple[str, Plan]]:
-    return [(name, plan) for name, plan in rows if isinstance(plan, Plan)]
+def _plan_figures(plan: Plan) -> dict[str, Any]:
+    """Return the figures of a plan by name.
 
-
-def _have_seconds(plans: Sequence[tuple[str, Plan]]) -> bool:
-    """Return whether times are seconds: every plan's cost names the machine it is of."""
-    return all(plan.cost.source for _, plan in plans)
-
-
-def _plan_cells(plan: Plan) -> tuple[str, ...]:
-    bubble, idle = _waits(plan)
-    time, count = f"{plan.predicted_seconds:.4g}", f"{len(plan.micro_batches)}"
-    rows = f"{plan.most_rows:,}"
-    return plan_type_text(plan), time, f"{plan.ratio:.3f}", count, f"{bubble:.1%}", f"{idle:.1%}", rows
-
-
-def _plan_json(plan: Plan) -> dict[str, Any]:
-    bubble, idle = _waits(plan)
+    Bubble and idle are the shares of time in which stages wait for other stages, and slots for slower slots, without
+    what a step takes once: its update and free mode's closing.
+    """
+    times, closing = plan.timeline(), plan.cost.closing_seconds if plan.mode == "free" else 0.0
+    slots_end = max(float(times.end.max(initial=0.0)), 1e-300)  # nothing is divided by 0 where a step takes no time
+    seconds = max(plan.predicted_seconds - plan.cost.update_seconds - closing, 1e-300)
     return {
         "planner": plan.planner,
         "cp_comm_type": plan_type_text(plan),
         "seconds": plan.predicted_seconds,
         "lower_bound_seconds": plan.lower_bound_seconds,
         "micro_batches": len(plan.micro_batches),
-        "bubble": bubble,
-        "idle": idle,
-        "closing_seconds": plan.cost.closing_seconds if plan.mode == "free" else 0.0,
+        "bubble": max(0.0, 1 - slots_end / plan.cost.stages / seconds),
+        "idle": max(0.0, 1 - float(times.busy.sum()) / (plan.slots * slots_end)),
+        "closing_seconds": closing,
         "rows": plan.most_rows,
-    }
-
-
-def _waits(plan: Plan) -> tuple[float, float]:
-    """Return the shares of time in which stages wait for other stages, and slots for slower slots.
-
-    What a step takes once, its update and free mode's closing, is left out.
-    """
-    times = plan.timeline()
-    once = plan.cost.update_seconds + (plan.cost.closing_seconds if plan.mode == "free" else 0.0)
-    slots_end = max(float(times.end.max(initial=0.0)), 1e-300)  # nothing is divided by 0 where a step takes no time
-    bubble = 1 - slots_end / plan.cost.stages / max(plan.predicted_seconds - once, 1e-300)
-    return max(0.0, bubble), max(0.0, 1 - float(times.busy.sum()) / (plan.slots * slots_end))
-
-
-def _closing_share(plan: Plan) -> str:
-    """Return the share of a free plan's time that is its closing; "none" in lockstep."""
-    if plan.mode == "lockstep":
-        return "none"
-    closing = plan.cost.closing_seconds
-    return f"{closing / plan.predicted_seconds:.1%}" if closing else "not priced"
-
-
-def _degrees_table(title: str, comparison: DegreeComparison, flags: CompareFlags) -> str:
-    """Write the degrees of an evaluation as text, what was left out, and which is fastest.
-
-    A document-step is one pass over one document; those that only fill up a micro-batch are wasted.
-    """
-    names = ["cp", "type", "document-steps", "wasted", "filled", "planned", "micro-batches", "rows", "bubble"]
-    cells = list[tuple[str, ...]]()
-    for choice in comparison.choices:
-        steps, documents = choice.filled_steps, len(choice.planned.lengths)
-        filled = f"{steps:,}", f"{steps - documents:,}", seconds_text(choice.filled_seconds)
-        cells.append((f"{choice.cp}", plan_type_text(choice.planned), *filled, *_evaluation_cells(choice.planned)))
-    if dynamic := comparison.dynamic:
-        cells.append(("dynamic", "", f"{len(dynamic.lengths):,}", "0", "", *_evaluation_cells(dynamic)))
-    filled, best = comparison.choices[0], comparison.best
-    count, seconds = len(best.planned.lengths), best.planned.predicted_seconds
-    passes = plural(flags.accumulation or flags.pp, "micro-batch", "es")
-    lines = [
-        f"cp {filled.cp}, filled up to {passes} a pass to keep the pipeline full: {filled.filled_steps:,} "
-        f"document-steps for {plural(count, 'document')}, {seconds_text(filled.filled_seconds)}.",
-        f"cp {best.cp}, planned: each document once, {count:,} document-steps in "
-        f"{plural(len(best.planned.micro_batches), 'micro-batch', 'es')}, {seconds_text(seconds)} "
-        f"({filled.filled_seconds / seconds:.1f} times faster).",
-        comparison.reason(),
-    ]
-    return "\n".join([title, "", text_table(names, cells), "", *lines, *comparison.left_out, "", DEGREES_NOTE])
-
-
-def _evaluation_cells(plan: Plan) -> tuple[str, ...]:
-    time, count = seconds_text(plan.predicted_seconds), f"{len(plan.micro_batches):,}"
-    return time, count, f"{plan.most_rows:,}", f"{_waits(plan)[0]:.0%}"
-
-
-def _degrees_json(title: str, comparison: DegreeComparison) -> str:
-    rows = [
-        {
-            "cp": choice.cp,
-            "cp_comm_type": plan_type_text(choice.planned),
-            "filled_document_steps": choice.filled_steps,
-            "filled_seconds": choice.filled_seconds,
-            **_evaluation_json(choice.planned),
-        }
-        for choice in comparison.choices
-    ]
-    dynamic = {"dynamic": _evaluation_json(comparison.dynamic)} if comparison.dynamic else {}
-    answer = {"title": title, "degrees": rows, "best_cp": comparison.best.cp, "reason": comparison.reason()}
-    return json.dumps(answer | {"left_out": list(comparison.left_out)} | dynamic, indent=1)
-
-
-def _evaluation_json(plan: Plan) -> dict[str, float | int | None]:
-    return {
-        "planned_document_steps": len(plan.lengths),
-        "planned_seconds": plan.predicted_seconds,
-        "planned_lower_bound_seconds": plan.lower_bound_seconds,
-        "planned_micro_batches": len(plan.micro_batches),
-        "planned_max_tokens_per_slot": plan.max_tokens_per_slot,
-        "planned_rows_of_slot": plan.most_rows,
-        "bubble": _waits(plan)[0],
     }

@@ -59,35 +59,41 @@ class Fit:
 
 @dataclass(frozen=True)
 class Choices:
-    """What is not given and may be chosen: planner, degree, limit of rows, and the degree of experts."""
+    """What is not given and may be chosen: planner, degree, limit of rows, and the degree of experts.
+
+    To `compare` is to try every planner, also one that is given.
+    """
 
     planner: bool = True
     degree: bool = True
     rows: bool = True
     ep: bool = False
+    compare: bool = False
 
 
-def find_fits(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> list[Fit]:
-    """Return the best way of each layout (planner, degree, experts' degree): the fastest first, then what does not fit.
+def find_fits(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> tuple[list[Fit], list[str]]:
+    """Return the best way of each layout (planner, degree, experts' degree), and a line for each that is not possible.
 
-    >>> find_fits(run, [Documents((262144,))], Choices())[0].memory.measures[0]  # doctest: +SKIP
+    >>> find_fits(run, [Documents((262144,))], Choices())[0][0].memory.measures[0]  # doctest: +SKIP
     'selective'
 
-    Raises PlanError where nothing can be planned at all.
+    The fastest way is first; those that do not fit are last. Raises PlanError where nothing can be planned at all.
     """
-    best, refusal = dict[tuple[str, int, int], Fit](), PlanError("there is no layout to plan with")
+    best, refused = dict[tuple[str, int, int], Fit](), dict[str, str]()
     for candidate in _candidate_runs(run, steps, choices):
         try:
             fit = fit_run(candidate, steps)
         except (PlanError, LayoutError) as error:
-            refusal = PlanError(str(error))
+            refused[candidate.choice.text] = str(error)
             continue
         known = best.get(fit.layout)
         if known is None or _rank(fit) < _rank(known):
             best[fit.layout] = fit
     if not best:
-        raise refusal
-    return sorted(best.values(), key=_rank)
+        raise PlanError([*refused.values(), "there is no layout to plan with"][0])
+    planned = {fit.run.choice.text for fit in best.values()}
+    lines = [f"{text}: not possible: {reason}" for text, reason in refused.items() if text not in planned]
+    return sorted(best.values(), key=_rank), lines
 
 
 def _rank(fit: Fit) -> tuple[bool, float]:
@@ -110,18 +116,23 @@ def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
 def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
     """Yield the run with each planner, degree, experts' degree and limit of rows to compare; what is given stays.
 
-    Dynamic plans of documents of one length gain nothing, and are left out.
+    Dynamic plans of documents of one length gain nothing, and are left out unless all are to be compared.
     """
     several = len({n for step in steps for n in step.lengths}) > 1
     for home_run in _expert_runs(run, choices):
+        planners = [home_run.choice.planner]
+        if choices.compare:
+            planners = [*dict.fromkeys(("dynamic", "fixed", "padded", *planners))]
+        elif choices.planner and choices.degree:
+            planners = ["dynamic"] * (several and home_run.home.slots > 1) + ["fixed"]
         layouts = list[RunOnGpus]()
-        if choices.planner and choices.degree and several and home_run.home.slots > 1:
-            layouts.append(home_run.set_context(planner="dynamic"))
-        if choices.degree and (home_run.choice.has_one_degree or choices.planner):
-            fixed = home_run if home_run.choice.has_one_degree else home_run.set_context(planner="fixed")
-            degrees = degrees_to_compare(home_run.home, fixed.choice)
-            layouts += [fixed.set_context(context_parallel_size=degree) for degree in degrees]
-        for layout in layouts or [home_run]:
+        for planned in (home_run.set_context(planner=planner) for planner in planners):
+            if choices.degree and planned.choice.has_one_degree:
+                degrees = degrees_to_compare(home_run.home, planned.choice)
+                layouts += [planned.set_context(context_parallel_size=degree) for degree in degrees]
+            else:
+                layouts.append(planned)
+        for layout in layouts:
             if not choices.rows and layout.config.context.max_tokens_per_slot != AUTO:
                 yield layout
                 continue
@@ -216,7 +227,7 @@ def find_way_out(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -
             continue
     for other in others:
         try:
-            fit = find_fits(other, steps, choices)[0]
+            fit = find_fits(other, steps, choices)[0][0]
         except (PlanError, LayoutError):
             continue
         if fit.seconds is not None:

@@ -55,10 +55,6 @@ class RunOnGpus:
     """A run of a resolved configuration on GPUs; `target_share` of its tokens are predicted.
 
     `model` names the model to planners, and `image_rows` are the mean rows of images in a step.
-
-    >>> run = RunOnGpus.of(config, gpus)  # doctest: +SKIP
-    >>> run.home.slots, run.budget.device  # doctest: +SKIP
-    (4, 79027434946)
     """
 
     config: RunConfig
@@ -70,7 +66,7 @@ class RunOnGpus:
 
     @classmethod
     def of(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
-        """Make the run of a configuration. Raises ConfigError, LayoutError or PlanError for keys that do not fit."""
+        """Make the run of a configuration, whose keys are checked."""
         check_model_keys(config, training=False)  # train.lr may be left out, as nothing is trained here
         check_numbers(config, training=False)
         home = home_of(config.parallel, gpus.count)
@@ -133,15 +129,12 @@ class RunOnGpus:
 
     @cached_property
     def choice(self) -> PlanChoice:
-        """Return how the run's steps are planned; where the keys leave the host's size open, it is the machine's.
-
-        A tensor-parallel rank has 1 / tp of the parameters, which free mode gathers and sums over slots.
-        """
+        """How the run's steps are planned; where the keys leave the host's size open, it is the machine's."""
         config = self.config
         if config.context.node_size == AUTO:
             node_size = max(1, self.gpus.machine.node_size // self.home.tp)
             config = replace(config, context=replace(config.context, node_size=node_size))
-        weights = int(self.shape.stored_weights / config.parallel.tp)
+        weights = int(self.shape.stored_weights / config.parallel.tp)  # of a rank, which free mode gathers
         return PlanChoice.training(config, cost=self.cost(), heads=read_query_heads(self.model), weights=weights)
 
     @property
@@ -150,10 +143,7 @@ class RunOnGpus:
         return fixed_keys(self.config)
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
-        """Plan a step of documents of these lengths, of whose tokens `targets` are predicted (None: all but the first).
-
-        Raises PlanError where they exceed the run's limit of rows.
-        """
+        """Plan a step of these documents, of whose tokens `targets` are predicted (None: all but the first)."""
         return self.choice.plan(lengths, self.home, targets=targets)
 
     def plan_memory(self, plans: Sequence[Plan]) -> MemoryPlan:
@@ -227,13 +217,13 @@ def position_limit(model: Any) -> int | None:
 
     `longspan.model.seams.rope` reads the same from a configuration object of transformers, and the two must agree.
     """
-    limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _rope_parameters(model)
+    limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _shared_rope(model)
     if not limit or _lacks_positions(model):
         return None
-    kind, factor = _rope_type(rope), rope.get("factor") or 1.0
-    if kind in ("linear", "dynamic"):
+    factor = rope.get("factor") or 1.0
+    if rope["rope_type"] in ("linear", "dynamic"):
         return int(limit * factor)
-    if kind == "yarn":  # whose max_position_embeddings is the stretched length in some files
+    if rope["rope_type"] == "yarn":  # whose max_position_embeddings is the stretched length in some files
         return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
     return limit
 
@@ -244,32 +234,24 @@ def can_scale(model: Any) -> bool:
     It can for text models whose layers share one kind of rotary positions that their own configuration does not scale.
     """
     reader = ConfigReader.read_whole(model)
-    by_layer = any(reader.value(name) is not None for name in BY_LAYER) or _is_nested(reader.value("rope_parameters"))
-    is_text = reader.value("text_config") is None
-    return is_text and not by_layer and not _lacks_positions(model) and _rope_type(_rope_parameters(model)) == "default"
+    if reader.value("text_config") is not None or any(reader.value(name) is not None for name in BY_LAYER):
+        return False
+    by_layer = _is_nested(reader.value("rope_parameters"))
+    return not by_layer and not _lacks_positions(model) and _shared_rope(model)["rope_type"] == "default"
 
 
-def _rope_parameters(model: Any) -> Mapping[str, Any]:
-    """Return the rotary parameters that all layers share; {} if there are none, or if types of layers differ in them.
-
-    Versions of transformers name them rope_parameters or, before, rope_scaling.
-    """
+def _shared_rope(model: Any) -> dict[str, Any]:
+    """Return the rotary parameters that all layers share, with their `rope_type` ("default": no scaling)."""
     reader = ConfigReader.read_whole(model)
-    for name in ("rope_parameters", "rope_scaling"):
+    for name in ("rope_parameters", "rope_scaling"):  # the second in versions of transformers before 5
         value = reader.value(name)
         if isinstance(value, Mapping) and not _is_nested(value):
-            return value
-    return {}
+            return {"rope_type": value.get("type", "default"), **value}  # "type" in older files
+    return {"rope_type": "default"}
 
 
 def _is_nested(rope: Any) -> bool:
-    """Return whether rotary parameters are tables, one for each type of layer."""
     return isinstance(rope, Mapping) and any(isinstance(inner, Mapping) for inner in rope.values())
-
-
-def _rope_type(rope: Mapping[str, Any]) -> str:
-    """Return the name of the scaling, whose key is `type` in older files; "default" is none."""
-    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _lacks_positions(model: Any) -> bool:

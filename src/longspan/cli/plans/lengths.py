@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from longspan.corpus.files import CorpusFile, find_files, kind_of_files, text_sizes
 from longspan.corpus.row_files import row_file
@@ -54,7 +53,10 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
         names = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH"
         raise ConfigError(f"give one of {names}; got {several}")
     if flags.same:
-        return _parse_equal_lengths(flags.same), "equal lengths"
+        count, _, length = flags.same.lower().partition("x")
+        if not count.isdecimal() or not length.isdecimal() or not int(count):
+            raise ConfigError(f"--same {flags.same!r} is not COUNTxLENGTH, such as 1024x8192")
+        return check_lengths([int(length)] * int(count)), "equal lengths"
     if flags.lengths:
         return read_json_lengths(flags.lengths), flags.lengths
     if flags.data:
@@ -67,8 +69,13 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
 
 
 def read_json_lengths(path: str) -> tuple[int, ...]:
-    """Read lengths from a JSON list, or from the "lengths" of a JSON object such as a plan."""
-    value = _read_lengths_json(path)
+    """Read lengths from a JSON list, or the "lengths" of an object such as a plan; "-" is standard input."""
+    try:
+        value = parse_json(sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read lengths from {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"cannot read lengths from {path}: it is not JSON ({error})") from error
     if isinstance(value, dict):
         value = value.get("lengths")
     if not isinstance(value, list):
@@ -78,30 +85,7 @@ def read_json_lengths(path: str) -> tuple[int, ...]:
     return check_lengths(value)
 
 
-def _parse_equal_lengths(text: str) -> tuple[int, ...]:
-    """Parse --same, as in 1024x8192: 1,024 documents of 8,192 tokens each."""
-    count, _, length = text.lower().partition("x")
-    if not count.isdecimal() or not length.isdecimal() or not int(count):
-        raise ConfigError(f"--same {text!r} is not COUNTxLENGTH, such as 1024x8192")
-    return check_lengths([int(length)] * int(count))
-
-
-def _read_lengths_json(path: str) -> Any:
-    """Read lengths as JSON from a file, or from standard input for "-". Raises ConfigError where that fails."""
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-        return parse_json(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read lengths from {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"cannot read lengths from {path}: it is not JSON ({error})") from error
-
-
 def _read_text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
-    """Read the lengths of the documents of --data, and return them with a text that names their source and method.
-
-    Where tokens are estimated, a text with too few bytes for one token is left out.
-    """
     files = tuple(CorpusFile(0, name, file) for name, file in find_files(flags.data, key="--data").items())
     if flags.tokenizer:
         counts = _count_tokens(files, flags.tokenizer)
@@ -114,10 +98,7 @@ def _read_text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
 
 
 def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
-    """Count the tokens of each document that training would make, but of texts of any size, and without cutting any.
-
-    A limit of 0 means none, for the bytes of a row as for the tokens of a document. All files belong to source 0.
-    """
+    # A limit of 0 means none, for the bytes of a row as for the tokens of a document.
     from longspan.corpus.rows.encoding import RowEncoding
     from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
     from longspan.corpus.tokenizer import load_tokenizer

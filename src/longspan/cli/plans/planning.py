@@ -115,8 +115,7 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
 
     In lockstep the price of a model on a machine includes FSDP2's gathers and sums over `slots` slots, in which a rank
     moves its 1 / `tp` of the weights. Without --machine a model is priced on H200s, and without --model either, the
-    price is DEFAULT_COST. Raises ConfigError for flags that contradict each other, PlanError for a model that cannot be
-    priced.
+    price is DEFAULT_COST.
     """
     if flags.mtp_depths < 0 or (flags.mtp_depths and not flags.model):
         raise ConfigError(
@@ -133,28 +132,24 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
         config = read_configuration(Path(flags.model)) if flags.model else AutoConfig.for_model(**QWEN3_8B)
         return own_cost(flags.cost_model, config, "--cost-model")
     depths, model = flags.mtp_depths if training else 0, flags.model or QWEN3_8B
+    path = Path(flags.model).resolve()
+    name = (path.parent if path.is_file() else path).name if flags.model else "Qwen3-8B"
     if flags.tflops:
         if flags.machine or not 0 < flags.tflops < math.inf:
             reason = f"--machine {flags.machine}, which has its own speed" if flags.machine else "a speed is above 0"
             raise ConfigError(f"--tflops {flags.tflops:g}: {reason}; give --tflops N, such as 400, or --machine")
         cost = Cost.for_model(model, tflops=flags.tflops, depths=depths)
-        return replace(cost, source=f"{_model_name(flags)} on GPUs of {flags.tflops:g} TFLOP/s")
+        return replace(cost, source=f"{name} on GPUs of {flags.tflops:g} TFLOP/s")
     if not flags.machine and not flags.model:
         return DEFAULT_COST
     machine = find_machine(flags.machine or "h200", "--machine")
     settings = CostSettings(depths=depths, shards=slots // flags.dp_replicate, free=mode == "free", weight_ranks=tp)
     cost = machine.cost(model, settings)
-    return replace(cost, source=(cost.source or "").replace("the model", _model_name(flags), 1))
-
-
-def _model_name(flags: PlanningFlags) -> str:
-    """Return the name of the model that prices a plan: that of its folder, or of the folder of its config.json."""
-    path = Path(flags.model).resolve()
-    return (path.parent if path.is_file() else path).name if flags.model else "Qwen3-8B"
+    return replace(cost, source=(cost.source or "").replace("the model", name, 1))
 
 
 def check_slots(flags: PlanningFlags) -> None:
-    """Raise ConfigError for a plan without slots, with an example of what a plan needs."""
+    """Raise ConfigError for a plan without slots."""
     if flags.slots < 1:
         raise ConfigError(
             f"--slots is {flags.slots}, and a plan needs documents and slots (GPUs / (tp x pp)), as in longspan plan "

@@ -5,19 +5,24 @@ plans that mean the same as a key are read as that key. Imports no torch.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from longspan.cli.flags import Switch, TrainFlags, check_flag_names, check_least, flag_types, parse_flags
+from longspan.cli.flags import Switch, TrainFlags, check_flag_names, check_least, flag_types, parse_flags, split_flags
+from longspan.cli.machine import find_first_gpu
 from longspan.cli.plans.planning import PlanningFlags, find_machine
+from longspan.cli.processes import count_host_ranks, has_torchrun
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, plural
+from longspan.host_memory import free_host_bytes
 from longspan.plan import Machine
+from longspan.plan.cost.machine import find_device
 from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint, gib_text
 
 AnyFlags = TypeVar("AnyFlags", bound="GpuFlags")
 PROG = "longspan plan"
+HOST_SHARE = 0.85  # of the host's free memory, as a run takes it
 HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
 ASKING = ("--gpu", "--gpu_bytes")  # one of them makes a question of memory and time
 # Flags of plans, and the keys of training that they stand for here.
@@ -44,7 +49,6 @@ KEYS = {
     "--mode": "--context.mode",
     "--node_size": "--context.node_size",
 }
-OF_QUESTIONS = ("gpu", "gpus", "gpu_bytes", "host_bytes", "tflops", "longest", "model", "json", "write", "help")
 OF_DOCUMENTS = ("lengths", "same", "distribution", "tokens", "longest_document", "seed")
 
 
@@ -71,6 +75,11 @@ class GpuFlags(PlanningFlags):
     """With --gpu or --gpu-bytes: write the keys of the answer to this file, which longspan train takes."""
 
 
+# Flags that only a question about GPUs has, and all that it reads.
+OF_GPUS = {f"--{field.name}" for field in fields(GpuFlags)} - {f"--{field.name}" for field in fields(PlanningFlags)}
+READ = OF_GPUS | {f"--{name}" for name in (*OF_DOCUMENTS, "model", "tflops", "json", "compare", "help")}
+
+
 @dataclass(frozen=True)
 class Question:
     """What a command line asks of GPUs: the configuration of its keys without defaults, and the keys that it gives."""
@@ -88,12 +97,11 @@ def asks_for_gpus(argv: Sequence[str]) -> bool:
 
     Raises ConfigError, if no GPUs are named, for flags and keys that only such a question has.
     """
-    names = [name for name, _ in _split_words(argv)]
+    names = [name for name, _, _ in split_flags(argv)]
     if not set(names).isdisjoint(ASKING):
         return True
-    of_gpus = {"--gpus", "--host_bytes", "--longest", "--tokens_per_step", "--epochs", "--write"}
     for name in names:
-        if name in of_gpus or "." in name:
+        if name in OF_GPUS or "." in name:
             flag = name if "." in name else name.replace("_", "-")
             raise ConfigError(f"{flag} is of a question about GPUs; name them with --gpu, such as --gpu h100 --gpus 4")
     return False
@@ -108,14 +116,14 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     types = flag_types(kind) | {name: hint for name, hint in flag_types(TrainFlags).items() if "." in name}
     check_flag_names(argv, types, PROG)
     words, keys, flag_of = list[str](), list[str](), dict[str, str]()
-    for name, values in _split_words(argv):
+    for name, values, _ in split_flags(argv):
         key = name if "." in name else KEYS.get(name, "")
         if not key:
-            if name and name[2:] not in (*OF_QUESTIONS, *OF_DOCUMENTS):
-                instead = "; --gpus N is how many GPUs there are" if name in ("--slots", "--world") else ""
-                flag = name.replace("_", "-")
+            if name and name not in READ:
+                flag, instead = name.replace("_", "-"), "; --gpus N is how many GPUs there are"
                 raise ConfigError(
-                    f"{flag} is of plans without memory, and --gpu asks what fits GPUs; leave it out{instead}"
+                    f"{flag} is of plans without memory, and --gpu asks what fits GPUs; leave it out"
+                    f"{instead * (name in ('--slots', '--world'))}"
                 )
             words += [name, *values]
             continue
@@ -139,27 +147,8 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     return flags, Question(RunConfig(**sections), frozenset(key[2:] for key in flag_of))
 
 
-def _split_words(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag with underscores, and the words behind it; first "" and the words before any flag."""
-    name, values = "", list[str]()
-    for word in argv:
-        if not word.startswith("--"):
-            values.append(word)
-            continue
-        if name or values:
-            yield name, values
-        flag, equals, value = word.partition("=")
-        name, values = "--" + flag[2:].replace("-", "_"), [value] * bool(equals)
-    if name or values:
-        yield name, values
-
-
 def find_source(flags: GpuFlags, question: Question) -> str:
-    """Find which documents are asked about: "longest", "data", or the flag of their lengths.
-
-    >>> find_source(PlanFlags(same="1x262144"), question)  # doctest: +SKIP
-    'same'
-    """
+    """Find which documents are asked about: "longest", "data", or the flag of their lengths, such as "same"."""
     sources = [name for name in ("lengths", "same", "distribution") if getattr(flags, name)]
     sources += ["data"] * question.gives_any("data.path")
     if flags.longest and sources:
@@ -211,11 +200,7 @@ class Gpus:
 def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
     """Read the GPUs that flags name; `run_machine` is the key run.machine.
 
-    >>> read_gpus(PlanFlags(gpu="h100", gpus=4), "").title  # doctest: +SKIP
-    '4 x H100, 80.0 GiB each, 128.0 GiB of the host for each (assumed: its speed by data sheet, its bytes, the host)'
-
-    The speed is that of run.machine or of --tflops, else that of --gpu; with only --gpu-bytes that of an H200. Raises
-    ConfigError for an unknown name, and for numbers below what is possible.
+    The speed is that of run.machine or of --tflops, else that of --gpu; with only --gpu-bytes that of an H200.
     """
     check_least(flags, gpus=1, gpu_bytes=0, host_bytes=0)
     for name, size in (("gpu-bytes", flags.gpu_bytes), ("host-bytes", flags.host_bytes)):
@@ -255,3 +240,27 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
         name=name,
         assumed=tuple(assumed),
     )
+
+
+def choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
+    """Choose the GPUs of a run: with `on_gpus` those here, if there are any, else those of run.machine, else H200s.
+
+    Those here are as fast as run.machine or, without it, the machine of their name says; with neither, as H200s. What
+    is taken from elsewhere than this machine is listed as assumed.
+    """
+    first_gpu = find_first_gpu() if on_gpus else None
+    named = find_machine(config.run.machine, "run.machine") if config.run.machine else None
+    if first_gpu is None:
+        machine = named or Machine.known("H200")
+        size = machine.memory_bytes or Machine().memory_bytes
+        assumed = () if named else ("H200s, for there is no GPU here and run.machine is empty",)
+        assumed += ("their speed and bytes by data sheet",) if machine.assumed else ()
+        kind, assumed = machine.device, (*assumed, "the host")
+        return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=HOST_BYTES, name=kind, assumed=assumed)
+    name, size = first_gpu
+    known = named or find_device(name)
+    host_ranks = count_host_ranks() if has_torchrun() else ranks
+    host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, host_ranks)) or HOST_BYTES
+    assumed = () if known else ("the speed of H200s",)
+    machine = known or Machine.known("H200")
+    return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=host, name=name, assumed=assumed)
