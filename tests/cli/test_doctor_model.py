@@ -1,36 +1,36 @@
 """Where a named model is proven, in which types, and what is printed."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from longspan.cli import doctor_model, processes
-from longspan.cli.doctor_model import ProofFlags
 from longspan.doctor.cases import Case
 from longspan.doctor.proof import Outcome, Proof, proof_json, proof_text
 from longspan.model import preset_config
 
-FLAGS = ProofFlags("whole", "auto", 0, "auto", 60.0, json=False)
 PLACES = [
-    (0, FLAGS, [(4, "gloo")]),
-    (1, FLAGS, [(4, "gloo"), (1, "nccl")]),
-    (8, FLAGS, [(4, "nccl")]),
-    (8, replace(FLAGS, world=8), [(8, "nccl")]),
-    (1, replace(FLAGS, backend="gloo", world=2), [(2, "gloo")]),
-    (1, replace(FLAGS, backend="nccl"), [(1, "nccl")]),
+    (0, 0, "auto", [(4, "gloo")]),
+    (1, 0, "auto", [(4, "gloo"), (1, "nccl")]),
+    (8, 0, "auto", [(4, "nccl")]),
+    (8, 8, "auto", [(8, "nccl")]),
+    (1, 2, "gloo", [(2, "gloo")]),
+    (1, 0, "nccl", [(1, "nccl")]),
 ]
 
 
-@pytest.mark.parametrize(("gpus", "flags", "places"), PLACES)
-def test_places(gpus: int, flags: ProofFlags, places: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gpus", "world", "backend", "places"), PLACES)
+def test_places(
+    gpus: int, world: int, backend: Any, places: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (processes, doctor_model):
         monkeypatch.setattr(module, "usable_gpus", lambda: gpus)
-    made, config = list(doctor_model._list_proof_processes(flags)), preset_config("qwen3-tiny", vocab_size=61)
+    made, config = list(doctor_model._list_proof_processes(world, backend)), preset_config("qwen3-tiny", vocab_size=61)
     assert [(place.ranks, place.backend) for place in made] == places
     for place in made:
-        dtypes = list(dict.fromkeys(case.dtype for case in doctor_model._choose_cases(flags, place, config)))
+        dtypes = list(dict.fromkeys(case.dtype for case in doctor_model._choose_cases("whole", place, config)))
         assert dtypes == (["float64", "float32"] if place.backend == "gloo" else ["bfloat16", "float32"])
-        assert doctor_model._has_true_heads(flags, place) == (place.backend == "nccl")
 
 
 def test_text_and_json() -> None:

@@ -84,7 +84,17 @@ def main(argv: Sequence[str]) -> int:
         print(kernel_report(as_json=flags.json))
         return 0
     if flags.model:
-        return _prove_named_model(flags)
+        from longspan.cli.doctor_model import prove_model
+
+        return prove_model(
+            flags.model,
+            flags.cases,
+            head_size=flags.head_size,
+            world=flags.world,
+            backend=flags.backend,
+            timeout=flags.timeout_seconds,
+            as_json=flags.json,
+        )
     began = time.perf_counter()
     checks = [*version_checks(versions()), *device_checks(), *kernel_checks()]
     details: dict[str, Any] = {}
@@ -100,7 +110,11 @@ def main(argv: Sequence[str]) -> int:
             rows = [asdict(check) for check in checks]
             print(json.dumps({"good": good, "seconds": seconds, "checks": rows, "ranks": details}, indent=1))
         else:
-            print(_checks_text(checks, good, seconds))
+            marks = {True: "✓", False: "✗", None: "·"}
+            rows = [(marks[check.good], check.area, check.name, check.found) for check in checks]
+            failed = plural(sum(check.good is False for check in checks), "check")
+            verdict = "all checks are good" if good else f"{failed} failed"
+            print(f"{text_table(('', 'area', 'check', 'found'), rows, left=4)}\n\n{verdict} ({seconds:.0f} s)")
     return 0 if good else 1
 
 
@@ -152,7 +166,8 @@ def kernel_checks() -> Iterator[Check]:
 
     from longspan.attention import KERNELS, AttendCall
 
-    for device in _present_devices():
+    devices = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
+    for device in devices:
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             call = AttendCall(1, 1, 128, 128, dtype, torch.device(device), one_document=True)
             suitable = [kernel.name for kernel in KERNELS if kernel.suits(call)]
@@ -160,18 +175,11 @@ def kernel_checks() -> Iterator[Check]:
             alternatives = f" (also {', '.join(suitable[1:])})" if len(suitable) > 1 else ""
             yield Check("kernel", name, suitable[0] + alternatives if suitable else "none", bool(suitable))
     for kernel in KERNELS:
-        if lack := _kernel_lack(kernel):
+        if lack := kernel_lack(kernel):
             yield Check("kernel", kernel.name, f"not here: {lack}", None)
 
 
-def _present_devices() -> list[str]:
-    """Return the devices on which kernels may run here: the CPU and, if torch can use one, the first GPU."""
-    import torch
-
-    return ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
-
-
-def _kernel_lack(kernel: "Kernel") -> str:
+def kernel_lack(kernel: "Kernel") -> str:
     """Return why a kernel runs on no device here, in the words for the GPU if there is one; "" where it runs.
 
     The kernel is asked about a call that any machine with the right device and package can run: one head of size 64, in
@@ -181,9 +189,10 @@ def _kernel_lack(kernel: "Kernel") -> str:
 
     from longspan.attention import AttendCall
 
-    dtype = kernel.dtypes[0]
-    calls = [AttendCall(1, 1, 64, 64, dtype, torch.device(d), deterministic=False) for d in _present_devices()]
-    lacks = [kernel.lack_for(call) for call in calls]
+    lacks = list[str]()
+    for device in ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]:
+        call = AttendCall(1, 1, 64, 64, kernel.dtypes[0], torch.device(device), deterministic=False)
+        lacks.append(kernel.lack_for(call))
     return "" if "" in lacks else lacks[-1]
 
 
@@ -195,28 +204,22 @@ def kernel_report(*, as_json: bool) -> str:
     from longspan.attention import KERNELS
     from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
 
-    column_here = ["here", *(_kernel_lack(kernel) or "yes" for kernel in KERNELS)]
+    column_here = ["here", *(kernel_lack(kernel) or "yes" for kernel in KERNELS)]
     kernels = [(*row, lack) for row, lack in zip(kernel_rows(), column_here, strict=True)]
     tables = {"kernels": kernels, "types": TYPE_ROWS, "features": feature_rows()}
     if as_json:
         rows = {name: [dict(zip(header, row, strict=True)) for row in body] for name, (header, *body) in tables.items()}
         return json.dumps(rows, indent=1, ensure_ascii=False).replace("`", "")
-    return "\n\n".join(_list_text(name, header, body) for name, (header, *body) in tables.items())
+    return "\n\n".join(_list_text(name, header, body) for name, (header, *body) in tables.items()).replace("`", "")
 
 
 def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table as a list with one line for each cell that is not empty, because the cells are long.
-
-    The first cell of a row stands above its others. Markdown's backquotes are left out.
-    """
+    """Write a table as a list, because its cells are long: the first cell of a row stands above its others."""
     lines = [name]
     for first, *cells in rows:
-        lines += [
-            "",
-            f"  {first}",
-            *(f"    {key}: {cell}" for key, cell in zip(header[1:], cells, strict=True) if cell),
-        ]
-    return "\n".join(lines).replace("`", "")
+        named = zip(header[1:], cells, strict=True)
+        lines += ["", f"  {first}", *(f"    {key}: {cell}" for key, cell in named if cell)]
+    return "\n".join(lines)
 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
@@ -230,25 +233,14 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
         yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({ranks_text})", None)
     for row in details["parity"]:
         yield Check("parity", row["name"], row["found"], row["good"])
-    yield from _communication_checks(details["parity"])
-
-
-def _communication_checks(parity: Sequence[dict[str, Any]]) -> Iterator[Check]:
-    """Yield checks that name the ranks of each level of hierarchical groups.
-
-    Every case was compared in two dtypes, in which groups are the same: one row of a degree, type and sizes is enough.
-    """
-    rows = {(row["cp"], row["cp_comm_type"], str(row.get("sizes"))): row for row in parity}
+    # Ranks of levels are the same in every dtype: one row of a degree, type and sizes is enough.
+    rows = {(row["cp"], row["cp_comm_type"], str(row.get("sizes"))): row for row in details["parity"]}
     for row in rows.values():
         for levels in row.get("levels", ()):
             yield Check("group", f"cp {row['cp']}, a2a+p2p {tuple(row['sizes'])}", f"ranks of {levels}", None)
 
 
 def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
-    """Compare a small Qwen3 with the stock model on several ranks; returns the JSON object of `compare_preset`.
-
-    Raises CommError if ranks failed.
-    """
     from longspan.cli.doctor_model import compare_preset
 
     gpus = usable_gpus()
@@ -259,33 +251,10 @@ def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
     processes = choose_processes(
         flags.world, device, on_gpus=min(gpus, LOCAL_RANKS), on_cpus=LOCAL_RANKS, for_cpus="--backend gloo"
     )
-    ranks, backend = processes.ranks, processes.backend
     if is_reporting() and sys.stderr.isatty():
-        print(f"comparing a small model with the stock one on {plural(ranks, 'rank')} ({backend}) …", file=sys.stderr)
+        ranks = f"{plural(processes.ranks, 'rank')} ({processes.backend})"
+        print(f"comparing a small model with the stock one on {ranks} …", file=sys.stderr)
     return compare_preset(processes, flags.timeout_seconds)
-
-
-def _prove_named_model(flags: DoctorFlags) -> int:
-    """Prove the model that --model names. Returns 0 if it is proven, otherwise 1."""
-    from longspan.cli.doctor_model import ProofFlags, prove_model
-
-    proof_flags = ProofFlags(
-        flags.cases, flags.head_size, flags.world, flags.backend, flags.timeout_seconds, flags.json
-    )
-    return prove_model(flags.model, proof_flags)
-
-
-def _checks_text(checks: Sequence[Check], good: bool, seconds: float) -> str:
-    """Write the checks as a table with a verdict below it."""
-    marks = {True: "✓", False: "✗", None: "·"}
-    table = text_table(
-        ("", "area", "check", "found"),
-        [(marks[check.good], check.area, check.name, check.found) for check in checks],
-        left=4,
-    )
-    failed = sum(check.good is False for check in checks)
-    verdict = "all checks are good" if good else f"{failed} check{'s' if failed > 1 else ''} failed"
-    return f"{table}\n\n{verdict} ({seconds:.0f} s)"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
@@ -41,34 +41,29 @@ _EXACT: dict[str, DTypeName] = {"gloo": "float64", "nccl": "float32"}
 _ROUNDED: dict[str, DTypeName] = {"gloo": "float32", "nccl": "bfloat16"}
 
 
-@dataclass(frozen=True)
-class ProofFlags:
-    """The flags of the verb that describe how a named model is proven."""
+def prove_model(
+    name: str,
+    case_set: CaseSet,
+    *,
+    head_size: Literal["auto", "true", "small"],
+    world: int,
+    backend: Literal["auto", "gloo", "nccl"],
+    timeout: float,
+    as_json: bool,
+) -> int:
+    """Prove that a model is exact here, by the flags of the verb, and print the outcomes.
 
-    cases: CaseSet
-    head_size: Literal["auto", "true", "small"]
-    world: int
-    backend: Literal["auto", "gloo", "nccl"]
-    timeout: float
-    json: bool
-
-
-def prove_model(name: str, flags: ProofFlags) -> int:
-    """Prove that a model is exact here, on all processes of `_list_proof_processes`, and print the outcomes.
-
-    Returns 0 if it is proven, otherwise 1.
-
-    Raises ConfigError for an unknown name, ModelError where no small copy of the model can be made.
+    Returns 0 if it is proven, otherwise 1. Raises ConfigError for an unknown name, ModelError where no small copy of
+    the model can be made.
     """
     began = time.perf_counter()
     config = find_configuration(name)
     proofs, models = list[Proof](), list[dict[str, Any]]()  # one for each choice of processes
-    for processes in _list_proof_processes(flags):
-        small_config = shrink_configuration(
-            config, true_heads=_has_true_heads(flags, processes), images=reads_images(config)
-        )
+    for processes in _list_proof_processes(world, backend):
+        true_heads = head_size == "true" or (head_size == "auto" and processes.backend == "nccl")
+        small_config = shrink_configuration(config, true_heads=true_heads, images=reads_images(config))
         models.append(_model_facts(config, small_config, processes))
-        proofs.append(_prove_cases(small_config, _choose_cases(flags, processes, config), processes, flags.timeout))
+        proofs.append(_prove_cases(small_config, _choose_cases(case_set, processes, config), processes, timeout))
     outcomes = tuple(outcome for proof in proofs for outcome in proof.outcomes)
     worlds = tuple(world for proof in proofs for world in proof.worlds)
     proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
@@ -76,11 +71,16 @@ def prove_model(name: str, flags: ProofFlags) -> int:
     if is_reporting():  # about the last processes, which are on GPUs where there are any
         device = torch.device("cuda" if models[-1]["backend"] == "nccl" else "cpu")
         lines, note = _kernels_at_true_sizes(config, device)
-        if flags.json:
+        if as_json:
             model = {"name": name, "copies": models, "kernels": [asdict(line) for line in lines], "note": note}
             print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
         else:
-            heading = [*map(_model_heading, models), *(f"attention at true sizes: {line}" for line in lines)]
+            copies = (
+                f"{of['model_type']}, a small copy ({of['layers']} layers, hidden size {of['hidden_size']}) on "
+                f"{plural(of['ranks'], 'rank')} ({of['backend']})"
+                for of in models
+            )
+            heading = [*copies, *(f"attention at true sizes: {line}" for line in lines)]
             print(proof_text(proof, [*heading, *filter(None, (note, models[-1]["videos"]))], seconds))
     return 0 if proof.good else 1
 
@@ -101,28 +101,23 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
     return asdict(world) | {"groups": list(world.groups), "parity": parity}
 
 
-def _list_proof_processes(flags: ProofFlags) -> Iterator[Processes]:
+def _list_proof_processes(world: int, backend: Literal["auto", "gloo", "nccl"]) -> Iterator[Processes]:
     """Yield the processes of each proof: those on CPUs, those on GPUs, or first the one and then the other.
 
     A single GPU allows only degree 1: unless flags or torchrun set the processes, CPUs then prove the model as well.
     """
     gpus = usable_gpus()
-    cpus_too = gpus == 1 and flags.backend == "auto" and not flags.world and not has_torchrun()
-    if gpus == 0 or cpus_too or flags.backend == "gloo":
+    cpus_too = gpus == 1 and backend == "auto" and not world and not has_torchrun()
+    if gpus == 0 or cpus_too or backend == "gloo":
         # without a GPU, --backend nccl still asks for one, so that `choose_processes` refuses it
-        device = "cuda" if flags.backend == "nccl" else "cpu"
-        yield choose_processes(flags.world, device, on_cpus=LOCAL_RANKS)
-    if gpus and flags.backend != "gloo":
-        yield choose_processes(flags.world, "cuda", on_gpus=min(gpus, LOCAL_RANKS), for_cpus="--backend gloo")
+        device = "cuda" if backend == "nccl" else "cpu"
+        yield choose_processes(world, device, on_cpus=LOCAL_RANKS)
+    if gpus and backend != "gloo":
+        yield choose_processes(world, "cuda", on_gpus=min(gpus, LOCAL_RANKS), for_cpus="--backend gloo")
 
 
-def _has_true_heads(flags: ProofFlags, processes: Processes) -> bool:
-    """Return whether the small copy has heads as large as the model's: as --head-size says; auto: on GPUs."""
-    return flags.head_size == "true" or (flags.head_size == "auto" and processes.backend == "nccl")
-
-
-def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedConfig) -> list[Case]:
-    """Choose the cases of a proof: the set of --cases in one dtype, and the basic set in a second dtype.
+def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedConfig) -> list[Case]:
+    """Choose the cases of a proof: a set in one dtype, and the basic set in a second dtype.
 
     The first dtype tells most: float64 on CPUs, and on GPUs bfloat16, in which runs train. A model that reads images
     has the cases with images too; if it cannot run without images, its cases of text are only the basic set. A hybrid
@@ -132,17 +127,16 @@ def _choose_cases(flags: ProofFlags, processes: Processes, config: PreTrainedCon
     rounded_dtypes: tuple[DTypeName, ...] = (_ROUNDED[processes.backend],)
     first, second = (exact_dtypes, rounded_dtypes) if processes.backend == "gloo" else (rounded_dtypes, exact_dtypes)
     ranks = processes.ranks
-    text_set: CaseSet = "basic" if reads_images_alone(config) else flags.cases
+    text_set: CaseSet = "basic" if reads_images_alone(config) else case_set
     cases = [*list_cases(text_set, ranks, first), *list_cases("basic", ranks, second)]
     if has_mixers(config):
         cases += list_contiguous_cases(text_set, ranks, first)
     if reads_images(config):
-        cases += [*list_image_cases(flags.cases, ranks, first), *list_image_cases("basic", ranks, second)]
+        cases += [*list_image_cases(case_set, ranks, first), *list_image_cases("basic", ranks, second)]
     return cases
 
 
 def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
-    """Prove the cases on these ranks, by torchrun's processes where there are some, with progress on a terminal."""
     set_gpu_environment("")
     show = is_reporting() and sys.stderr.isatty()
     launch = _run_torchrun_cases if has_torchrun() else None
@@ -150,35 +144,22 @@ def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Process
 
 
 def _run_torchrun_cases(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
-    """Run `fn(rank, task)` in the `count` processes of torchrun, in place of ranks that `run_proof` starts itself."""
     return run_on_ranks(fn, (task,), count, seconds)
 
 
 def _model_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:
-    """Return the type and size of a model and the processes that prove it, as a JSON object."""
-    text = small.get_text_config()
+    text, videos = small.get_text_config(), ""
+    if reads_images(small) and isinstance(getattr(small, "video_token_id", None), int):
+        reason = no_video_reason(small)
+        videos = f"no videos: {reason}" if reason else "one of the documents with images has videos too"
     return {
         "model_type": config.model_type,
         "layers": text.num_hidden_layers,
         "hidden_size": text.hidden_size,
         "ranks": processes.ranks,
         "backend": processes.backend,
-        "videos": _video_text(small),
+        "videos": videos,
     }
-
-
-def _model_heading(model: dict[str, Any]) -> str:
-    """Write the type, the size and the ranks of a small copy, from its facts."""
-    size = f"{model['layers']} layers, hidden size {model['hidden_size']}"
-    return f"{model['model_type']}, a small copy ({size}) on {plural(model['ranks'], 'rank')} ({model['backend']})"
-
-
-def _video_text(small: PreTrainedConfig) -> str:
-    """Write whether the proof's documents have videos, and if not, why; "" for a model that reads no videos."""
-    if not reads_images(small) or not isinstance(getattr(small, "video_token_id", None), int):
-        return ""
-    reason = no_video_reason(small)
-    return f"no videos: {reason}" if reason else "one of the documents with images has videos too"
 
 
 def _kernels_at_true_sizes(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:

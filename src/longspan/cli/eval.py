@@ -9,7 +9,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from longspan.cli.evaluation.flags import EvalFlags, make_request, parse_eval
+from longspan.cli.evaluation.flags import make_request, parse_eval
 from longspan.cli.evaluation.output import (
     check_writable,
     result_tables,
@@ -78,22 +78,18 @@ class EvalDisplay:
         if self._stream is None:
             return
         if self._stream.isatty():
-            self._move_bar(title, done, count)
+            if self._bar is None:
+                columns = TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()
+                self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=self._stream))
+                self._bar.start()
+            if title not in self._tasks:
+                self._tasks[title] = self._bar.add_task(title, total=count)
+            self._bar.update(self._tasks[title], completed=done)
             return
         tenths = LINES * done // max(count, 1)
         if tenths > self._tenths.get(title, 0) or time.monotonic() - self._written >= LINE_SECONDS:
             self._tenths[title] = tenths
             self.show_line(f"{title}: {done:,} of {plural(count, 'micro-batch', 'es')}")
-
-    def _move_bar(self, title: str, done: int, count: int) -> None:
-        """Move the bar of an evaluation to `done` micro-batches; the first call for a title adds its bar."""
-        if self._bar is None:
-            columns = TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=self._stream))
-            self._bar.start()
-        if title not in self._tasks:
-            self._tasks[title] = self._bar.add_task(title, total=count)
-        self._bar.update(self._tasks[title], completed=done)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,25 +114,17 @@ def main(argv: Sequence[str]) -> int:
             eval_rank, args, processes.ranks, compile_cache=config.run.compile_cache
         )
     if is_reporting():
-        _write_results(flags, results, processes.ranks)
+        record = results_record(results, processes.ranks)
+        if flags.documents:
+            write_documents(results, Path(flags.documents))
+        if flags.out:
+            write_result_folder(results, record, Path(flags.out))
+        print(as_json(record) if flags.json else result_tables(results, processes.ranks))
     return 0
 
 
-def _write_results(flags: EvalFlags, results: Sequence[SubjectResult], ranks: int) -> None:
-    """Write the files that flags name, and print the results."""
-    record = results_record(results, ranks)
-    if flags.documents:
-        write_documents(results, Path(flags.documents))
-    if flags.out:
-        write_result_folder(results, record, Path(flags.out))
-    print(as_json(record) if flags.json else result_tables(results, ranks))
-
-
 def check_request(request: EvalRequest, ranks: int) -> Layout:
-    """Check every value of a request for this number of ranks; returns the home of the evaluation.
-
-    Raises ConfigError or LayoutError for a value that is not possible.
-    """
+    """Check every value of a request for this number of ranks; returns the home of the evaluation."""
     home = home_of(request.subjects[0].config.parallel, ranks)
     for subject in request.subjects:
         check_config(fit_evaluations(subject.config, request.sets, home, request.flag_keys), ranks, training=False)

@@ -6,7 +6,7 @@ They lie in `_examples` of an installed wheel, and in `examples/` of a checkout.
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -46,15 +46,15 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     flags = parse_flags(ExamplesFlags, argv, "longspan examples")
     root = examples_folder()
-    paths = list(_list_paths(root))
+    files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    paths = sorted(files, key=lambda path: (path.parent != root, path.relative_to(root).as_posix()))
     if not flags.name:
         lines = {path.relative_to(root).as_posix(): first_sentence(path) for path in paths}
         width = max(map(len, lines))
         print(as_json(lines) if flags.json else "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))
         return 0
-    written = _copy_examples(
-        _choose_examples(flags.name, root, paths), root, Path(flags.folder), overwrite=flags.overwrite
-    )
+    chosen = _choose_examples(flags.name, root, paths)
+    written = _copy_examples(chosen, root, Path(flags.folder), overwrite=flags.overwrite)
     if flags.json:
         print(as_json({"written": [str(path) for path in written]}))
     else:
@@ -90,17 +90,10 @@ def first_sentence(path: Path) -> str:
     return sentence if len(sentence) <= _WIDEST else re.split(r"[,;:] ", sentence, maxsplit=1)[0]
 
 
-def _list_paths(root: Path) -> Iterator[Path]:
-    """List all files of the examples, those of the folder itself first."""
-    files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return iter(sorted(files, key=lambda path: (path.parent != root, path.relative_to(root).as_posix())))
-
-
 def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
     """Return the files that a name stands for: a file, the files of a folder, or with the name `all` every file.
 
-    Raises ConfigError, with the nearest name, where there are none. A path to the examples' folder itself, such as ".",
-    is refused too: only `all` means everything.
+    A path to the examples' folder itself, such as ".", is refused: only `all` means everything.
     """
     name = name.removeprefix("examples/").rstrip("/")
     choice = [path for path in paths if name == ALL or (root / name) in (path, *path.parents)]
@@ -113,10 +106,6 @@ def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]
 
 
 def _copy_examples(paths: Sequence[Path], root: Path, folder: Path, *, overwrite: bool) -> list[Path]:
-    """Copy examples to a folder, below which their paths are as below `root`; returns the paths of the copies.
-
-    Raises RunFolderError where files of these names are there and `overwrite` is not set.
-    """
     copies = [folder / path.relative_to(root) for path in paths]
     if (older := [copy for copy in copies if copy.exists()]) and not overwrite:
         raise RunFolderError(

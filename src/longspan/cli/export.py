@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -14,9 +14,6 @@ from longspan.cli.flags import Switch, parse_flags
 from longspan.errors import plural
 from longspan.evaluation.saved.request import split_target
 from longspan.files import as_json
-
-if TYPE_CHECKING:
-    from longspan.checkpoint.export import Exported
 
 
 @dataclass(frozen=True)
@@ -61,14 +58,10 @@ def main(argv: Sequence[str]) -> int:
         merge=flags.merge,
         mtp=flags.mtp,
     )
-    print(as_json(written.row()) if flags.json else _export_text(written))
-    return 0
-
-
-def _export_text(exported: "Exported") -> str:
-    """Write in a sentence what was exported: the checkpoint, the folder, the tensors and their bytes."""
-    return (
-        f"step {exported.step} of {exported.checkpoint} is in {exported.folder}: {plural(exported.tensors, 'tensor')} "
-        f"of {exported.parameters / 1e6:,.1f} M weights in {exported.dtype}, {exported.bytes / 1e6:,.1f} MB in "
-        f"{plural(exported.files, 'file')}"
+    text = (
+        f"step {written.step} of {written.checkpoint} is in {written.folder}: {plural(written.tensors, 'tensor')} "
+        f"of {written.parameters / 1e6:,.1f} M weights in {written.dtype}, {written.bytes / 1e6:,.1f} MB in "
+        f"{plural(written.files, 'file')}"
     )
+    print(as_json(written.row()) if flags.json else text)
+    return 0

@@ -80,14 +80,12 @@ def find_first_gpu() -> tuple[str, int] | None:
 
 @cache
 def _torch_build() -> dict[str, Any]:
-    """Return the facts of torch's build, read without importing torch."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is not installed"
     return runpy.run_path(str(Path(spec.origin).with_name("version.py")))
 
 
 def _has_build(driver: str) -> bool:
-    """Return whether torch is built for a driver: "cuda", or "hip" for AMD."""
     return _torch_build().get(driver) is not None
 
 
@@ -110,7 +108,15 @@ def set_gpu_environment(compile_cache: str = "") -> None:
     if not gpus.count:
         return
     os.environ.update(allocator_environment())
-    folder = _make_writable(kernel_cache_folder(compile_cache))
+    folder = kernel_cache_folder(compile_cache)
+    instead, reason = "name another folder with run.compile_cache, or set XDG_CACHE_HOME", ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(folder, os.W_OK) else "it is not writable for this user"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        raise ConfigError(f"compiled kernels cannot be kept in {folder}: {reason}; {instead}")
     major, minor = gpus.capability
     folders = {
         "TRITON_CACHE_DIR": folder / "triton",
@@ -130,35 +136,24 @@ def kernel_cache_folder(compile_cache: str = "") -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "longspan" / "kernels"
 
 
-def _make_writable(folder: Path) -> Path:
-    """Make a folder, and return it. Raises ConfigError if nothing can be written in it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError as error:
-        raise ConfigError(f"{_folder_error_text(folder)}: {error.strerror}; {_INSTEAD}") from error
-    if not writable:
-        raise ConfigError(f"{_folder_error_text(folder)}: it is not writable for this user; {_INSTEAD}")
-    return folder
-
-
-_INSTEAD = "name another folder with run.compile_cache, or set XDG_CACHE_HOME"
-
-
-def _folder_error_text(folder: Path) -> str:
-    """Write how an error about the folder of compiled kernels begins."""
-    return f"compiled kernels cannot be kept in {folder}"
-
-
 def machine_facts() -> dict[str, Any]:
     """Return the facts of processor, memory and GPUs, as a JSON object; without GPUs their keys are left out."""
     import torch
     from torch.cuda import nccl
 
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")]
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):  # the system does not say
+        memory = 0
     facts: dict[str, Any] = {
-        "processor": _processor_name(),
+        "processor": names[0] if names else platform.processor() or platform.machine(),
         "cores": usable_cores(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory,
         "system": f"{platform.system()} {platform.machine()}",
     }
     if torch.cuda.is_available():
@@ -179,21 +174,3 @@ def machine_text(facts: dict[str, Any]) -> str:
         return host
     names = " and ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
     return f"{names} (CUDA {facts['cuda']}, cuDNN {facts['cudnn']}, NCCL {facts['nccl']}); {host}"
-
-
-def _processor_name() -> str:
-    """Return the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _memory_bytes() -> int:
-    """Return the bytes of this host's memory; 0 where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0

@@ -73,7 +73,6 @@ def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
 
 
 def _print_error(error: LongspanError, *, debug: bool) -> int:
-    """Print an error; returns its exit code."""
     if debug:
         traceback.print_exception(error)
     print(error_line(error), file=sys.stderr, flush=True)
@@ -89,16 +88,6 @@ def _find_rank_loss(error: BaseException) -> RankLostError | None:
     while earlier_error is not None and not isinstance(earlier_error, RankLostError):
         earlier_error = earlier_error.__context__
     return earlier_error
-
-
-def usage_text() -> str:
-    """Write what `longspan --help` prints."""
-    verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
-    return (
-        f"longspan {__version__}: long-context training in which the layout of a step is a value\n\n"
-        f"usage: longspan VERB [flags]\n\n{verbs}\n\n"
-        "longspan VERB --help shows a verb's flags; --debug shows the traceback of an error."
-    )
 
 
 def error_line(error: LongspanError) -> str:
@@ -120,9 +109,13 @@ def _escape_controls(text: str) -> str:
 
 
 def _run_verb(words: list[str]) -> int:
-    """Run the verb that the first word names, or print help or the version; returns the exit code."""
     if not words or words[0] in ("-h", "--help", "help"):
-        print(usage_text())
+        verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
+        print(
+            f"longspan {__version__}: long-context training in which the layout of a step is a value\n\n"
+            f"usage: longspan VERB [flags]\n\n{verbs}\n\n"
+            "longspan VERB --help shows a verb's flags; --debug shows the traceback of an error."
+        )
         return 0
     if words[0] in ("-V", "--version"):
         print(f"longspan {__version__}")

@@ -30,11 +30,7 @@ class Processes:
 
     @contextmanager
     def add_note_to_errors(self) -> Iterator[None]:
-        """Add the note to a LongspanError that is raised in this context, for processes on GPUs.
-
-        The number of GPUs may have decided how many processes there are, and the error may be of a home that does not
-        fit this number, which the user never gave.
-        """
+        """Add the note to a LongspanError in this context, for processes on GPUs, whose number the user never gave."""
         try:
             yield
         except LongspanError as error:
@@ -71,11 +67,13 @@ def choose_processes(
             f"{plural(ranks_here, 'process', 'es')} on this machine need a GPU each, and it has {plural(gpus, 'GPU')}; "
             f"start at most {gpus}, or give {for_cpus} for processes on CPUs"
         )
-    return (
-        Processes(ranks, "nccl", _gpu_note(ranks_here, gpus))
-        if gpus
-        else Processes(ranks, "gloo", _core_note(ranks_here))
-    )
+    if gpus:
+        return Processes(ranks, "nccl", _gpu_note(ranks_here, gpus))
+    cores, note = usable_cores(), ""
+    if ranks_here > cores:
+        note = f"{ranks_here} processes on {plural(cores, 'core')}: they take turns, "
+        note += "so a step takes longer than with fewer"
+    return Processes(ranks, "gloo", note)
 
 
 def _gpu_note(ranks: int, gpus: int) -> str:
@@ -87,14 +85,6 @@ def _gpu_note(ranks: int, gpus: int) -> str:
         used_text = f"{plural(ranks, 'process', 'es')}, one GPU each"
         return f"{used_text}; {gpus - ranks} of {gpus} GPUs idle, --world {gpus} uses all"
     return "1 process on 1 GPU" if gpus == 1 else f"{gpus} processes, one on each GPU; --world N starts N of them"
-
-
-def _core_note(ranks: int) -> str:
-    """Return a note that processes take turns on too few cores; "" if there are enough."""
-    cores = usable_cores()
-    if ranks <= cores:
-        return ""
-    return f"{ranks} processes on {plural(cores, 'core')}: they take turns, so a step takes longer than with fewer"
 
 
 def usable_gpus() -> int:

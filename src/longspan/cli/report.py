@@ -48,7 +48,12 @@ def main(argv: Sequence[str]) -> int:
     if flags.port:
         raise ConfigError(f"--port {flags.port} is for --follow; without it longspan report writes a file")
     if target.is_file():
-        path = _write_plan_report(target, flags.out)
+        path = Path(flags.out) if flags.out else target.with_suffix(".html")
+        try:
+            plan = Plan.from_json(target.read_bytes())
+            path.write_text(plan_page(plan, title=target.name), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot make a report of {target}: {error.strerror}") from error
     elif flags.out:
         raise ConfigError(f"--out is for plans; a run's report goes into its folder, {target}/report.html")
     else:
@@ -58,7 +63,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
-    """Serve the page of a run until the run ends; returns the exit code."""
     if run_dir.is_file() or flags.out:
         raise ConfigError(f"--follow takes the folder of a run, and no --out; {run_dir} as a plan: leave --follow out")
     if not 0 <= flags.port < 1 << 16:
@@ -77,31 +81,10 @@ def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
             if getattr(interrupted, "number", signal.SIGINT) != signal.SIGINT:  # Ctrl-C alone is a usual end
                 raise
             live = follower.records.read()
-    end = {"state": live.state, "step": live.step, "steps": live.steps}
-    print(json.dumps(end) if flags.json else f"{live.state_sentence()}{_end_text(live.state, run_dir)}", flush=True)
+    end, ending = {"state": live.state, "step": live.step, "steps": live.steps}, ""
+    if live.state == "running":
+        ending = ", and goes on"
+    elif live.state in ("done", "stopped"):
+        ending = f"; its page: {run_dir / 'report.html'}, or longspan report {run_dir}"
+    print(json.dumps(end) if flags.json else f"{live.state_sentence()}{ending}", flush=True)
     return 0
-
-
-def _end_text(state: str, run_dir: Path) -> str:
-    """Return how the last line ends: what a run in this state does now, or where its page is."""
-    match state:
-        case "running":
-            return ", and goes on"
-        case "done" | "stopped":
-            return f"; its page: {run_dir / 'report.html'}, or longspan report {run_dir}"
-        case _:
-            return ""
-
-
-def _write_plan_report(source: Path, out: str) -> Path:
-    """Write the page of a saved plan to `out`, "" next to the plan; returns the page's path.
-
-    Raises ConfigError where the system refuses to read the plan or to write the page.
-    """
-    try:
-        plan = Plan.from_json(source.read_bytes())
-        path = Path(out) if out else source.with_suffix(".html")
-        path.write_text(plan_page(plan, title=source.name), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot make a report of {source}: {error.strerror}") from error
-    return path

@@ -11,7 +11,6 @@ from longspan.evaluation.result import comparison_table
 from longspan.evaluation.saved.results import (
     HOME,
     Difference,
-    SetResult,
     SubjectResult,
     document_rows,
     set_differences,
@@ -47,8 +46,8 @@ def check_writable(file: str, out: str) -> None:
 
 def write_documents(results: Sequence[SubjectResult], file: Path) -> None:
     """Write the loss of every document, one JSON object a line."""
-    rows = document_rows(results)
-    _write_text(file, "".join(json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in rows))
+    lines = (json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in document_rows(results))
+    _write_text(file, "".join(lines))
 
 
 def write_result_folder(results: Sequence[SubjectResult], record: dict[str, Any], folder: Path) -> None:
@@ -59,7 +58,6 @@ def write_result_folder(results: Sequence[SubjectResult], record: dict[str, Any]
 
 
 def _write_text(file: Path, text: str) -> None:
-    """Write a text file. Raises ConfigError with the system's reason where that fails."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -70,17 +68,16 @@ HELD_OUT = "held out"  # how tables call the documents of a run
 
 
 def result_tables(results: Sequence[SubjectResult], ranks: int) -> str:
-    """Write everything that was found, tables with a blank line between them."""
-    return "\n\n".join(_iterate_tables(results, ranks))
-
-
-def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
-    """Yield the tables to print, one text after another.
+    """Write everything that was found, tables with a blank line between them.
 
     First one line for each difference between the first subject and another; then each subject's table; then a
     set's degrees, if there are several, and with one subject the losses by length and by position; last the tables of
     the differences.
     """
+    return "\n\n".join(_iterate_tables(results, ranks))
+
+
+def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]:
     first = results[0]
     pairs = [
         (difference, other_result)
@@ -90,7 +87,10 @@ def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[st
     if pairs:
         yield "\n".join(_difference_line(difference, first, other_result) for difference, other_result in pairs)
     for result in results:
-        yield f"{_result_title(result)} on {plural(ranks, 'rank')}\n{_evaluation_table(result)}"
+        step, parallel = result.sets[0].evaluation.step, result.config.parallel
+        words = [result.weights.title] + ([f"step {step}"] if result.weights.run_dir is not None else [])
+        words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
+        yield f"{', '.join(words)} on {plural(ranks, 'rank')}\n{_evaluation_table(result)}"
     for name in dict.fromkeys(set_result.evaluation.name for set_result in first.sets):
         at_degrees = [set_result.evaluation for set_result in first.sets if set_result.evaluation.name == name]
         if len(at_degrees) > 1:
@@ -101,48 +101,30 @@ def _iterate_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[st
         yield _difference_table(difference, first, other_result)
 
 
-def _result_title(result: SubjectResult) -> str:
-    """Write the title of a subject's table: its weights, the step of a run's checkpoint, the home's degrees above 1."""
-    step, parallel = result.sets[0].evaluation.step, result.config.parallel
-    words = [result.weights.title] + ([f"step {step}"] if result.weights.run_dir is not None else [])
-    words += [f"{key} {degree}" for key in HOME if (degree := getattr(parallel, key)) > 1]
-    return ", ".join(words)
-
-
 def _evaluation_table(result: SubjectResult) -> str:
-    """Write a row for each set and degree, and a column for each metric."""
     metrics = list(dict.fromkeys(name for set_result in result.sets for name in set_result.evaluation.metrics))
     names = ["set", "type", "cp", "loss", "perplexity", *(name.replace("_", " ") for name in metrics)]
-    return text_table(
-        [*names, "documents", "tokens", "targets", "seconds"],
-        [_evaluation_row(set_result, metrics) for set_result in result.sets],
-        left=2,
-    )
-
-
-def _evaluation_row(result: SetResult, metrics: Sequence[str]) -> list[str]:
-    """Return the row of one evaluation, with these metrics; "-" for a metric that it lacks.
-
-    From a loss of 50 on, a bound stands for the perplexity, whose digits would fill the table: e ** 50 is 5e21.
-    """
-    evaluation = result.evaluation
-    values = [evaluation.metrics[name].value if name in evaluation.metrics else None for name in metrics]
-    return [
-        evaluation.name or HELD_OUT,
-        ", ".join(result.comm_types) or "-",
-        str(evaluation.cp),
-        f"{evaluation.loss:.9f}",
-        f"{evaluation.perplexity:,.4f}" if evaluation.loss < 50 else "over 1e21",
-        *("-" if value is None else f"{value:.5f}" for value in values),
-        f"{evaluation.documents:,}",
-        f"{evaluation.tokens:,}",
-        f"{evaluation.targets:,}",
-        f"{evaluation.seconds:.2f}",
-    ]
+    rows = list[list[str]]()
+    for set_result in result.sets:
+        of = set_result.evaluation
+        values = [of.metrics[name].value if name in of.metrics else None for name in metrics]
+        rows.append(
+            [
+                of.name or HELD_OUT,
+                ", ".join(set_result.comm_types) or "-",
+                str(of.cp),
+                f"{of.loss:.9f}",
+                # from a loss of 50 on, e ** loss is above 5e21, whose digits would fill the table
+                f"{of.perplexity:,.4f}" if of.loss < 50 else "over 1e21",
+                *("-" if value is None else f"{value:.5f}" for value in values),
+                *(f"{count:,}" for count in (of.documents, of.tokens, of.targets)),
+                f"{of.seconds:.2f}",
+            ]
+        )
+    return text_table([*names, "documents", "tokens", "targets", "seconds"], rows, left=2)
 
 
 def _bucket_tables(name: str, lengths: "Sequence[Bucket]", positions: "Sequence[Bucket]") -> Iterator[str]:
-    """Yield tables of the loss of a set by document length, and by position in a document; none of a single bucket."""
     for title, unit, buckets in (("document length", "tokens", lengths), ("position", "position", positions)):
         if len(buckets) > 1:
             rows = [
@@ -153,12 +135,10 @@ def _bucket_tables(name: str, lengths: "Sequence[Bucket]", positions: "Sequence[
 
 
 def _range_text(first: int, last: int) -> str:
-    """Write a bucket's first and last length or position, in tokens."""
     return f"{first:,} to {last:,}"
 
 
 def _difference_line(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
-    """Write the difference of two models on one set, in one line."""
     return (
         f"{difference.name or HELD_OUT}: {difference.unit.replace('_', ' ')} of {first.weights.title} "
         f"{difference.first:.6f}, of {other.weights.title} {difference.other:.6f}, "
@@ -188,5 +168,4 @@ def _difference_table(difference: Difference, first: SubjectResult, other: Subje
 
 
 def _spread_text(error: float | None) -> str:
-    """Write a standard error behind its difference; "" where too few documents give none."""
     return "" if error is None else f" ± {error:.6f}"
