@@ -150,12 +150,13 @@ def _read_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[s
         if kind is bool and not joined and value not in _BOOLEANS:
             words += [flag, *["True"] * ("." in flag), *values]  # a key needs a value, --json takes none
         elif (list_type := _list_type(kind)) is not None:
-            items = values[:1] if joined else values
+            count = 1 if joined and not values[0].startswith("[") else len(values)
+            items = values[:count]
             if get_args(list_type)[0] in _NUMBERS:
                 items = [number for item in items for number in re.split(r"[\[\],\s]+", item) if number]
             _check_list(flag, items, kind)
             first = [f"{flag}={items[0]}"] if joined and len(items) == 1 else [flag, *items]
-            words += [*first, *(values[1:] if joined else [])]
+            words += [*first, *values[count:]]
         else:
             _check_value(flag, value, kind)
             if value is None:  # --help
