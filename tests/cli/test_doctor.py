@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from longspan.attention import KERNELS, PATTERNS
 from longspan.cli import doctor
 from longspan.cli.doctor import Check, rank_checks, version_checks
 from longspan.cli.main import main
@@ -72,17 +71,6 @@ def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str], ranks: int) -> 
     levels = [check["found"] for check in result["checks"] if "level one" in check["found"]]
     assert levels == ["ranks of level one, a2a: (0, 1) (2, 3); level two, p2p: (0, 2) (1, 3)"] * (ranks == 4)
     assert any(name == "fa4" and good is None for (area, name), good in names.items() if area == "kernel")
-
-
-def test_the_kernels_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--kernels"]) == 0
-    text = capsys.readouterr().out
-    assert "  torch_flash\n    tensors: cuda: bfloat16, float16" in text and "  a2a+p2p\n" in text
-    assert main(["doctor", "--kernels", "--json"]) == 0
-    tables = json.loads(capsys.readouterr().out)
-    here = {row["kernel"]: row["here"] for row in tables["kernels"]}
-    assert list(here) == [kernel.name for kernel in KERNELS] and here["cpu_flash"] == here["reference"] == "yes"
-    assert [row["type"] for row in tables["types"]] == [*PATTERNS]
 
 
 def test_a_failure_is_a_cross_and_exit_code_1(

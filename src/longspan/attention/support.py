@@ -1,7 +1,7 @@
 """The support tables: which communication types and kernels there are, and what each can do.
 
-`longspan doctor --kernels` and docs/attention.md show them; `python -m longspan.attention.support docs/attention.md`
-puts the tables into the page, and a test compares.
+docs/attention.md shows them; `python -m longspan.attention.support docs/attention.md` puts the tables into the page,
+and a test compares.
 """
 
 import re

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from longspan.cli.flags import Switch, parse_flags
 from longspan.cli.machine import machine_facts, machine_text
@@ -16,9 +16,6 @@ from longspan.cli.processes import Device, choose_processes, is_reporting, usabl
 from longspan.errors import LongspanError, plural
 from longspan.plain_text import bytes_text, seconds_text, text_table
 from longspan.versions import versions
-
-if TYPE_CHECKING:
-    from longspan.attention import Kernel
 
 SUPPORTED: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
     "python": ((3, 11), None),
@@ -39,8 +36,6 @@ class DoctorFlags:
     longspan doctor                              this machine, with a small model
 
     longspan doctor --model Qwen3-8B             is this model exact here?
-
-    longspan doctor --kernels --json             which attention kernels run here, for a script
     """
 
     model: str = ""
@@ -53,9 +48,6 @@ class DoctorFlags:
     """Of --model. basic: degrees 2 and 3, all_gather, full recomputation and several micro-batches only."""
     head_size: Literal["auto", "true", "small"] = "auto"
     """Of --model: heads of the small copy as large as the model's, on which kernels depend; auto: true on GPUs."""
-
-    kernels: Switch = False
-    """Print the tables of attention kernels and communication types, with what this machine lacks, and nothing else."""
 
     world: int = 0
     """Local processes of the comparison; 0: one for each GPU up to 4 where there are several, else 4 on the CPU."""
@@ -80,9 +72,6 @@ class Check:
 def main(argv: Sequence[str]) -> int:
     """Run the verb: the one report that a flag names, or all checks. Returns 0 if every check is good, otherwise 1."""
     flags = parse_flags(DoctorFlags, argv, "longspan doctor")
-    if flags.kernels:
-        print(kernel_report(as_json=flags.json))
-        return 0
     if flags.model:
         from longspan.cli.doctor_model import prove_model
 
@@ -175,51 +164,12 @@ def kernel_checks() -> Iterator[Check]:
             alternatives = f" (also {', '.join(suitable[1:])})" if len(suitable) > 1 else ""
             yield Check("kernel", name, suitable[0] + alternatives if suitable else "none", bool(suitable))
     for kernel in KERNELS:
-        if lack := kernel_lack(kernel):
-            yield Check("kernel", kernel.name, f"not here: {lack}", None)
-
-
-def kernel_lack(kernel: "Kernel") -> str:
-    """Return why a kernel runs on no device here, in the words for the GPU if there is one; "" where it runs.
-
-    The kernel is asked about a call that any machine with the right device and package can run: one head of size 64, in
-    the kernel's first dtype, not deterministic.
-    """
-    import torch
-
-    from longspan.attention import AttendCall
-
-    lacks = list[str]()
-    for device in ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]:
-        call = AttendCall(1, 1, 64, 64, kernel.dtypes[0], torch.device(device), deterministic=False)
-        lacks.append(kernel.lack_for(call))
-    return "" if "" in lacks else lacks[-1]
-
-
-def kernel_report(*, as_json: bool) -> str:
-    """Write the tables of docs/attention.md, without Markdown's backquotes.
-
-    The table of kernels has one more column, "here": "yes", or what this machine lacks for the kernel.
-    """
-    from longspan.attention import KERNELS
-    from longspan.attention.support import TYPE_ROWS, feature_rows, kernel_rows
-
-    column_here = ["here", *(kernel_lack(kernel) or "yes" for kernel in KERNELS)]
-    kernels = [(*row, lack) for row, lack in zip(kernel_rows(), column_here, strict=True)]
-    tables = {"kernels": kernels, "types": TYPE_ROWS, "features": feature_rows()}
-    if as_json:
-        rows = {name: [dict(zip(header, row, strict=True)) for row in body] for name, (header, *body) in tables.items()}
-        return json.dumps(rows, indent=1, ensure_ascii=False).replace("`", "")
-    return "\n\n".join(_list_text(name, header, body) for name, (header, *body) in tables.items()).replace("`", "")
-
-
-def _list_text(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table as a list, because its cells are long: the first cell of a row stands above its others."""
-    lines = [name]
-    for first, *cells in rows:
-        named = zip(header[1:], cells, strict=True)
-        lines += ["", f"  {first}", *(f"    {key}: {cell}" for key, cell in named if cell)]
-    return "\n".join(lines)
+        # a call that any machine with the right device and package can run; the words are those for the last device
+        dtype = kernel.dtypes[0]
+        calls = [AttendCall(1, 1, 64, 64, dtype, torch.device(name), deterministic=False) for name in devices]
+        lacks = [kernel.lack_for(call) for call in calls]
+        if "" not in lacks:
+            yield Check("kernel", kernel.name, f"not here: {lacks[-1]}", None)
 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:

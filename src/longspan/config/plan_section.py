@@ -107,7 +107,7 @@ class PlanSection:
             "As context.eval_attention_kernel. Default: the same.",
         ),
     ] = ""
-    """Attention kernel (longspan doctor --kernels); empty: the first that can."""
+    """Attention kernel (docs/attention.md); empty: the first that can."""
 
     @property
     def plan_keys(self) -> dict[str, Any]:

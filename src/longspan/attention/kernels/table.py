@@ -1,7 +1,7 @@
 """The support table: what each kernel can do, and which one computes a call.
 
 The first kernel of `KERNELS` that can do a call is chosen; naming a kernel that cannot is an error with what
-it lacks. Errors, docs/attention.md and `longspan doctor --kernels` read the table.
+it lacks. Errors, docs/attention.md and `longspan doctor` read the table.
 """
 
 from collections.abc import Callable
