@@ -54,7 +54,7 @@ WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
 class Answer:
     """What was asked (`title`) of the GPUs of `run`, and the ways that were compared, the best first.
 
-    Where nothing `fits`, the first way is the leanest, and `way_out` would do: the same GPUs without measures by hand,
+    Where nothing fits, the first way is the leanest, and `way_out` would do: the same GPUs without measures by hand,
     or more GPUs; None if neither. `longest` is the longest document that fits, in tokens. `steps` are those of a run
     (None: one step was asked about), of which `sampled` were planned.
     """

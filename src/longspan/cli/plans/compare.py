@@ -186,16 +186,18 @@ def _compare_degrees(
     if options.cost.states:  # of a hybrid: contiguous rows are one run a slot, so fewest states are sent
         options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
     degrees, count = (flags.min_cp, flags.max_cp), flags.accumulation or home.pp
-    found = which_degree(lengths, home, options=options, accumulation=count, dynamic_degrees=degrees)
-    rows: list[NamedPlan] = [(f"fixed, cp {choice.cp}", choice.planned) for choice in found.choices]
-    rows += [("dynamic", found.dynamic)] if found.dynamic else []
-    filled, seconds = found.choices[0], found.best.planned.predicted_seconds
+    comparison = which_degree(lengths, home, options=options, accumulation=count, dynamic_degrees=degrees)
+    rows: list[NamedPlan] = [(f"fixed, cp {choice.cp}", choice.planned) for choice in comparison.choices]
+    rows += [("dynamic", comparison.dynamic)] if comparison.dynamic else []
+    filled, seconds = comparison.choices[0], comparison.best.planned.predicted_seconds
     loop = (
         f"a loop that fills up each pass to {plural(count, 'micro-batch', 'es')} at cp {filled.cp}: "
         f"{filled.filled_steps:,} documents in place of {len(lengths):,}, {seconds_text(filled.filled_seconds)}, "
-        f"{filled.filled_seconds / seconds:.1f} times as long as cp {found.best.cp}"
+        f"{filled.filled_seconds / seconds:.1f} times as long as cp {comparison.best.cp}"
     )
-    return _show_rows(flags, title, rows, {"best_cp": found.best.cp, "reason": found.reason(), "filled": loop})
+    return _show_rows(
+        flags, title, rows, {"best_cp": comparison.best.cp, "reason": comparison.reason(), "filled": loop}
+    )
 
 
 def _price_saved_plans(flags: CompareFlags) -> Iterator[tuple[str, Plan]]:
@@ -233,11 +235,13 @@ def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
                 yield file.stem, Plan.from_json(file.read_bytes())
 
 
-def _show_rows(flags: CompareFlags, title: str, rows: Sequence[NamedPlan], found: dict[str, Any] | None = None) -> int:
+def _show_rows(
+    flags: CompareFlags, title: str, rows: Sequence[NamedPlan], conclusion: dict[str, Any] | None = None
+) -> int:
     plans = [(name, plan) for name, plan in rows if isinstance(plan, Plan)]
     if flags.json:
         values = [{"name": name} | ({"error": p} if isinstance(p, str) else _plan_figures(p)) for name, p in rows]
-        print(json.dumps({"title": title, "plans": values} | (found or {}), indent=1))
+        print(json.dumps({"title": title, "plans": values} | (conclusion or {}), indent=1))
         return 0 if plans else NOTHING_POSSIBLE
     lines = [f"{name}: not possible: {reason}" for name, reason in rows if isinstance(reason, str)]
     if not plans:
@@ -253,7 +257,7 @@ def _show_rows(flags: CompareFlags, title: str, rows: Sequence[NamedPlan], found
         share = of["closing_seconds"] / plan.predicted_seconds
         closing = "none" if plan.mode == "lockstep" else f"{share:.1%}" if share else "not priced"
         cells.append((*row, *[closing] * bool(free)))
-    lines += [found["reason"], found["filled"]] if found else _fastest_line(plans)
+    lines += [conclusion["reason"], conclusion["filled"]] if conclusion else _fastest_line(plans)
     notes = [NOTE] + [CLOSING_NOTE] * bool(free) + [UNTIMED] * (not timed)
     notes += [UNPRICED] * (not all(plan.cost.closing_seconds for plan in free))
     print("\n".join([title, "", text_table([*names, *["closing"] * bool(free)], cells, left=2), *lines, "", *notes]))

@@ -227,7 +227,7 @@ def find_way_out(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -
             continue
     for other in others:
         try:
-            fit = find_fits(other, steps, choices)[0][0]
+            fit = find_fits(other, steps, replace(choices, compare=False))[0][0]
         except (PlanError, LayoutError):
             continue
         if fit.seconds is not None:
