@@ -63,7 +63,7 @@ class Leg:
 ALL_AT_ONCE = ParallelConfig(tp=2, pp=2, ep=2, sequence_parallel=True)
 CHAINS = {
     "qwen3": (
-        Leg(1, 8, replace(ALL_AT_ONCE, ep=1), {"planner": "dynamic"}),
+        Leg(1, 4, ParallelConfig(tp=2, sequence_parallel=True), {"planner": "dynamic"}),
         Leg(2, 4, ParallelConfig(pp=2, vpp=2, pipeline_schedule="zbv"), {"planner": "padded"}),
     ),
     "qwen3-moe": (

@@ -77,11 +77,12 @@ HOMES = [
     ("dense", {"ranks": 4, "tp": 2}, {}),
     ("dense", {"ranks": 4, "pp": 2}, {}),
 ]
+WHOLE = [HOMES[2], HOMES[3]]
 
 
 @pytest.mark.parametrize(
     ("kind", "axes", "more"),
-    [pytest.param(*row, id=f"{row[0]} {row[1]}", marks=[pytest.mark.whole] * (row[0] == "no chunks")) for row in HOMES],
+    [pytest.param(*row, id=f"{row[0]} {row[1]}", marks=[pytest.mark.whole] * (row in WHOLE)) for row in HOMES],
 )
 def test_chunks_and_temperature_are_those_of_each_document(
     kind: str, axes: dict[str, int], more: dict[str, Any]

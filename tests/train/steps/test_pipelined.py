@@ -87,7 +87,7 @@ CASES = [
     Case("qwen3-moe", "1f1b", 1, "sharded"),  # loads of routers are counted first; the embedding is tied
     Case("qwen3-moe", "1f1b", 2, "sharded"),
 ]
-FEW = [*CASES[:5], CASES[6], CASES[10]]  # every schedule, whole plans; the others run with make test-all
+FEW = [*CASES[:5], CASES[10]]  # every schedule, whole plans; the others run with make test-all
 
 
 def plans_of(case: Case, home: Layout) -> tuple[str, ...]:
@@ -271,7 +271,7 @@ def _random_plans() -> list[float]:
     found, draw = [], np.random.default_rng(0)
     with World(HOME, backend=backend(), timeout=60) as world:
         wanted = _wanted(Case("qwen3", "1f1b", 1, "sharded"), world)
-        for schedule, vpp in (("1f1b", 2), ("zero_bubble", 2), ("zbv", 2)):
+        for schedule, vpp in (("zero_bubble", 2), ("zbv", 2)):
             model = Case("qwen3", schedule, vpp, "sharded").prepared(world, try_rows=False)
             for _ in range(2):
                 found += list(_errors(model, _random_plan(draw), wanted, world).values())

@@ -16,7 +16,7 @@ from longspan.plan import Plan, plan_dynamic, plan_fixed
 from tests.model.deep import Answer, answer
 from tests.model.stock import at_random, texts
 
-LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
+LENGTHS = (13, 1, 30, 7, 2, 18)
 
 
 def zamba2() -> PreTrainedModel:
