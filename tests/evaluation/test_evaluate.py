@@ -21,7 +21,7 @@ from longspan.evaluation.row_sums import bucket_edges
 from longspan.testing import backend, run_ranks
 from longspan.train import EvaluationOptions, PlanChoice, TargetRows
 from tests.model.deep import deep
-from tests.model.stock import texts
+from tests.model.stock import prepare_untried, texts
 
 LENGTHS = (130, 1, 257, 30, 7, 2, 18, 5, 90)
 DOCUMENTS = texts(LENGTHS)
@@ -101,7 +101,7 @@ CASES = (
 def _evaluations(rank: int, case: Case) -> list[Evaluation]:
     settings: dict[str, Any] = {"sequence_parallel": True} if case.sequence_parallel else {}
     with World(Layout(**case.home), backend=backend(), timeout=60) as world:
-        model = prepare(deep(case.family, torch.float64, vocabulary=VOCABULARY), world, **settings)
+        model = prepare_untried(deep(case.family, torch.float64, vocabulary=VOCABULARY), world, **settings)
         return [evaluate(model, DOCUMENTS, choice, world, OPTIONS) for choice in case.choices]
 
 

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.evaluation.evaluate import evaluate
 from longspan.layout import Layout
-from longspan.model import prepare
 from longspan.plan import Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
@@ -22,7 +21,7 @@ from longspan.train.plans import PlanChoice
 from tests.evaluation.faults import ENDS, EVERY, KINDS, PLACES, TOGETHER, Fault, faulty
 from tests.evaluation.state import differences, state_of
 from tests.model.deep import deep
-from tests.model.stock import texts
+from tests.model.stock import prepare_untried, texts
 
 RANKS, TIMEOUT = 4, 40.0
 LENGTHS, HELD_OUT = (13, 1, 30, 7, 2, 18), texts((31, 2, 17, 9, 24, 12, 28), 5)
@@ -48,7 +47,7 @@ class Ready(NamedTuple):
 
 def ready(world: World) -> Ready:
     layout = world.home
-    model = prepare(deep("qwen3", torch.float32, 2, 62), world, probe=False)
+    model = prepare_untried(deep("qwen3", torch.float32, 2, 62), world)
     plan = plan_fixed(LENGTHS, layout, cp=2, max_tokens_per_slot=32, micro_batch_multiple=layout.pp)
     optimizer = build_optimizer(model, lr=0.01)
     run_step(model, plan, texts(LENGTHS), world, optimizer)

@@ -12,10 +12,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from longspan.comm import World
 from longspan.layout import Layout
-from longspan.model import prepare
 from longspan.model.sharding import SumsInComputeMemory, _sums_become_gradients, fsdp_modules
 from longspan.testing import run_ranks
-from tests.model.stock import tiny
+from tests.model.stock import prepare_untried, tiny
 from tests.model.test_compiled_layers import LENGTHS, take_step
 
 GPU = torch.device("cuda", 0)
@@ -97,7 +96,7 @@ class Recorded(DefaultReduceScatter):
 
 def take_recorded_step(_: int) -> list[list[int]]:
     with World(Layout(2)) as world:
-        model = prepare(tiny("qwen3"), world, probe=False)
+        model = prepare_untried(tiny("qwen3"), world)
         comms = list[Recorded]()
         for module in fsdp_modules(model):
             comms.append(Recorded())
@@ -115,7 +114,7 @@ def test_fsdp2_asks_for_a_message_and_then_for_its_sum() -> None:
 
 def sums_become_gradients(_: int, home: Layout, dtype: torch.dtype, compute: torch.dtype | None) -> list[bool]:
     with World(home) as world:
-        model: Any = prepare(tiny("qwen3", dtype), world, compute_dtype=compute, probe=False)
+        model: Any = prepare_untried(tiny("qwen3", dtype), world, compute_dtype=compute)
         policies: Any = {module._get_fsdp_state()._mp_policy.reduce_dtype for module in fsdp_modules(model)}
         policy = SimpleNamespace(reduce_dtype=policies.pop())
         assert not policies
@@ -140,7 +139,7 @@ def test_only_sums_that_stay(home: Layout, dtype: torch.dtype, compute: torch.dt
 @pytest.mark.gpu
 def test_gradients_lie_in_memory_of_the_computing_stream() -> None:
     with World(Layout(ranks=1)) as world:
-        model: Any = prepare(tiny("qwen3", torch.float32), world, compute_dtype=torch.bfloat16, probe=False)
+        model: Any = prepare_untried(tiny("qwen3", torch.float32), world, compute_dtype=torch.bfloat16)
         take_step(model, world, LENGTHS)
         take_step(model, world, LENGTHS)
         computing, segments = torch.cuda.current_stream().cuda_stream, torch.cuda.memory_snapshot()

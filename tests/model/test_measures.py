@@ -82,7 +82,7 @@ def _errors(rank: int, home: Layout, names: Sequence[str], options: dict[str, An
     with World(home, backend=backend()) as world, whole_float64():
         for name in names:
             make, lists = CASES[name]
-            model = prepare(make(), world, **options)
+            model = prepare_untried(make(), world, **options)
             loss, gradients = _step(model, plan, world)
             if name == "tied embeddings" and home.pp == 1:
                 dense = answer(make(), texts(LENGTHS), world.device)  # pyright: ignore[reportArgumentType]

@@ -24,7 +24,6 @@ from longspan import (
     plan_dynamic,
     plan_fixed,
     plan_padded,
-    prepare,
     run_step,
     token_log_probs,
 )
@@ -35,7 +34,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train.reading.local_batch import count_prefix_rows
 from longspan.train.reading.read_rows import read_rows
 from longspan.train.reading.step_inputs import count_pack_targets
-from tests.model.stock import VOCABULARY, gradients_of, tiny, worst
+from tests.model.stock import VOCABULARY, gradients_of, prepare_untried, tiny, worst
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_rows.py"
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
@@ -162,7 +161,7 @@ def train(rank: int, home: Layout, of: Sequence[int]) -> list[tuple[float, dict[
     shares = [dealt(batch(), home.ranks, of)[rank], batch()[3:6] if rank == home.ranks[0] else [], []]
     answers, steps = list[tuple[float, dict[str, Tensor]]](), iter(shares)
     with World(home, backend=backend(), timeout=60) as world:
-        model = prepare(tiny("qwen3", torch.float64), world)
+        model = prepare_untried(tiny("qwen3", torch.float64), world)
         while documents := gather_documents(next(steps), world):
             plan = plan_dynamic(
                 documents.lengths,

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from longspan.comm import World
 from longspan.layout import Layout
-from longspan.model import prepare
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.lora.adapted import LENGTHS, adapted, dense
-from tests.model.stock import gradients_of, texts
+from tests.model.stock import gradients_of, prepare_untried, texts
 
 HOMES = {
     "cp 2": (Layout(ranks=2), {}),
@@ -45,7 +44,7 @@ def _errors(rank: int) -> dict[str, tuple[float, float]]:
             exact_loss, stock_loss = dense(exact), dense(stock)
             wanted = gradients_of(exact.get_base_model())
             errors["stock"] = abs(stock_loss - exact_loss), _distance(gradients_of(stock.get_base_model()), wanted)
-            model = prepare(_model(), world, **options)
+            model = prepare_untried(_model(), world, **options)
             kinds = {p.dtype for p in model.parameters() if p.requires_grad}
             assert kinds == {torch.float32} and model.dtype == torch.bfloat16
             plan = plan_fixed(LENGTHS, layout, cp=layout.slots, max_tokens_per_slot=80)

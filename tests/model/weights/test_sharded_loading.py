@@ -20,7 +20,7 @@ from longspan.model.weights.random import RandomWeights
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config
 from tests.model.experts.moe_models import moe_model
-from tests.model.stock import texts
+from tests.model.stock import prepare_untried, texts
 
 FAMILIES = {"tied": "qwen3", "untied": "llama", "4 experts": "qwen3-moe", "6 experts": "qwen3-moe", "fused": "gpt-oss"}
 HOMES: list[tuple[dict[str, int], dict[str, Any]]] = [
@@ -83,10 +83,10 @@ def _compare(
             if "ep" in axes and name in ("tied", "untied"):
                 continue
             folder = f"{folders}/{name}"
-            wanted = prepare(load_model(folder, dtype="float64"), world, **options)
+            wanted = prepare_untried(load_model(folder, dtype="float64"), world, **options)
             model = load_model(folder, dtype="float64", sharded=True)
             assert is_empty(model)
-            model = prepare(model, world, **options)
+            model = prepare_untried(model, world, **options)
             compared[name] = _differences(model, wanted), _losses(model, world) == _losses(wanted, world)
     return compared
 

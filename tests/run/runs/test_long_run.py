@@ -16,12 +16,11 @@ from torch import nn
 from longspan.comm import World
 from longspan.errors import CommError
 from longspan.layout import Layout
-from longspan.model import prepare
 from longspan.plan import Plan, plan_dynamic
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from tests.model.deep import deep
-from tests.model.stock import texts
+from tests.model.stock import prepare_untried, texts
 
 HOME = Layout(ranks=8)
 STEPS, FEWER, WARM = 100, 60, 40
@@ -55,7 +54,7 @@ def _held(world: World) -> Held:
 def _steps(rank: int, plans: list[Plan]) -> tuple[list[float], list[Held]]:
     """Losses, and what is held after every ten steps."""
     with World(HOME, backend=backend(), timeout=60) as world:
-        model = prepare(deep("qwen3", torch.float32, layers=1), world)
+        model = prepare_untried(deep("qwen3", torch.float32, layers=1), world)
         return _run(model, world, plans)
 
 
@@ -102,7 +101,7 @@ def _dies(rank: int, plans: list[Plan], folder: Path) -> None:
 
     try:
         with World(HOME, backend=backend(), timeout=60) as world:
-            model = prepare(deep("qwen3", torch.float32, layers=2), world)
+            model = prepare_untried(deep("qwen3", torch.float32, layers=2), world)
             model.model.layers[1].register_forward_hook(die)
             _run(model, world, plans)
     except CommError as error:

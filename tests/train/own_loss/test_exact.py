@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from longspan import DocumentLoss, Layout, World, plan_dynamic, plan_fixed, prepare, run_step, token_log_probs
+from longspan import DocumentLoss, Layout, World, plan_dynamic, plan_fixed, run_step, token_log_probs
 from longspan.model.adapters import unwrap_model
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
-from tests.model.stock import error, gradients_of
+from tests.model.stock import error, gradients_of, prepare_untried
 from tests.train.own_loss.dense import (
     LENGTHS,
     Answer,
@@ -130,7 +130,7 @@ def compare(rank: int, ranks: int, whole: bool) -> dict[str, dict[str, float]]:
 
 def _errors(case: Case, world: World) -> dict[str, float]:
     answers, tokens = dense(case.family, case.layers, world.device, case.temperature)
-    model = prepare(model_of(case.family, case.layers), world, probe=False, **dict(case.options))
+    model = prepare_untried(model_of(case.family, case.layers), world, **dict(case.options))
     names, documents = {name for name, p in model.named_parameters() if p.requires_grad}, documents_of()
     plan = case.plan(case.home)
     found = dict[str, float]()

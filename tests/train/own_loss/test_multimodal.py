@@ -17,13 +17,13 @@ from longspan import (
     MultimodalModel,
     World,
     plan_dynamic,
-    prepare,
     prepare_encoder,
     run_step,
     token_log_probs,
 )
 from longspan.testing import backend, run_ranks
 from longspan.train import LossRows
+from tests.model.stock import prepare_untried
 from tests.reference import relative_error
 from tests.train.multimodal.test_step import documents, language_model, tower
 from tests.train.own_loss.dense import Rows, pair_loss
@@ -90,7 +90,7 @@ def step(rank: int, home: Layout, settings: dict[str, Any], wanted: dict[str, An
         docs = with_values()
         module = prepare_encoder(tower(), beside)
         encoder = Encoder(module=module, world=beside, **settings)
-        model = MultimodalModel({"image": encoder}, prepare(language_model(), world, probe=False), world)
+        model = MultimodalModel({"image": encoder}, prepare_untried(language_model(), world), world)
         targets = sum(int(document.targets) for document in docs.tokens)
         covered = [np.flatnonzero(docs.item_table.placeholder_mask(d, 0, n)) for d, n in enumerate(docs.lengths)]
         targets -= sum(int((docs[d].labels(x[x > 0]) != -100).sum()) for d, x in enumerate(covered))

@@ -12,7 +12,7 @@ from longspan.data.document import target_count
 from longspan.errors import DataError, PlanError
 from longspan.testing import backend, run_ranks
 from longspan.train import PlanChoice
-from tests.model.stock import VOCABULARY, gradients_of, texts, tiny, worst
+from tests.model.stock import VOCABULARY, gradients_of, prepare_untried, texts, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
 
@@ -49,7 +49,7 @@ def _steps(rank: int) -> dict[str, tuple[float, ...]]:
     documents, errors = masked(), dict[str, tuple[float, ...]]()
     with World(Layout(ranks=4), backend=backend()) as world:
         loss, count, gradients = dense(documents, world.device)
-        model = prepare(tiny("qwen3", torch.float64), world)
+        model = prepare_untried(tiny("qwen3", torch.float64), world)
         plans = {f"cp {cp}": plan_fixed(LENGTHS, world.home, cp=cp, targets=count) for cp in (1, 2, 4)}
         for mode in ("lockstep", "free"):
             plans[mode] = plan_dynamic(LENGTHS, world.home, targets=count, max_tokens_per_slot=16, mode=mode)

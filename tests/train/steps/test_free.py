@@ -12,13 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from longspan.comm import World
 from longspan.layout import Layout
-from longspan.model import prepare
 from longspan.model.sharding import fsdp_modules
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from longspan.train import passes as step_passes
-from tests.model.stock import gradients_of, stock_answer, texts, tiny, weights_of, worst
+from tests.model.stock import gradients_of, prepare_untried, stock_answer, texts, tiny, weights_of, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9, 21, 3)
 TARGETS = sum(LENGTHS) - len(LENGTHS)
@@ -71,7 +70,7 @@ def _errors(rank: int, home: Layout, options: list[dict[str, object]]) -> dict[t
     with World(home, backend=backend(), timeout=60) as world:
         wanted = stock_answer("qwen3", torch.float64, documents, world.device)
         for i, option in enumerate(options):
-            model = prepare(tiny("qwen3", torch.float64), world, **option)  # pyright: ignore[reportArgumentType]
+            model = prepare_untried(tiny("qwen3", torch.float64), world, **option)  # pyright: ignore[reportArgumentType]
             chosen = plans(home.slots)
             for name in chosen if i == 0 else ("drawn 1", "alone"):
                 plan = chosen[name]
@@ -107,7 +106,7 @@ def test_losses_and_gradients_over_eight_slots() -> None:
 
 
 def _trained(world: World, make: Callable[[int], Plan]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = prepare(tiny("llama"), world)
+    model = prepare_untried(tiny("llama"), world)
     optimizer = build_optimizer(model, "sgd", lr=0.1)
     losses = [
         run_step(model, make(i), texts(LENGTHS, seed=i), world, optimizer, max_grad_norm=1.0).loss for i in range(4)
@@ -139,7 +138,7 @@ def _after_an_error(rank: int) -> float:
         docs, found, loss = texts(LENGTHS), list[dict[str, torch.Tensor]](), step_passes._batch_loss
         lockstep = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=32)
         for broken in (False, True):
-            model = prepare(tiny("qwen3", torch.float64), world)
+            model = prepare_untried(tiny("qwen3", torch.float64), world)
             if broken:
                 calls = iter(range(100))
 

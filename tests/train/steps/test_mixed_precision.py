@@ -22,7 +22,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.deep import deep
 from tests.model.experts.moe_models import moe_model
-from tests.model.stock import gradients_of, stock_answer, texts, tiny, worst
+from tests.model.stock import gradients_of, prepare_untried, stock_answer, texts, tiny, worst
 
 DOCUMENTS, LENGTH = 8, 17  # of 16 targets each: dividing by targets is exact in every dtype
 SUMMED, DENSE = 2e-6, 0.05  # bounds of errors, relative to a parameter's largest gradient
@@ -75,7 +75,7 @@ def _gradients(case: Case, model: Any, world: World, documents: list[Any]) -> tu
 def _errors(case: Case, world: World) -> tuple[float, float]:
     """The largest error of gradients against the sum of those of single documents, and the loss's against float32's."""
     documents = texts([LENGTH] * DOCUMENTS)
-    model = prepare(_model(case.family), world, compute_dtype=torch.bfloat16, probe=False, **case.prepared)
+    model = prepare_untried(_model(case.family), world, compute_dtype=torch.bfloat16, **case.prepared)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     loss, together = _gradients(case, model, world, documents)
     ep = case.home.ep  # slots whose documents' rows meet in one product of an expert

@@ -14,7 +14,7 @@ from longspan.errors import ModelError, NonFiniteError
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, find_checkpoint, load_checkpoint, save_checkpoint
 from tests.model.deep import deep
-from tests.model.stock import texts, tiny, weights_of, worst
+from tests.model.stock import prepare_untried, texts, tiny, weights_of, worst
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
 LENGTHS = (13, 1, 30, 7, 2, 18)
@@ -52,7 +52,7 @@ def learn(rank: int, home: Layout, folder: Path, last: int) -> Learnt:
     """Go on from the newest checkpoint of the folder, if there is one, up to step `last`, and save."""
     program = example()
     with World(home, backend=backend(), timeout=60) as world:
-        model = prepare(tiny("qwen3", torch.float64, vocabulary=program.VOCABULARY), world)
+        model = prepare_untried(tiny("qwen3", torch.float64, vocabulary=program.VOCABULARY), world)
         optimizer = make_optimizer(model)
         checkpoint = find_checkpoint(folder, world)
         done = load_checkpoint(str(checkpoint), model, optimizer, world)["step"] if checkpoint else 0
@@ -103,7 +103,7 @@ def clip_rank(rank: int, home: Layout, family: str) -> tuple[float, float, bool]
         plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=16, micro_batch_multiple=home.pp)
         norms, weights = [], []
         for own in (False, True):
-            model = prepare(deep(family, torch.float64), world, probe=False)
+            model = prepare_untried(deep(family, torch.float64), world)
             optimizer = build_optimizer(model, "sgd", lr=0.5)
             if own:
                 run_step(model, plan, documents, world)

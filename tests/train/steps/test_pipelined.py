@@ -140,7 +140,7 @@ def _compare(home: Layout, cases: list[Case]) -> dict[tuple[Case, str], dict[str
     found, tried = {}, set[str]()
     with World(home, backend=backend(), timeout=60) as world:
         for case in cases:
-            wanted, model = _wanted(case, world), case.prepared(world, try_rows=case.family not in tried)
+            wanted, model = _wanted(case, world), case.prepared(world, try_rows=not tried)
             tried.add(case.family)
             for name in plans_of(case, home):
                 errors = _errors(model, PLANS[name](home), wanted, world)

@@ -15,7 +15,7 @@ from longspan.model import prepare
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from tests.model.stock import VOCABULARY, gradients_of, stock_answer, texts, tiny, weights_of, worst
+from tests.model.stock import VOCABULARY, gradients_of, prepare_untried, stock_answer, texts, tiny, weights_of, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
 SLOTS = 4
@@ -47,7 +47,7 @@ def _gradients(rank: int, home: Layout) -> dict[str, tuple[float, float, float, 
         wanted = stock_answer("qwen3", torch.float64, documents, world.device)
         norm = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm().item()
         for sharded in (True, False):
-            model = prepare(tiny("qwen3", torch.float64), world, shard_parameters=sharded)
+            model = prepare_untried(tiny("qwen3", torch.float64), world, shard_parameters=sharded)
             for name, make in PLANS.items():
                 result = run_step(model, make(), documents, world)
                 assert result.grad_norm is not None and result.targets == sum(LENGTHS) - len(LENGTHS)
@@ -78,7 +78,7 @@ def _gradients_add_up(rank: int) -> tuple[float, float]:
         once = stock_answer("llama", torch.float64, documents, world.device).gradients
         wanted = {name: 2 * gradient for name, gradient in once.items()}
         for sharded in (True, False):
-            model = prepare(tiny("llama", torch.float64), world, shard_parameters=sharded)
+            model = prepare_untried(tiny("llama", torch.float64), world, shard_parameters=sharded)
             for cp in (1, 4):
                 run_step(model, plan_fixed(LENGTHS, HOME, cp=cp), documents, world)
             errors.append(worst(gradients_of(model), wanted))
@@ -95,7 +95,7 @@ def _clipped(rank: int) -> list[float]:
     with World(Layout(ranks=2), backend=backend()) as world:
         plan = plan_fixed(LENGTHS, world.home, cp=2)
         for sharded, allowed in ((True, 0.01), (False, 0.01), (True, 1e9)):
-            model = prepare(tiny("qwen3", torch.float64), world, shard_parameters=sharded)
+            model = prepare_untried(tiny("qwen3", torch.float64), world, shard_parameters=sharded)
             before, optimizer = weights_of(model), build_optimizer(model, "sgd", lr=1.0)
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)  # left over from something else: zeroed by the step
@@ -119,7 +119,7 @@ def _curves(rank: int) -> dict[int, list[float]]:
     curves = {}
     with World(HOME, backend=backend()) as world:
         for cp in (1, 2, 4):
-            model = prepare(tiny("qwen3"), world)
+            model = prepare_untried(tiny("qwen3"), world)
             optimizer = build_optimizer(model, "sgd", lr=0.1)  # a rate at which rounding is not amplified
             plan = plan_fixed(LENGTHS, HOME, cp=cp, max_tokens_per_slot=64 // cp)
             curves[cp] = [
@@ -137,7 +137,7 @@ def test_sgd_curves_of_the_same_tokens_are_equal() -> None:
 
 
 def _train(world: World, evaluate: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    model = prepare(tiny("llama"), world)
+    model = prepare_untried(tiny("llama"), world)
     optimizer = build_optimizer(model, "adamw", lr=1e-2, weight_decay=0.1)
     narrow, train, evaluation = plan_fixed(LENGTHS, HOME, cp=1), list[float](), list[float]()
     for step in range(4):

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from longspan.comm import World
 from longspan.errors import NonFiniteError, PlanError
 from longspan.layout import Layout
-from longspan.model import prepare
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import gradients, offload_states, run_step, step, step_end
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.optim.optimizer import build_optimizer
-from tests.model.stock import texts, tiny, weights_of
+from tests.model.stock import prepare_untried, texts, tiny, weights_of
 
 LENGTHS = (13, 1, 30, 7)
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy")
@@ -86,7 +85,7 @@ def _uncounted(function: Any, counting: list[bool]) -> Any:
 
 
 def _opened(world: World, *, on_host: bool = False) -> tuple[nn.Module, Any]:
-    model = prepare(tiny("qwen3", torch.float32), world, probe=False)
+    model = prepare_untried(tiny("qwen3", torch.float32), world)
     optimizer = build_optimizer(model, lr=1e-2, weight_decay=0.1)
     return model, offload_states(optimizer, world, bucket_bytes=1 << 12) if on_host else optimizer
 

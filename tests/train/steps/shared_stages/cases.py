@@ -9,12 +9,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.comm import World
 from longspan.doctor.stock import whole_float64
 from longspan.layout import Layout
-from longspan.model import prepare
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from tests.model.deep import Answer, answer
-from tests.model.stock import at_random, texts
+from tests.model.stock import at_random, prepare_untried, texts
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 
@@ -48,7 +47,7 @@ class Case:
         return Layout(ranks=self.ranks, pp=self.pp, tp=self.tp)
 
     def prepared(self, world: World) -> PipelineModel:
-        model = prepare(
+        model = prepare_untried(
             zamba2(),
             world,
             shard_parameters=self.kind != "copies",
