@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.tensor import DTensor
 
-from longspan import Layout, World, bind, evaluate
+from longspan import Layout, World, bind, evaluate, prepare
 from longspan.evaluation import evaluate as module
 from longspan.evaluation.gather_once import _bytes_per_element, gather_once, gathered_bytes
 from longspan.model.exactness.row_trial import try_rows
@@ -17,7 +17,7 @@ from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import EvaluationOptions, PlanChoice
 from tests.model.deep import deep
-from tests.model.stock import prepare_untried, texts
+from tests.model.stock import texts
 
 LAYERS, MICRO_BATCHES = 2, 3
 DOCUMENTS = texts((20, 16, 11, 20, 7, 18))  # two slots, one document at a time
@@ -44,7 +44,7 @@ def gathers_of_evaluations(rank: int) -> dict[str, tuple[int, int, tuple[Any, ..
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp, "foreach_all_gather", gather)
         patch.setattr(fsdp.FSDPParamGroup, "pre_forward", run_hook)
-        model = prepare_untried(deep("qwen3", torch.float32, LAYERS), world)
+        model = prepare(deep("qwen3", torch.float32, LAYERS), world)
         weights = sum(parameter.numel() for parameter in model.parameters())
         assert weights * 4 <= gathered_bytes(model) <= weights * 4 * 1.1  # shards are padded
         try_rows(model, world, backward=False)  # whose passes gather too
@@ -85,7 +85,7 @@ def hooks_after_an_error(rank: int) -> list[str]:
     """Dtypes that a layer sees of inputs in another one than FSDP2 computes in; hooks are back after an error."""
     dtypes = list[str]()
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
-        model = prepare_untried(deep("qwen3", torch.float32, LAYERS), world, compute_dtype=torch.bfloat16)
+        model = prepare(deep("qwen3", torch.float32, LAYERS), world, compute_dtype=torch.bfloat16)
         layer, hooks = model.get_submodule("model.layers.1"), _hooks(model)
         evaluate(model, DOCUMENTS, PlanChoice.fixed(1, max_tokens_per_slot=20), world)
 

@@ -153,7 +153,7 @@ def collate(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": torch.where(ids > 0, ids, -100)}
 
 
-def runs(rank: int, root: str, names: list[str]) -> dict[str, list[list[list[int]]]]:
+def runs(rank: int, root: str, chosen: list[str]) -> dict[str, list[list[list[int]]]]:
     """Of each case the batches of its runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepsPart, "_runs_ahead", False)
@@ -162,7 +162,7 @@ def runs(rank: int, root: str, names: list[str]) -> dict[str, list[list[list[int
             for name in names:
                 patch.setattr(part, name, nothing)
         first = make(Path(root), "default")  # whose world all others share
-        found = {name: batches(Path(root) / name, name) for name in names}
+        found = {name: batches(Path(root) / name, name) for name in chosen}
         first.end()
         return found
 
