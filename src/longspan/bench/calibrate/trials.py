@@ -226,7 +226,7 @@ class _Bench:
                 torch.randn((shard.local_rows, n, size), device=self.world.device).to(self.dtype)
                 for n in (heads, kv_heads, kv_heads, heads)
             )
-            inputs = tuple(x.requires_grad_() for x in (q, k, v))
+            inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
             flops = self._flops(count * length**2)
             counts = {"calls": 1, "flops": flops, "flops a row": flops / length}
             name = f"attention: {count * length:,} rows in pieces of {length:,}"
@@ -302,8 +302,9 @@ class _Bench:
         return torch.zeros(size, dtype=torch.uint8, device=self.world.device)
 
 
-def _attend_both_ways(inputs: tuple[Tensor, ...], gradient: Tensor, shard: SequenceShard) -> None:
-    torch.autograd.grad(attend(*inputs, shard), inputs, gradient)
+def _attend_both_ways(inputs: tuple[Tensor, Tensor, Tensor], gradient: Tensor, shard: SequenceShard) -> None:
+    q, k, v = inputs
+    torch.autograd.grad(attend(q, k, v, shard), inputs, gradient)
 
 
 def _load_timed_model(settings: CalibrationSettings) -> Any:
