@@ -8,13 +8,13 @@ its bound in the cases of bench/plans/planner.py.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import accumulate
+from itertools import accumulate, product
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +32,14 @@ LIMITS, LIMITS_OF_FEW = ((0.15, 0.8), (0.5, 0.4)), ((0.0, 0.0), (0.15, 0.4))  # 
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5, 0.8)
 REACHES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
-LARGE = 2500  # items and bins, from which on fewer settings are tried first,
-SPARSEST = 9  # at least each ninth: with each twentieth some steps of 8,192 slots take 2 % longer
+LARGE = 2500  # items and bins, from which on fewer settings are tried first
 CLASSES = 192  # different lengths, above which nearly equal ones share their degrees
 LITTLE_MORE = 1.03  # slot seconds of a document at a high degree, against those at its best
 GAP_LOST = 0.3  # share of a gap that is taken for lost although short documents could fill it
 SHARE_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # short documents that a bin's slots may share
+
+
+FirstChoice = tuple[int, float, float, tuple[float, float]]  # micro-batches, steepness, slack, share and reach
 
 
 class Settings(NamedTuple):
@@ -119,13 +121,9 @@ def plan_lockstep(problem: Problem, steps: int) -> list[MicroBatch]:
 
 
 def search_candidate(problem: Problem, steps: int) -> Candidate:
-    """Try the first settings, then change the best ones `steps` times; it counts steps so that all hosts agree."""
-    table = DegreeTable.of(problem)
-    size = len(problem.tokens) + problem.least_micro_batches * len(problem.blocks)
-    stride = max(1, min(SPARSEST, size // LARGE))
-    tried = ((place_items(problem, table, s), s) for s in list(_first_settings(problem, table))[::stride])
-    best, settings = min(tried, key=lambda pair: pair[0].seconds)
-    random = Random(0)
+    """Try first settings, then change the best ones `steps` times; it counts steps so that all hosts agree."""
+    table, random = DegreeTable.of(problem), Random(0)
+    best, settings = _best_first(problem, table)
     for _ in range(steps):
         changed = _change_settings(best, settings, random)
         candidate = place_items(problem, table, changed)
@@ -134,28 +132,44 @@ def search_candidate(problem: Problem, steps: int) -> Candidate:
     return best
 
 
-def _first_settings(problem: Problem, table: "DegreeTable") -> Iterator[Settings]:
-    """Yield numbers of micro-batches with their durations; the first holds the longest document.
+def _best_first(problem: Problem, table: "DegreeTable") -> tuple[Candidate, Settings]:
+    """Return the best candidate of the first settings.
 
-    The numbers are the fewest, some more, and multiples that are launched anyway. The steep durations are the work of
-    parts of equal rows, longest documents first; a document counts in the part that holds its middle row.
+    The numbers of micro-batches are the fewest, some more, and multiples that are launched anyway. A large problem is
+    tried with the steepest durations of every number and slack, then with less steep ones of the best two, then with
+    other limits: with all of them a step is 0.4 % shorter at most (bench/plans/planner.py).
     """
-    tokens, multiple = problem.tokens, problem.request.micro_batch_multiple
+    multiple, few = problem.request.micro_batch_multiple, problem.has_few_items
     counts = [problem.least_micro_batches + more for more in range(MORE_MICRO_BATCHES + 1)]
-    longest = table.longest_document_seconds() / problem.mean_seconds
-    middle = np.cumsum(tokens) - tokens // 2
-    few = problem.has_few_items
-    for count in sorted({*counts, *(-(-count // multiple) * multiple for count in counts)}):
-        part = np.minimum(middle * count // int(tokens.sum()), count - 1)
-        steep = np.bincount(part, weights=problem.work, minlength=count) / (
-            problem.mean_seconds * problem.request.slots
-        )
-        for steepness in STEEPNESS:
-            shape = (1.0 - steepness) / count + steepness * steep
-            shape[0] = max(shape[0], longest)
-            for slack in SLACK_OF_FEW if few else SLACK:
-                for share, reach in LIMITS_OF_FEW if few else LIMITS:
-                    yield Settings(slack * shape, share, reach)
+    counts = sorted({*counts, *(-(-count // multiple) * multiple for count in counts)})
+    slacks, limits = (SLACK_OF_FEW, LIMITS_OF_FEW) if few else (SLACK, LIMITS)
+    tried = list[tuple[Candidate, Settings, FirstChoice]]()
+
+    def best_with(*choices: Sequence[Any]) -> tuple[Candidate, Settings, FirstChoice]:
+        for count, steepness, slack, limit in product(*choices):
+            settings = Settings(slack * _first_durations(problem, table, count, steepness), *limit)
+            tried.append((place_items(problem, table, settings), settings, (count, steepness, slack, limit)))
+        return min(tried, key=lambda of: of[0].seconds)
+
+    if len(problem.tokens) + problem.least_micro_batches * len(problem.blocks) < LARGE:
+        return best_with(counts, STEEPNESS, slacks, limits)[:2]
+    count, _, slack, _ = best_with(counts, STEEPNESS[-1:], slacks, limits[-1:])[2]
+    _, steepness, _, _ = best_with([count], STEEPNESS[:-1], [slack], limits[-1:])[2]
+    return best_with([count], [steepness], [slack], limits[:-1])[:2]
+
+
+def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepness: float) -> Floats:
+    """Return durations of `count` micro-batches, (count,); the first holds the longest document.
+
+    The steep ones are the work of parts of equal rows, longest documents first; a document counts in the part that
+    holds its middle row.
+    """
+    middle = np.cumsum(problem.tokens) - problem.tokens // 2
+    part = np.minimum(middle * count // int(problem.tokens.sum()), count - 1)
+    steep = np.bincount(part, weights=problem.work, minlength=count) / (problem.mean_seconds * problem.request.slots)
+    durations = (1.0 - steepness) / count + steepness * steep
+    durations[0] = max(durations[0], table.longest_document_seconds() / problem.mean_seconds)
+    return durations
 
 
 def _change_settings(best: Candidate, settings: Settings, random: Random) -> Settings:
@@ -339,9 +353,8 @@ class _Placing:
                 free, degree = self.free[m], widths[item_class][m]
                 if degree > free.total:
                     continue
-                seconds = (in_block if free.has_block(degree) else across)[row][m]
-                if seconds <= self.durations[m]:
-                    self._take_slots(item, m, degree, seconds)
+                if (in_block if free.has_block(degree) else across)[row][m] <= self.durations[m]:
+                    self._take_slots(item, m, degree, (across[row][m], in_block[row][m]))
                     break
             else:
                 self._place_late(item)
@@ -351,15 +364,14 @@ class _Placing:
         rows = np.array(items).reshape(-1, *[1] * (width.ndim - 1))
         return self.table.item_seconds[inside, rows, np.searchsorted(self.table.degrees, width)]
 
-    def _take_slots(self, item: int, micro_batch: int, width: int, seconds: float) -> None:
+    def _take_slots(self, item: int, micro_batch: int, width: int, prices: tuple[float, float]) -> None:
         """Place a long document on free slots of a micro-batch; the rows that it leaves on them become bins.
 
-        `seconds` take a block for a part of one node. A last block that has taken in a smaller last node has two: if
-        the slots are in both, the document takes the seconds of a group across nodes.
+        `prices` are its seconds across nodes and within one. A last block that has taken in a smaller last node has
+        slots of both.
         """
         parts, problem = self.free[micro_batch].take_slots(width), self.problem
-        if len(parts) == 1 and width <= problem.widest_in_node and not problem.shares_node(*parts[0]):
-            seconds = float(self._long_seconds([item], np.array([width]), 0)[0])
+        seconds = prices[len(parts) == 1 and problem.shares_node(*parts[0])]
         rows = -(-int(problem.tokens[item]) // width)
         for run in (run for part in parts for run in problem.split_into_runs(part)):
             self.bins.add_bin(micro_batch, run, len(self.long), seconds, problem.cap - rows)
@@ -382,7 +394,8 @@ class _Placing:
         if micro_batch == len(self.durations):
             self._add_micro_batch(seconds)
         self.durations[micro_batch] = max(self.durations[micro_batch], seconds)
-        self._take_slots(item, micro_batch, width, seconds)
+        across = float(self._long_seconds([item], np.array([width]), 0)[0])
+        self._take_slots(item, micro_batch, width, (across, seconds))
 
     def _add_micro_batch(self, duration: float) -> None:
         self.durations.append(duration)
