@@ -76,6 +76,6 @@ _UNLISTED = (
     "video_tokens",
     "without_adapter",
 )
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __getattr__, __dir__, __all__ = lazy_exports(__name__, unlisted=_UNLISTED)
 __all__ += ["__version__"]
