@@ -19,7 +19,6 @@ def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int
 
 
 def _pad_cell(cell: str, width: int, left: bool) -> str:
-    """Fill a cell with spaces to a width in characters: behind its text if it starts at the left, else before it."""
     return cell.ljust(width) if left else cell.rjust(width)
 
 

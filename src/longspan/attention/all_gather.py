@@ -132,7 +132,6 @@ class _GradientSums:
         self._started = self._channel.all_to_all_rows(packed, self._members.counts, [rows] * degree, label)
 
     def own_sums(self) -> _Pair:
-        """Return dk and dv of this member's rows and all heads, summed over the members."""
         self._collect_slice()
         dk, dv = (concat_heads(parts) for parts in zip(*self._finished_slices, strict=True))
         return dk, dv

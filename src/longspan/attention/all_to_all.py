@@ -380,7 +380,6 @@ class _Backward:
         return make_queries(dout, saved, swap.slice_call(self._call, slice_index))
 
     def _send_queries(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
-        """Start sending dq of slices that have met all blocks."""
         for slice_index, slice_queries in zip(indices, queries, strict=True):
             dq, self._dsinks[slice_index] = slice_queries.finish()
             self._send_gradients(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])

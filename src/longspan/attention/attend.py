@@ -246,7 +246,6 @@ def _resolve_automatic_type(shard: SequenceShard, index: int, call: AttendCall) 
 
 
 def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -> str:
-    """Return a layer's cp_comm_type, from one for all or a list `name`; raise AttentionError if it lacks the layer."""
     if isinstance(types, str):
         return types
     if not isinstance(layer, Integral) or not 0 <= layer < len(types):
@@ -280,7 +279,6 @@ def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
 
 
 def _describe_uneven_heads(choice: CommChoice, group: Group, heads: int, where: str) -> str:
-    """Return the message for query heads that do not divide among members, with the sizes that would fit."""
     fit = [size for size in range(1, group.degree + 1) if heads % size == 0 and group.degree % size == 0]
     level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
     return (
@@ -432,7 +430,6 @@ def attend(
 
 
 def _hashable_argument(argument: Any) -> Any:
-    """Return the argument as a part of a dictionary key: lists become tuples."""
     return tuple(argument) if isinstance(argument, Iterable) and not isinstance(argument, str) else argument
 
 

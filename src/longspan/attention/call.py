@@ -29,7 +29,6 @@ _BITS = 31  # of the hash that are compared with the rate
 
 
 def _to_signed_word(word: int) -> int:
-    """Return the signed integer with the bits of an unsigned word."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 

@@ -107,7 +107,6 @@ def add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> No
 
 
 def _addition_arguments(source: Tensor, into: Tensor) -> tuple[Any, ...]:
-    """Return one addition's tensors, row strides and width, as the kernel `add_rows` takes them."""
     return (source, source.stride(0), into, into.stride(0), into.shape[1:].numel())
 
 

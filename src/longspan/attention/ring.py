@@ -172,7 +172,6 @@ def _own_head_slices(saved: Saved) -> list[slice]:
 
 
 def _own_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple[Tensor, Tensor]:
-    """Compute dk and dv of the own block for some key/value heads, and add what its queries get to their sum."""
     dout, (q, k, v, out, lse), call, dq = queries
     per_kv_head = q.shape[1] // k.shape[1]
     heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)

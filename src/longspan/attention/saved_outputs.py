@@ -131,7 +131,6 @@ def _activate_recording(recording: Recording, start: int | None) -> Iterator[Non
 
 
 def _restore_output(x: Any, inputs: Sequence[Tensor]) -> Any:
-    """Return an output as attention gave it, from what `_keep_output` kept of it and the inputs at hand."""
     if isinstance(x, _InputView):
         source = inputs[x.input_index]
         return source.as_strided(x.size, x.stride, source.storage_offset() + x.offset)

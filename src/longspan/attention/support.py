@@ -100,7 +100,6 @@ def kernel_rows() -> list[tuple[str, ...]]:
 
 
 def _kernel_row(kernel: Kernel) -> tuple[str, ...]:
-    """Return a kernel's row of the support table."""
     dtypes = ", ".join(dtype_name(dtype) for dtype in kernel.dtypes)
     features = ("yes" if feature in kernel.features else "no" for feature in FEATURES)
     deterministic = "in deterministic mode" if kernel.deterministic else "no"
@@ -135,7 +134,6 @@ def fill_tables(page: str) -> str:
 
 
 def _page_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a header and rows as a table in Markdown."""
     header, *body = rows
     lines = [header, ["---"] * len(header), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

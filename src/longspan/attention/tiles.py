@@ -320,7 +320,6 @@ def tiles_between(
 
 
 def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
-    """Cut the runs of q and k at the ends of chunks, and number chunks as documents."""
     longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
     return _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)
 

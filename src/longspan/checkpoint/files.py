@@ -211,7 +211,6 @@ def _list_checkpoints(root: Path) -> list[Path]:
 
 
 def _looks_good(path: Path) -> bool:
-    """Return whether a checkpoint has all files at their sizes and is not marked as damaged."""
     try:
         check_sizes(path)
     except CheckpointError:

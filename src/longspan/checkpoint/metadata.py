@@ -152,7 +152,6 @@ def _as_metadata(table: Any, path: Path) -> Metadata:
 
 
 def _lies_inside(shape: list[int], offsets: list[Any], sizes: list[Any]) -> bool:
-    """Return whether a chunk has as many dimensions as its tensor, and ends inside of the tensor in each."""
     return len(offsets) == len(sizes) == len(shape) and all(
         _read_whole_number(first) + _read_whole_number(size) <= whole
         for first, size, whole in zip(offsets, sizes, shape, strict=True)

@@ -104,7 +104,6 @@ def is_small_value(item: WriteItem) -> bool:
 
 
 def _plan_key(value: Any) -> Any:
-    """Return what of a value decides the plan: of a tensor its shape, its type and its place among the ranks."""
     if isinstance(value, DTensor):
         return value.shape, value.dtype, value.placements, value.device_mesh
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None

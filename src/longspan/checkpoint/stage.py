@@ -123,13 +123,11 @@ class Stage:
         self._arena.close()
 
     def _memory_of_copy(self, name: str, source: Tensor) -> Tensor:
-        """Return the memory that a local tensor is copied into; a tensor without elements takes none of the arena."""
         if not source.nbytes:
             return torch.empty_like(source, device="cpu")
         return self._places[name][1]
 
     def _tensors_to_place(self, tensors: Tensors) -> list[tuple[str, Tensor]]:
-        """Return the names and local tensors that have no memory here, or memory of another shape or type."""
         items = ((f"{group}.{name}", value) for group, values in tensors.items() for name, value in values.items())
         local = ((name, local_tensor(value.detach())) for name, value in items if isinstance(value, Tensor))
         signatures = {name: signature for name, (signature, _) in self._places.items()}

@@ -194,28 +194,22 @@ class _Files(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file to read it."""
         with path.open(mode) as stream:
             yield stream
 
     def concat_path(self, path: Any, suffix: str) -> Any:
-        """A file in a folder."""
         return path / suffix
 
     def mkdir(self, path: Any) -> None:
-        """Make a folder."""
         path.mkdir(parents=True, exist_ok=True)
 
     def exists(self, path: Any) -> bool:
-        """Whether a file is there."""
         return path.exists()
 
     def rm_file(self, path: Any) -> None:
-        """Remove a file."""
         path.unlink()
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Give a file another name."""
         path.rename(new_path)
 
 
@@ -252,7 +246,6 @@ class _HashingFiles(_Files):
         self.digests[path.name] = file.size, file.sha256.hexdigest()
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Give a file that was written another name."""
         super().rename(path, new_path)
         self.digests[new_path.name] = self.digests.pop(path.name)
 
@@ -266,7 +259,6 @@ class _StoreFile(io.RawIOBase):
         self.refused: Exception | None = None
 
     def writable(self) -> bool:
-        """Return True: the file is only written."""
         return True
 
     def tell(self) -> int:
@@ -274,7 +266,6 @@ class _StoreFile(io.RawIOBase):
         return self.size
 
     def write(self, data: Any) -> int:
-        """Write all of `data`."""
         view = memoryview(data).cast("B")
         try:
             self._file.write(view)

@@ -133,5 +133,4 @@ class AnsweringThread:
 
 
 def _write_line(text: str) -> None:
-    """Write a line of longspan's to standard error, at once."""
     print(f"longspan: {text}", file=sys.stderr, flush=True)

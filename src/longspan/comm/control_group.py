@@ -180,5 +180,4 @@ class ControlGroup:
 
 
 def _take_first(first: tuple[int, T], _: tuple[int, T]) -> tuple[int, T]:
-    """Return the value of the earlier ranks: the way in which `first_object` combines two."""
     return first

@@ -197,7 +197,6 @@ class FailureReports:
         return [json.loads(line) for line in self._store.get(key).decode().splitlines()]
 
     def _append_entry(self, key: str, entry: dict[str, Any]) -> None:
-        """Append an entry to a key, a line of JSON, and set the one key that `has_news` asks for."""
         self._store.append(key, json.dumps(entry) + "\n")  # pyright: ignore[reportAttributeAccessIssue]
         self._store.set("news", "")
 

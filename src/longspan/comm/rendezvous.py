@@ -198,7 +198,6 @@ def _leave_unopened_world(world_store: Store, place: Place) -> bool:
 
 
 def _is_open(world_store: Store, size: int) -> bool:
-    """Return whether rank 0 has opened a world for `size` ranks."""
     return world_store.check([_OPENED]) and int(world_store.get(_OPENED)) == size
 
 
@@ -217,7 +216,6 @@ def _iterate_pauses(size: int, timeout: float) -> Iterator[None]:
 
 
 def _absence_error(world_store: Store, place: Place, timeout: float) -> CommError:
-    """Return the error of a process whose world was not complete in time: which ranks are absent, and which left."""
     peers = [rank for rank in range(place.size) if rank != place.rank]
     absent = [rank for rank in peers if not world_store.check([f"rank/{rank}"])]
     departed = [rank for rank in peers if rank not in absent and world_store.get(f"rank/{rank}") == b"left"]
@@ -227,7 +225,6 @@ def _absence_error(world_store: Store, place: Place, timeout: float) -> CommErro
 
 
 def _incomplete_world_error(place: Place, timeout: float, cause: str) -> CommError:
-    """Return the error of a process that could not open its world in time, for this cause."""
     return CommError(
         f"rank {place.rank} could not open the world of {plural(place.size, 'rank')} in {timeout:g} s: {cause}; start "
         "them all, or give more time"

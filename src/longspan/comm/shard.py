@@ -32,7 +32,6 @@ class Immutable:
     __slots__ = ("__weakref__",)
 
     def _set(self, **values: object) -> None:
-        """Set attributes in spite of `__setattr__`, which refuses all."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -138,7 +137,6 @@ def _part_rows(part: ShardPart, base: int) -> tuple[Integers, Integers]:
 
 
 def _rows_by_document(part: ShardPart) -> tuple[Integers, Integers]:
-    """Return the documents that this part has rows of, and how many rows of each."""
     segments = part.segments()
     per_document = np.bincount(
         segments.document, weights=segments.stop - segments.start, minlength=len(part.group.documents)
@@ -371,7 +369,6 @@ class SequenceShard(Immutable):
         return self._with_spans(tuple(Spans.of(spans, group.documents, group.lengths) for group in groups))
 
     def _with_spans(self, spans: tuple[Spans, ...] | None) -> "SequenceShard":
-        """Copy the shard with these spans, and with nothing derived from the old ones."""
         shard = object.__new__(SequenceShard)
         values = {name: getattr(self, name) for name in self.__slots__}
         shard._set(**{**values, "spans": spans, "derived": Derived()})
@@ -430,7 +427,6 @@ class SequenceShard(Immutable):
         return self.derived.packed_order[1]
 
     def _has_padding(self) -> bool:
-        """Return whether local rows may hold no token: those of `with_padding`, or of a group that pads documents."""
         return any(part.index < 0 or part.group.pad_to is not None for part in self.parts)
 
     def __repr__(self) -> str:

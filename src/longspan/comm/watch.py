@@ -235,7 +235,6 @@ class Watch:
             return FailureReport((served + self.reports.store_node_text(),))
 
     def _detail_lines(self) -> list[str]:
-        """Return what else helps whoever reads a report: notes and files."""
         lines = list(self.notes)
         if self.folder is not None:  # a GPU's collectives are in the files of NCCL's recorder
             prefix = PREFIXES["_dump_fr_trace" if self._passed is None else "_dump_nccl_trace"]

@@ -196,7 +196,6 @@ class World:
             self._leave_world(error)
 
     def _leave_world(self, error: BaseException | None) -> None:
-        """Leave the world: end its thread and groups, and forget what it made. An `error` is posted for the others."""
         if error is not None:
             self.watch.leave(error)
         self._answering.stop()
@@ -275,7 +274,6 @@ def _watches() -> list[Watch]:
 
 @atexit.register
 def _leave_open_worlds() -> None:
-    """Leave the worlds that are open when the program ends, without the other ranks, which may have ended."""
     for world in reversed(open_worlds()):
         error = getattr(sys, "last_value", None) or CommError("the program ended before it closed the world")
         with suppress(Exception):

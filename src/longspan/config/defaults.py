@@ -137,7 +137,6 @@ def _set_partitions(config: RunConfig) -> RunConfig:
 
 
 def _set_zigzag(section: AnyPlan) -> AnyPlan:
-    """Replace the partition "auto" of a plan section by zigzag."""
     return replace(section, partition="zigzag") if section.partition == AUTO else section
 
 
@@ -148,7 +147,6 @@ def set_steps(config: RunConfig, steps: int) -> RunConfig:
 
 
 def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
-    """Set these values of "section.key" where none is given."""
     for name, value in defaults.items():
         section, _, key = name.partition(".")
         values = getattr(config, section)

@@ -82,7 +82,6 @@ def to_toml(config: RunConfig) -> str:
 
 
 def _set_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
-    """Set the keys of tables, by section, in a configuration; `source` names the tables in messages."""
     for section, values in tables.items():
         config = _set_section(config, section, values, source=source)
     return config
@@ -111,7 +110,6 @@ def _set_section(config: RunConfig, section: str, values: object, *, source: str
 
 
 def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
-    """Read the sources of the tables [[data.sources]]."""
     source_tables = _read_tables(tables, "data.sources", source, "sources", "path and weight")
     return tuple(
         _set_keys(SourceConfig(), f"data.sources[{number}]", table, source, _table_key_hint)
@@ -120,7 +118,6 @@ def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
 
 
 def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
-    """Read the evaluation sets of the tables [[eval]]."""
     set_tables = _read_tables(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
     return tuple(
         _set_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _table_key_hint)
@@ -202,7 +199,6 @@ def read_choice_word(value: object, kind: Any) -> object:
 
 
 def _is_bool_or_text(value: object) -> bool:
-    """Return whether a value may mean true or false, which flags give as strings."""
     return isinstance(value, bool | str)
 
 

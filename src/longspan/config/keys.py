@@ -165,7 +165,6 @@ def _plain_value(value: Any) -> Any:
 
 
 def _find_section(section: Any, key: str) -> tuple[str, str]:
-    """Return the field of the inner section that has a key ("": no inner section), and the key without its prefix."""
     names = [field.name for field in fields(section)]
     if key not in names:
         for name in names:
@@ -192,7 +191,6 @@ def section_texts(kind: type[Any]) -> Mapping[str, str]:
 
 
 def _key_texts(kind: Any) -> Iterator[tuple[str, Texts]]:
-    """Yield the keys of a class that have `Texts`, with these."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         yield from ((name, mark) for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Texts))
 

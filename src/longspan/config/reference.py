@@ -79,18 +79,15 @@ def reference_page() -> str:
 
 
 def _other_keys(section: str, kind: type) -> Iterable[Key]:
-    """Yield the keys of a section that are neither in OFTEN nor tables of their own."""
     return (key for key in section_keys(kind) if f"{section}.{key.name}" not in (*OFTEN, TABLES))
 
 
 def _section_text(title: str, kind: Any, keys: Iterable[Key]) -> str:
-    """Write a section: its title, what its class says, and a table of these keys."""
     rows = [_key_row(key.name, kind, key.name) for key in keys]
     return "\n".join([f"### {title}", "", inspect.getdoc(kind) or "", "", *_COLUMNS, *rows, ""])
 
 
 def _key_row(title: str, kind: type, name: str) -> str:
-    """Write the row of a key of a section: its title, type with bound, default and text."""
     (key,) = (key for key in section_keys(kind) if key.name == name)
     limit = "" if key.bound is None else f", {key.bound}"
     text = section_texts(kind)[name]

@@ -180,7 +180,6 @@ class _CorpusOfRun:
         return corpus
 
     def _find_or_build_documents(self, recipe: Recipe) -> Path:
-        """Return the folder of this recipe's documents, which are built if the cache lacks them."""
         build = partial(build_documents, recipe, log=self._log)
         try:
             folder, built = self._cache.open_or_build_documents(recipe.key, _is_whole, build, self._log)
@@ -203,7 +202,6 @@ def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether the documents in a folder can be opened, and their images are as they were."""
     try:
         Corpus(folder)
         if (images := ImageTable.of(folder)) is not None:

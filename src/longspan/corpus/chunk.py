@@ -64,7 +64,6 @@ def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
 
 
 def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
-    """Yield the rows of a chunk of lines; a line that is too long is not parsed, and gives a bad row."""
     position, lines = chunk.position, chunk.data.split(b"\n")
     for number, line in enumerate(lines, chunk.first + 1):
         # Of the last line the chunk may have only the beginning; then `too_long` is its size.
@@ -113,14 +112,12 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
 
 
 def _deep_row(where: str, line: bytes) -> BadRow:
-    """Return the bad row for a line of JSON that is nested too deeply."""
     return BadRow(
         where, f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {_beginning(line)}"
     )
 
 
 def _is_deep(record: dict[str, Any]) -> bool:
-    """Return whether lists and objects stand in each other more than MOST_LEVELS deep."""
     level: list[Any] = [record]
     for _ in range(MOST_LEVELS):
         inner = (value.values() if isinstance(value, dict) else value for value in level)
@@ -235,5 +232,4 @@ def _text_bytes(column: Any) -> int:
 
 
 def _beginning(line: bytes) -> str:
-    """Return the first characters of a line in quotes, for messages."""
     return repr(line[:SHOWN_BYTES].decode("utf-8", "replace").strip()[:60])

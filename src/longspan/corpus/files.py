@@ -304,7 +304,6 @@ def _split_folders(root: Path) -> str:
 
 
 def _suffix_hint(name: str) -> str:
-    """Return advice for a file whose name ends nearly as those that are read; "" for other files."""
     if name.lower().endswith(SUFFIXES):
         return ", in small letters"
     return "; rows of JSON are read one object a line, as .jsonl" if name.lower().endswith(".json") else ""
@@ -378,7 +377,6 @@ def _rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
 
 
 def _has_kind(row: Row | BadRow) -> bool:
-    """Return whether a row could be read and its keys are those of one kind."""
     try:
         return isinstance(row, Row) and bool(row_kind(row))
     except DataError:

@@ -113,7 +113,6 @@ class ReadsImages(ABC):
 
     @cached_property
     def _numbers_by_document(self) -> dict[int, list[int]]:
-        """Return the numbers of the images by document."""
         numbers = dict[int, list[int]]()
         for place in self.places:
             numbers.setdefault(place.document, []).append(place.number)

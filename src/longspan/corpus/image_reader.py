@@ -95,7 +95,6 @@ class ImageReader:
         return ImageInput(self._processor.videos.pixels(pictures, placed.image.grid), placed.image.grid)
 
     def _load_pictures(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
-        """Load these files as PIL images. Raises DataError, naming the image and its frame, for a broken one."""
         pictures = list[Any]()
         for number, file in enumerate(files):
             try:
@@ -133,7 +132,6 @@ class ImageReader:
         return files
 
     def _image_name(self, placed: PlacedImage) -> str:
-        """Name an image, or a video, for messages: its number, its file and row, and its path."""
         name = self._sources[self._file_of(placed.document)].name
         kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
         number = placed.position + 1 if kind == "row" else placed.position

@@ -151,5 +151,4 @@ def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int,
 
 
 def _count_runs(text: str) -> int:
-    """Count the runs of letters and digits, of spaces, and of other characters in a text."""
     return sum(1 for _ in groupby(text, lambda c: "space" if c.isspace() else "word" if c.isalnum() else "other"))

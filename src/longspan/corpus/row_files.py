@@ -126,7 +126,6 @@ def name_read_errors(name: str, path: Path) -> Iterator[None]:
 
 
 def _arrow_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that reading a damaged table raises; none as long as nothing has imported pyarrow."""
     pyarrow: Any = sys.modules.get("pyarrow")
     return () if pyarrow is None else (pyarrow.ArrowException, UnicodeDecodeError)
 
@@ -136,7 +135,6 @@ def _is_compressed(name: str) -> bool:
 
 
 def _open_lines(raw: BinaryIO, name: str) -> BinaryIO:
-    """Open the lines of a file, decompressed by its ending; if it is cut short, reading raises OSError or EOFError."""
     if _is_compressed(name) and not raw.read(1):  # readers would take an empty file for one without lines
         raise EOFError("it has 0 bytes")
     raw.seek(0)
@@ -217,7 +215,6 @@ class ParquetFile:
         return list(accumulate((meta.row_group(i).num_rows for i in range(meta.num_row_groups)), initial=0))
 
     def _read_group(self, number: int) -> Any:
-        """Read a row group as an Arrow table; `_last_group` keeps the last one."""
         return self._file.read_row_group(number)
 
 
@@ -254,7 +251,6 @@ class ArrowFile:
         pyarrow: Any = import_reader("pyarrow", self.name)
 
         def read_table(path: Path) -> Any:
-            """Read a stream or file of Arrow without a copy. Raises ArrowInvalid for a stream that was cut off."""
             mapped = pyarrow.memory_map(str(path))
             try:
                 table = pyarrow.ipc.open_stream(mapped).read_all()
@@ -268,7 +264,6 @@ class ArrowFile:
 
 
 def _open_table(read: Any, name: str, path: Path) -> Any:
-    """Open an Arrow or Parquet file by the function `read`. Raises DataError, naming it, where that fails."""
     pyarrow: Any = import_reader("pyarrow", name)
     try:
         return read(path)

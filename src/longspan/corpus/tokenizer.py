@@ -153,7 +153,6 @@ class TextTokenizer:
         return self._token_texts([*self.surrounding_ids[1], *self.end_of_text])
 
     def _token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the tokens of these ids as text."""
         return tuple(str(self.engine.id_to_token(i)) for i in ids)
 
     @property
@@ -212,7 +211,6 @@ class TextTokenizer:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str] | None:
-        """The pattern of the names of special tokens, the longest first; None if there are none."""
         names = {token.content for token in self.engine.get_added_tokens_decoder().values() if token.special}
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
@@ -284,7 +282,6 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
 
 
 def _check_settings(settings: Path) -> None:
-    """Raise DataError for a file of settings that is no JSON object."""
     try:
         if not isinstance(read_json(settings), dict):
             raise ValueError("it holds something else")
@@ -314,7 +311,6 @@ def _load_other_files(folder: Path) -> TextTokenizer:
 
 
 def _load_by_transformers(folder: Path) -> TextTokenizer:
-    """Load the tokenizer with the tokens that the folder's settings add, and those that they put around a text."""
     from transformers import AutoTokenizer
 
     try:
@@ -341,7 +337,6 @@ def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str
 
 
 def _make_tokenizer(engine: Tokenizer, end: int | None) -> TextTokenizer:
-    """Make a tokenizer that neither cuts nor pads, and takes names of special tokens in texts for text."""
     engine.no_truncation()
     engine.no_padding()
     engine.encode_special_tokens = True

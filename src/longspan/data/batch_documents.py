@@ -178,7 +178,6 @@ def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
 
 
 def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
-    """Raise DataError for labels outside the tokens of a row."""
     outside = labels != NO_TARGET
     outside[start:stop] = False
     if outside.any():

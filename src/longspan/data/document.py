@@ -152,7 +152,6 @@ def host_array(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _read_integers(name: str, values: Any) -> Integers:
-    """Return one-dimensional integers of a document as int64. Raises DataError for anything else."""
     array = host_array(name, values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):  # numpy takes an empty list for floats
         raise DataError(f"{name} of a document are {array.dtype} of shape {array.shape}; give integers (n,)")
@@ -160,7 +159,6 @@ def _read_integers(name: str, values: Any) -> Integers:
 
 
 def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
-    """Return a loss mask as booleans, one for each token. Raises DataError for other shapes and values."""
     array = host_array("loss_mask", values)
     if array.ndim == 1 and len(array) != length:
         raise DataError(f"a loss_mask has {len(array)} values for {length} token ids; give one each")
@@ -230,7 +228,6 @@ class Pack:
         return ids
 
     def _split_positions(self, positions: Integers) -> list[tuple[Any, Integers, Integers]]:
-        """Split positions of the pack by piece: its document, positions in this, and their indices in `positions`."""
         piece_numbers = np.searchsorted(self.ends, positions, side="right")
         parts = list[tuple[Any, Integers, Integers]]()
         for number in np.unique(piece_numbers).tolist():

@@ -144,7 +144,6 @@ class StoredTokens:
         return None if self._codes is None else self._read_array(self._codes, document, positions)
 
     def _read_array(self, values: Any, document: int, positions: Integers) -> Any:
-        """Return a document's values at these positions. Raises DataError for an offset that leads out of the file."""
         start = int(self._offsets[document])
         if len(positions) and not 0 <= start <= start + int(positions.max()) < len(values):
             raise DataError(
@@ -186,7 +185,6 @@ class CorpusDocument:
         return self.corpus.read(self.number, self._check_positions(positions))
 
     def _check_positions(self, positions: Any) -> Integers:
-        """Return positions as integers. Raises IndexError where one is outside the document."""
         rows = np.asarray(positions, dtype=np.int64)
         if rows.size and not (rows.min() >= 0 and rows.max() < self.length):
             raise IndexError(f"positions {rows.min()} to {rows.max()} of a document of {self.length} tokens")

@@ -150,11 +150,9 @@ class StepOrder:
         return self._starts(block)[index : index + 2]
 
     def _document_ids(self, step: int) -> Integers:
-        """Return the documents of a step."""
         return self._ids_between(*self._bounds_of_step(step))
 
     def _ids_between(self, start: int, end: int) -> Integers:
-        """Return the documents from one place of the stream to another."""
         ids = list[Integers]()
         while start < end:
             stream_part = self.stream.part_at(start)
@@ -203,7 +201,6 @@ def count_texts(lengths: Sequence[int] | npt.NDArray[Any], texts: npt.NDArray[An
 
 
 def _documents_of_texts(texts: npt.NDArray[Any], numbers: Integers) -> Integers:
-    """Return the documents of the texts of these numbers, both ascending."""
     numbers = numbers.astype(texts.dtype)  # another type would copy the array
     firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
     return np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])

@@ -343,7 +343,6 @@ class DocumentStream:
         self._tokens.append(sum(mark.tokens))
 
     def _next_run(self, source: int, mark: _Mark) -> "_Run":
-        """Return the next documents of a source after a mark, the candidates for a part."""
         ids = self.sources[source].ids(mark.documents[source], self._candidates[source])
         return _Run(ids, mark.tokens[source] + self._document_ends(ids))
 

@@ -172,7 +172,6 @@ class FilesPart(StockTrainer):
         return super().train(resume_from_checkpoint, *args, **keywords)
 
     def _newest_checkpoint(self) -> str | None:
-        """Return the newest whole checkpoint of the output folder, with a warning of a save that was interrupted."""
         root = Path(self.args.output_dir)
         if (root / UNFINISHED).is_dir():
             _log.warning(f"{root / UNFINISHED} is left of a save that was interrupted; it is not resumed from")
@@ -198,7 +197,6 @@ class FilesPart(StockTrainer):
         self.world.seed = state["seed"]
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
-        """Return the epoch to go on in, and its batches before that: the Trainer takes a stream for one epoch."""
         place = super()._init_training_state(max_steps, steps_per_epoch, *args)
         *_, checkpoint, _ = args
         self._order = None

@@ -60,7 +60,6 @@ def refuse_generation(kind: type[Any], args: Any, constructor_values: Mapping[st
 
 
 def _has_own_answers(kind: type[Any]) -> bool:
-    """Return whether a base that is neither TRL's nor `GenerationPart` has a method that makes answers."""
     owners = (base for base in kind.__mro__ if any(name in vars(base) for name in ANSWERS))
     return any(not base.__module__.startswith(("trl.", "longspan.hf.generation")) for base in owners)
 
@@ -111,7 +110,6 @@ class GenerationPart(StockTrainer):
         """
 
         def run() -> Any:
-            """Run the work on the first rank: its result on the CPU, what it logged, and the random states after it."""
             result = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, work())
             logged = {name: getattr(self, name) for name in LOGGED if hasattr(self, name)}
             random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -109,7 +109,6 @@ class OneProcess:
             self._close()
 
     def _close(self) -> None:
-        """Undo what was patched, the last first, give accelerate its own state back, and close the world."""
         for owner, name, value in reversed(self._patched):
             setattr(owner, name, value)
         PartialState._shared_state.clear()
@@ -166,7 +165,6 @@ class OneProcess:
         self._patch(PartialState, "wait_for_everyone", lambda state: one.world.control.barrier("accelerate"))
 
     def _state_of_one_process(self) -> dict[str, Any]:
-        """Return the entries of accelerate's state that say that there is one process."""
         return {"num_processes": 1, "distributed_type": DistributedType.NO}
 
     def _patch(self, owner: Any, name: str, value: Any) -> None:
@@ -189,7 +187,6 @@ class OneProcess:
 
 
 def _count_ranks() -> int:
-    """Count the processes. Raises ConfigError where a launcher started more than accelerate knows."""
     ranks, started = PartialState().num_processes, int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != started:
         raise ConfigError(

@@ -46,7 +46,6 @@ def set_order_states(loader: Any, states: list[Any]) -> None:
 
 
 def _own_generators(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Yield how to read and set each generator in a loader: attributes of it, of its samplers and of its stream."""
     for value in vars(owner).values():
         if isinstance(value, torch.Generator):
             yield value.get_state, value.set_state

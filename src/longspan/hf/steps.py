@@ -298,7 +298,6 @@ class StepsPart(StockTrainer):
         return self._choices[training].plan(lengths, self.world.home, targets=targets)
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
-        """Return values of documents' tokens from one forward pass, without gradients."""
         self._agree_on_rows(documents)
         prepared = facade.inner_model
         training = prepared.training

@@ -210,7 +210,6 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self.ref_model = facade
 
     def _prepare_model(self, model: Any, facade: Facade, *, training: bool = True) -> None:
-        """Prepare a model of the trainer for its world, and let the facade answer the Trainer's calls of the model."""
         prepared = longspan.prepare(
             model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
         )
@@ -269,7 +268,6 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._leave_one_process()
 
     def _leave_one_process(self) -> None:
-        """Stop sharing the world with other trainers; a second call does nothing."""
         if self._is_open:
             self._is_open = False
             self._one_process.remove_trainer()

@@ -30,7 +30,6 @@ class LongspanVLLM(VLLMGeneration):
         super().__init__(**arguments)
 
     def _iter_named_params(self) -> Any:
-        """Yield whole weights by name, one at a time, adapters merged."""
         return self._trainer.weights_by_name()
 
     def sync_weights(self) -> None:

@@ -143,7 +143,6 @@ class LocalRanks:
                 self._start_rank(index)
 
     def _start_rank(self, index: int) -> None:
-        """Start the process of one rank, and keep the launcher's end of its pipe."""
         own_end, rank_end = self._context.Pipe()
         task = None if self._payload is None else self._task(index, self._n, self._payload)
         args = Spec(index, task, self._threads, self.folder, self._state), rank_end, Descriptor(1), Descriptor(2)

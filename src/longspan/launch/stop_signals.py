@@ -97,7 +97,6 @@ def unblock_signals() -> AbstractContextManager[None]:
 
 @contextmanager
 def _mask_signals(how: int) -> Iterator[None]:
-    """Block or unblock the stop signals inside the `with` block."""
     old_mask = signal.pthread_sigmask(how, SIGNALS)
     try:
         yield
@@ -151,7 +150,6 @@ class Forwarding:
             self._send_to_ranks(number, signal.SIGKILL)
 
     def _send_to_ranks(self, number: int, to_ranks: int) -> None:
-        """Note that signal `number` was received here, and send the ranks the signal `to_ranks`."""
         self.received = number
         self.sent.append(to_ranks)
         self._ranks.signal(to_ranks)
@@ -166,7 +164,6 @@ def _is_ignored(number: int) -> bool:
 
 
 def _set_handler(handler: Any, numbers: Any) -> dict[int, Any]:
-    """Set a handler of signals, and return the old ones by signal; only the main thread may: {} in other threads."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}

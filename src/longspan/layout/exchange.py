@@ -111,7 +111,6 @@ class Exchange:
 
     @cached_property
     def _moves(self) -> dict[int, RowMoves]:
-        """The moves planned so far, by rank; `moves` fills it."""
         return {}
 
     def reverse(self) -> "Exchange":
@@ -122,7 +121,6 @@ class Exchange:
         return Exchange(self.need, self.have)
 
     def _check_supply(self) -> None:
-        """Raise LayoutError if a row is needed that no rank has."""
         have, need = self.blocks
         supplied = np.zeros(len(have.size), dtype=np.bool_)
         for blocks in have.members:
@@ -137,7 +135,6 @@ class Exchange:
                 )
 
     def _check_rank(self, rank: int) -> None:
-        """Raise LayoutError for a rank that takes no part."""
         if not 0 <= rank < self.degree:
             raise LayoutError(f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})")
 

@@ -120,7 +120,6 @@ class Layout:
 
     @cached_property
     def _index(self) -> dict[int, int]:
-        """The index of each global rank in `ranks`."""
         return {rank: place for place, rank in enumerate(self.ranks)}
 
 

@@ -68,7 +68,6 @@ def is_integer(kind: type) -> bool:
 
 
 def _refuse_length(noun: str, index: int, value: object, advice: str) -> NoReturn:
-    """Raise LayoutError for one entry of a list of lengths, with its index, value and type."""
     raise LayoutError(f"{noun} {index} is {value!r} ({type(value).__name__}); {advice}")
 
 
@@ -155,7 +154,6 @@ def join_runs(member: int, runs: Integers) -> Integers:
 
 
 def _row_ids(member: int, rows: object) -> Integers:
-    """Return the row ids of a member as an array. Raises LayoutError for anything but integers from 0."""
     if not isinstance(rows, Iterable):
         raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
     array = cast(NDArray[Any], rows) if isinstance(rows, np.ndarray) else None
@@ -169,7 +167,6 @@ def _row_ids(member: int, rows: object) -> Integers:
 
 
 def _list_row_ids(member: int, rows: Iterable[object]) -> list[object]:
-    """Return rows as a list of integers. Raises LayoutError, with the member, for values that are none."""
     values: list[object] = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
     wrong = sorted({kind.__name__ for kind in set(map(type, values)) if not is_integer(kind)})
     if wrong:

@@ -138,7 +138,6 @@ class Partition(ABC):
         return np.concatenate(parts)[first]
 
     def _check_member(self, member: int) -> None:
-        """Raise LayoutError for a member outside the group."""
         if not 0 <= member < self.degree:
             raise LayoutError(f"member {member} is outside a group of {self.degree} (members 0 to {self.degree - 1})")
 
@@ -152,7 +151,6 @@ class _LengthPartition(Partition):
 
     @property
     def total(self) -> int:
-        """Rows of all documents."""
         return int(self._starts[-1])
 
     @cached_property
@@ -162,13 +160,11 @@ class _LengthPartition(Partition):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many rows each member holds: in every such partition the first total % degree members hold one more."""
         base, extra = divmod(self.total, self.degree)
         return (base + 1,) * extra + (base,) * (self.degree - extra)
 
     @cached_property
     def _recent_segments(self) -> dict[int, Segments]:
-        """The segments of the members that were last asked for, the latest last."""
         return {}
 
     def segments(self, member: int) -> Segments:
@@ -248,7 +244,6 @@ class _Zigzag(_LengthPartition):
         return early, length - (rows - early)
 
     def _make_segments(self, member: int) -> Segments:
-        """Make the segments of a member: an early and a late run of each document."""
         early_start, late_stop = self._find_chunk_borders(member)
         early_stop, late_start = self._find_chunk_borders(member + 1)  # the next member's lie between these
         document = np.repeat(np.arange(len(self.lengths), dtype=np.int64), 2)
@@ -307,7 +302,6 @@ class _ListedPartition(Partition):
 
     @cached_property
     def _runs_digest(self) -> bytes:
-        """Return a digest of all members' runs, by which partitions are compared and hashed."""
         digest = hashlib.blake2b(digest_size=16)
         for runs in self.member_runs:
             digest.update(len(runs).to_bytes(8, "little") + runs.tobytes())

@@ -309,7 +309,6 @@ def _list_folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ..
 
 
 def _block_rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
-    """Return the rows of blocks, which begin at `begin[block]`, one block after another."""
     return expand_runs(begin[blocks], begin[blocks] + size[blocks])
 
 

@@ -66,7 +66,6 @@ class Segments:
 
     @property
     def _opens(self) -> Flags:
-        """Which runs are the first of their document here."""
         return np.diff(self.document, prepend=-1) != 0
 
     def __len__(self) -> int:

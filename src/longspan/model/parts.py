@@ -240,7 +240,6 @@ def copy_for_stage(
 
 
 def _stage_layer_list(layers: nn.Module, indices: range, outputs: int) -> nn.ModuleList:
-    """Copy the list of layers, with stand-ins, which return `outputs` values, for all but those at these indices."""
     stage_layers: nn.ModuleList = shallow_module(layers)
     for i, (name, layer) in enumerate(layers._modules.items()):
         if i not in indices:

@@ -270,7 +270,6 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
 
 
 def _ratio_to_bound(plan: Plan, times: Timeline) -> str:
-    """Return in words how many times the lower bound a step takes."""
     bound = plan.lower_bound_seconds
     return (
         f"{times.step_seconds / bound:.3f} x the lower bound of {_seconds_text(bound)}" if bound else "no lower bound"

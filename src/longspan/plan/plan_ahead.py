@@ -97,13 +97,11 @@ class PlanAhead:
         self._planning, self._window = None, None
 
     def _plan_inline(self, step: int) -> Plan:
-        """Plan this step here; a second call for the same step returns the same plan."""
         if self._made_inline is None or self._made_inline[0] != step:
             self._made_inline = (step, check_plan(self._planner(step), step))
         return self._made_inline[1]
 
     def _require_planning(self) -> "Planning":
-        """Return the process that plans. Raises PlanError outside a with block, and in a fork of its owner."""
         if self._planning is None:
             raise PlanError("plans are made ahead inside a with block: with PlanAhead(planner) as plans: …")
         self._planning.check_owner()

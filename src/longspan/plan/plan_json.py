@@ -37,7 +37,6 @@ def read_plan_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
 
 
 def _read_micro_batch(m: int, groups: Any, lengths: tuple[Any, ...]) -> MicroBatch:
-    """Read a micro-batch from the list of its groups."""
     items = _read_tuple(f"micro-batch {m}", groups)
     return MicroBatch(
         tuple(_read_group(f"micro-batch {m}, group {index}", group, lengths) for index, group in enumerate(items))
@@ -63,7 +62,6 @@ def _read_group(where: str, item: Any, lengths: tuple[Any, ...]) -> Group:
 
 
 def _read_object(where: str, value: Any, required: set[str], optional: set[str]) -> dict[str, Any]:
-    """Copy a JSON object. Raises PlanError if a required key is missing or one is unknown."""
     if not isinstance(value, dict):
         raise PlanError(f"{where} must be an object, got {type(value).__name__}")
     values = dict(cast(dict[str, Any], value))
@@ -76,7 +74,6 @@ def _read_object(where: str, value: Any, required: set[str], optional: set[str])
 
 
 def _read_tuple(where: str, values: Any) -> tuple[Any, ...]:
-    """Return a JSON list as the tuple that plans have. Raises PlanError, naming `where`, for another value."""
     if not isinstance(values, list):
         raise PlanError(f"{where} must be a list, got {type(values).__name__}")
     return tuple(cast(list[Any], values))

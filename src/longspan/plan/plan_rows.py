@@ -116,7 +116,6 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _group_type_name(group: Group) -> str:
-    """Return a group's communication type, or its layers' different types with "/" between; a2a+p2p with its sizes."""
     kind, sizes = group.cp_comm_type, group.hierarchical_context_parallel_sizes
     name = kind if isinstance(kind, str) else "/".join(dict.fromkeys(kind))
     return f"{name} {sizes}" if sizes is not None and "a2a+p2p" in name else name
@@ -151,7 +150,6 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
 
 
 def _list_as_tuple(value: Any) -> Any:
-    """Return a list of JSON as a tuple, as plans have it, and any other value as it is."""
     return tuple(cast(list[Any], value)) if isinstance(value, list) else value
 
 

@@ -177,7 +177,6 @@ class Planning:
 
 
 def _pickle_planner(planner: Planner) -> bytes:
-    """Pickle the planner. Raises PlanError for one that does not pickle."""
     try:
         return pickle.dumps(planner)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -223,7 +222,6 @@ class _Requests:
         threading.Thread(target=self._read_requests, args=(connection, parent), daemon=True).start()
 
     def take_request(self) -> StepRequest:
-        """Wait for the next request."""
         return self._queue.get()
 
     def _read_requests(self, connection: "Connection[Any, Any]", parent: int) -> None:

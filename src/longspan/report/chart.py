@@ -140,12 +140,10 @@ class _Frame:
     log: bool
 
     def to_x(self, x: np.ndarray | float) -> np.ndarray:
-        """Return pixels from the left of values on the x axis."""
         low, high = self.x
         return self.left + (np.asarray(x, float) - low) / (high - low) * (self.right - self.left)
 
     def to_y(self, y: np.ndarray | float) -> np.ndarray:
-        """Return pixels from the top of values on the y axis; those outside of it lie on its ends."""
         (low, high), y = self.y, np.asarray(y, float)
         share = np.log(y / low) / math.log(high / low) if self.log else (y - low) / (high - low)
         return self.bottom - np.clip(share, 0, 1) * (self.bottom - self.top)
@@ -161,7 +159,6 @@ def chart_figure(chart: Chart, *, css_class: str = "") -> str:
 
 
 def _chart_elements(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
-    """Yield the elements of a chart from back to front: axes, events, curves, references, notes."""
     yield _draw_axes(chart, frame)
     yield from _draw_events(chart, frame)
     yield from _draw_curves(drawn, frame)
@@ -234,13 +231,11 @@ def _draw_axes(chart: Chart, frame: _Frame) -> str:
 
 
 def _y_ticks(chart: Chart, frame: _Frame) -> list[float]:
-    """Return the values of ticks on the y axis; on a linear one about one for each 40 pixels of height."""
     linear_ticks = byte_ticks if chart.y_format == "bytes" else ticks
     return log_ticks(*frame.y) if frame.log else linear_ticks(*frame.y, chart.height // 40)
 
 
 def _x_tick_names(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
-    """Return the places and words of ticks on the x axis: the chart's own names, else whole numbers that have room."""
     if chart.x_names:
         return list(enumerate(chart.x_names))
     values = [value for value in ticks(*frame.x, max(3, chart.width // 110)) if value == int(value)]
@@ -248,7 +243,6 @@ def _x_tick_names(chart: Chart, frame: _Frame) -> list[tuple[float, str]]:
 
 
 def _tick_text(value: float, y_format: Format, digits: int) -> str:
-    """Write the value of a tick on the y axis; `digits` are the significant ones of plain numbers."""
     if y_format == "percent":
         return f"{100 * value:g}%"
     return bytes_text(value) if y_format == "bytes" else number_text(value, digits)
@@ -307,7 +301,6 @@ def _draw_notes(chart: Chart, frame: _Frame) -> Iterator[str]:
 
 
 def _draw_curves(drawn: Sequence[Series], frame: _Frame) -> Iterator[str]:
-    """Draw all curves, then all marks on top of them. A series of one point gets a mark and no visible curve."""
     marks = list[str]()
     for series in drawn:
         points = list(zip(frame.to_x(series.x).tolist(), frame.to_y(series.y).tolist(), strict=True))
@@ -335,7 +328,6 @@ def mark(color: int, x: float, y: float, size: float = 4.0) -> str:
 
 
 def _series_legend(series: Sequence[Series]) -> str:
-    """Return the legend of several series; a single one has none."""
     if len(series) < 2:
         return ""
     items = []
@@ -353,5 +345,4 @@ def _crosshair_data(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> dic
 
 
 def _round_values(values: np.ndarray) -> list[float]:
-    """Return values to seven significant digits, enough for a reader and a third of the text; whole ones exactly."""
     return [int(v) if v == int(v) else float(f"{v:.7g}") for v in values.tolist()]

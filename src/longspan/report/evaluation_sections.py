@@ -35,7 +35,6 @@ def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Bu
 
 
 def _bucket_series(name: str, buckets: Buckets, firsts: Sequence[int], color: int) -> Series:
-    """Return the curve of a set's losses by bucket; x is the index of a bucket's beginning among `firsts`."""
     # of a bucket 0 is its beginning, 2 its loss: None if it has no targets
     losses = {bucket[0]: bucket[2] for bucket in buckets if bucket[2] is not None}
     x = np.array([firsts.index(first) for first in losses], float)
@@ -203,7 +202,6 @@ def _sample_row(row: Mapping[str, Any]) -> str:
 
 
 def _image_tags(pictures: Sequence[str]) -> Iterator[str]:
-    """Yield the images of a sample, PNG files in base64; any other text could be markup, and is left out."""
     for i, picture in enumerate(pictures, 1):
         source = f"data:image/png;base64,{picture}"
         yield f'<img src="{source}" alt="image {i}" class="sample">' if _is_base64(picture) else ""

@@ -18,7 +18,6 @@ def tag(element: str, *content: str, **attributes: object) -> str:
 
 
 def _attribute_text(name: str, value: object) -> str:
-    """Return an attribute as markup, with a space before it: "" for None and False, the name alone for True."""
     name = name.rstrip("_").replace("_", "-")
     if value is None or value is False:
         return ""

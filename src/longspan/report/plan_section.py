@@ -75,7 +75,6 @@ def _set_size(svg: str, width: float, height: float) -> str:
 
 
 def _legend_places(top: float) -> Iterator[tuple[int, int]]:
-    """Yield x and y, in pixels, of the four entries of a document's legend: two rows of two below `top`."""
     yield from ((54 + 540 * column, round(top) + 4 + 18 * row) for row in range(2) for column in range(2))
 
 

@@ -128,7 +128,6 @@ def number(value: object) -> float:
 
 
 def _read_buckets(rows: object) -> tuple[BucketRow, ...]:
-    """Return the buckets that can be read; one without targets has no loss, which is no number, and is left out."""
     buckets = list[BucketRow]()
     for row in rows if isinstance(rows, list) else []:
         if isinstance(row, list) and len(row) == 5 and not any(math.isnan(value) for value in map(number, row)):
@@ -236,7 +235,6 @@ class RunFolder:
 
 
 def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows of metrics.jsonl, and notes on damaged lines. Raises ConfigError if there is no row."""
     metrics = path / "metrics.jsonl"
     if not metrics.is_file():
         lack = "no such folder" if not path.is_dir() else "there is no metrics.jsonl in it"
@@ -252,7 +250,6 @@ def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
-    """Return the rows of samples.jsonl that have all of SAMPLE_KEYS and a list of images; none if there is no file."""
     rows, damaged = read_json_rows(file) if file.is_file() else ([], 0)
     if damaged:
         notes.append(f"{plural(damaged, 'line')} of {file.name} could not be read and left out")
@@ -330,7 +327,6 @@ def _read_plans(folder: Path, median_step: int) -> tuple[tuple[tuple[str, Plan],
 
 
 def _plan_name(stem: str) -> str:
-    """Name a plan after its file: step-000300 is "step 300"; a name without a number stays."""
     kind, _, number = stem.rpartition("-")
     return f"{kind} {int(number):,}" if kind and number.isdecimal() else stem
 

@@ -91,7 +91,6 @@ def small_charts(run: RunFolder) -> Iterator[Chart]:
 
 
 def _share_charts(run: RunFolder) -> Iterator[Chart]:
-    """Yield the charts of how near steps come to the devices' peak and to their plans' bound, and the encoder's."""
     if len(finite(run.train["mfu"])):
         share = column_curves(run, "mfu", 3)
         yield Chart("Model FLOPs utilisation", share, "of the device's peak", y_format="percent", zero=True)
@@ -186,7 +185,6 @@ def _outcome_words(run: RunFolder) -> Iterator[str]:
 
 
 def _ending_text(run: RunFolder) -> str:
-    """Return words on a run that did not come to its last step: it has no summary, or was stopped; else ""."""
     if not run.summary:
         return ", has not finished or was interrupted"
     stopped = run.summary.get("stopped")

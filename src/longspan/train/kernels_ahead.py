@@ -88,7 +88,6 @@ def _list_kinds(slots: int, *, backward: bool) -> Sequence[BlockKind]:
 
 
 def _end_worker(worker: Worker) -> None:
-    """End a worker's process, and close the connection to it."""
     worker.end()
     worker.connection.close()
 

@@ -75,7 +75,6 @@ def check_set_length(configuration: PreTrainedConfig, model: ModelConfig, longes
 
 
 def _too_long_text(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
-    """Write the message for documents that are too long, with the factor that would make room for them."""
     need = smallest_factor(configuration, longest)
     scaling = (
         f"raise model.rope_factor to {need:g}, or leave it out"

@@ -261,7 +261,6 @@ def _padding_target(targets: Targets) -> Targets:
 
 
 def _no_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss 0, and derivatives 0, of a padding target."""
     return log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
 
 
@@ -314,7 +313,6 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Scale the gradients that forward made by the gradient of the sum, a scalar."""
         saved = list(ctx.saved_tensors)
         hidden_gradient = saved.pop(0) * gradients[0] if ctx.has_hidden_gradient else None
         parameter_gradients = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]

@@ -152,7 +152,6 @@ def run_step(
 
 
 def _check_temperature(temperature: float, mtp: MtpLoss | None = None) -> None:
-    """Raise LossError for a temperature that no softmax has, and for one with `mtp`, whose logits are not divided."""
     if not 0 < temperature < math.inf:
         raise LossError(f"temperature is {temperature!r}; give a number above 0, such as that of the sampler")
     if temperature != 1 and mtp is not None:

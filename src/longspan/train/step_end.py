@@ -215,7 +215,6 @@ def _length(piece: Tensor | Sequence[float]) -> int:
 
 
 def _read_pieces(pieces: Sequence[Tensor | list[float]]) -> list[float]:
-    """Return all numbers on the host, which waits for the device."""
     return [x for piece in pieces for x in (piece.flatten().tolist() if isinstance(piece, Tensor) else piece)]
 
 

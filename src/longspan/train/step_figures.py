@@ -75,7 +75,6 @@ class StepFigures:
         return figures
 
     def _plan_flops(self, plan: Plan, images: Sequence[int]) -> int | None:
-        """Count the model FLOPs of a plan's documents and images; None where the configuration does not tell them."""
         if self.shape is None or (images and self.images is None):
             return None
         flops = model_flops(self.shape, plan.lengths, frozen=self.frozen)

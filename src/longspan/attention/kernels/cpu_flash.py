@@ -93,6 +93,5 @@ def _add_batch_dim(x: Tensor) -> Tensor:
 
 
 def _pad_to_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad the heads of q, k and v with zeros to the larger of their two sizes."""
     size = max(q.shape[2], v.shape[2])
     return pad_heads(q, size), pad_heads(k, size), pad_heads(v, size)

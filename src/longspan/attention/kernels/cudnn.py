@@ -78,7 +78,6 @@ def _is_tiny(dense: DenseCall) -> bool:
 
 
 def _single_launch(dense: DenseCall, launch: Launch) -> Launch:
-    """Return a launch of one dense call alone, over its own rows and keys, as the reference kernel takes it."""
     rows, keys = dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start
     return Launch(Tiling.from_tiles((Tile(0, rows, 0, keys, right=0 if dense.causal else None),)), launch.device)
 

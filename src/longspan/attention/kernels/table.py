@@ -209,6 +209,5 @@ def find_kernel(name: str, hint: str | None = None) -> Kernel:
 
 
 def _available_text(call: AttendCall) -> str:
-    """Return the end of a message: which kernels can compute the call."""
     able = [kernel.name for kernel in KERNELS if not kernel.lack_for(call)]
     return f"available here: {', '.join(able) or 'none'}"

@@ -181,7 +181,6 @@ def _padded_size(x: Tensor) -> int:
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Return the strides of each tensor by row and by head."""
     return tuple(stride for x in tensors for stride in x.stride()[:2])
 
 

@@ -141,7 +141,6 @@ class Channel:
     def _make_handle(
         self, operation: Operation, works: Sequence[Work], keep: object, finish: Callable[[], Any], work_bytes: int
     ) -> Handle:
-        """Make the handle of works that were started on this channel's device; arguments are those of `Handle`."""
         return Handle(operation, works, keep, finish, work_bytes, on_host=self.device.type == "cpu")
 
     def all_to_all_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], what: str) -> Handle:
@@ -240,7 +239,6 @@ class Channel:
         return tuple(dist.get_group_rank(communicator, rank) * max(counts) for rank in self.ranks)
 
     def _communicator_to_gather(self, counts: Sequence[int]) -> ProcessGroup | None:
-        """Return the members' own communicator, or None where they have none or there is nothing to gather."""
         return self._groups.communicator(self.ranks) if max(counts) > 0 and self.degree > 1 else None
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:

@@ -147,7 +147,6 @@ class Meshes:
         return ranks
 
     def _slice_root(self, root: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
-        """Return the slice of a root mesh along these axes, as far as it has them: those of size 1 are left out."""
         assert root.mesh_dim_names is not None
         return root[tuple(axis for axis in axes if axis in root.mesh_dim_names)]
 
@@ -157,7 +156,6 @@ class Meshes:
 
 
 def _forget_shardings() -> None:
-    """Clear what this thread keeps of operations on DTensors."""
     from torch.distributed.tensor import DTensor  # here: the import takes half a second
 
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()

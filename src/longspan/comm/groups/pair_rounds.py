@@ -114,7 +114,6 @@ class PairRounds:
         return value
 
     def _place_of(self, index: int) -> tuple[int, bool]:
-        """Return the place of a member, and whether it is the second one there."""
         return (index // 2, index % 2 == 1) if index < 2 * self._pairs else (index - self._pairs, False)
 
     def _member(self, bit: int) -> int:
@@ -139,7 +138,6 @@ class PairRounds:
         return pickle.loads(into.numpy().tobytes()) if len(into) else None
 
     def _send_and_receive(self, member: int, sent: Tensor | None, into: Tensor | None) -> None:
-        """Send and receive at the same time; tensors without elements are left out on both sides."""
         peer = dist.get_group_rank(self._group, self._ranks[member])
         works = [self._group.recv([into], peer, self._tag)] if into is not None and into.numel() else []
         works += [self._group.send([sent], peer, self._tag)] if sent is not None and sent.numel() else []

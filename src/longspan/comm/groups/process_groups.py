@@ -152,7 +152,6 @@ class ProcessGroups:
 
 
 def _high_priority_options(timeout: timedelta) -> Any:
-    """Return the options of an NCCL group whose kernels run on a stream of high priority."""
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     options._timeout = timeout  # else torch warns that it differs from the group's

@@ -130,13 +130,11 @@ def _direct_indices(moves: RowMoves, arriving: int) -> tuple[Integers, Integers]
 
 
 def _copy_indices_to_device(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
-    """Return the arrays as tensors on a device, views of one buffer that is copied there at once."""
     joined = to_device(np.concatenate(arrays), device)
     return list(joined.split([len(array) for array in arrays]))
 
 
 def _as_slice(rows: Integers) -> slice | None:
-    """Return rows that follow each other, or none, as a slice; None for other rows."""
     if not len(rows):
         return slice(0, 0)
     run = slice(int(rows[0]), int(rows[0]) + len(rows))
@@ -179,7 +177,6 @@ def _copy_staying_rows(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tens
 
 
 def _zero_absent_rows(result: Tensor, moves: DeviceMoves) -> None:
-    """Set the rows of the result that no member has to zero."""
     if len(moves.absent):
         result.index_fill_(0, moves.absent, 0)
 
@@ -234,7 +231,6 @@ def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
 
 
 def _write_taken_rows(pool: Tensor, places: Tensor | slice, result: Tensor) -> None:
-    """Set result = pool[places]."""
     if isinstance(places, slice):
         result.copy_(pool[places])
     else:

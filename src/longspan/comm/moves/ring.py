@@ -65,7 +65,6 @@ class RingBlocks:
             buffer, packed, block = arriving, next_matrix, split_columns(next_matrix, self._row_shapes)
 
     def _take_buffer(self, like: Tensor) -> Tensor:
-        """Return a buffer that is not being read: a spare one, or a new one of the largest block's size."""
         if self._spare:
             return self._spare.pop()
         self._live += 1

@@ -151,7 +151,6 @@ def _find_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups
 
 
 def _plan_device_moves(source: Blocks, target: Blocks, channel: Channel, groups: Groups | None) -> DeviceMoves:
-    """Plan this member's moves of rows from source to target, ready on the channel's device."""
     return moves_on_device(plan_moves(source, target, channel.index, groups), channel.device)
 
 

@@ -115,7 +115,6 @@ class ImageFile(NamedTuple):
             )
 
     def _pixels_error(self, pixels: int, most: int) -> DataError:
-        """Return the error of an image with too many pixels."""
         return DataError(
             f"{self._name} has {pixels:,} pixels, and at most {most:,} are read, as one with more fills the memory; "
             "store it with fewer: processors make a large image smaller"
@@ -143,7 +142,6 @@ def _orientation(image: Any) -> int:
 
 @lru_cache(maxsize=1)
 def _readable_formats() -> tuple[str, ...]:
-    """Return FORMATS that this Pillow has a reader for."""
     pil: Any = import_pillow()
     pil.init()
     return tuple(name for name in FORMATS if name in pil.OPEN)
@@ -189,7 +187,6 @@ class VideoFile(NamedTuple):
 
 
 def _frame_size(frame: ImageFile, number: int) -> Size:
-    """Return height and width of a frame. Raises DataError that names the frame by its number."""
     try:
         return frame.size()
     except DataError as error:

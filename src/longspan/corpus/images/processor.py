@@ -142,7 +142,6 @@ class Processor:
         return len({*zip(counts["num_image_tokens"], counts["num_image_patches"], strict=True)}) == 1
 
     def _find_grid(self, size: Size) -> Grid:
-        """Find the grid of patches of images of this size: by the processor's rule, or else by a blank image."""
         with suppress(Exception):  # processors whose resizing has other arguments
             if (grid := self._compute_grid(size)) is not None:
                 return grid
@@ -180,14 +179,12 @@ class Processor:
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
     def _process_images(self, image: Any, several: bool = False) -> Any:
-        """Run the stock processor on a document with this image; with `several` the document has a blank one, too."""
         images = [image, _blank(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
         return self.stock(images=[images], text=[self.token * len(images)], **settings)
 
 
 def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
-    """Return what `make` returns; its errors become DataErrors that name the processor and the image's size."""
     try:
         return make()
     except Exception as error:  # a processor's code may raise anything
@@ -196,7 +193,6 @@ def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
 
 
 def _blank(size: Size) -> Any:
-    """Make a black image of this height and width."""
     return import_pillow().new("RGB", (size[1], size[0]))
 
 
@@ -225,7 +221,6 @@ def argument_names(image: ImageInput) -> list[str]:
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
-    """Return a value of a processor's output as a tensor. Raises DataError for what is none."""
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -125,7 +125,6 @@ def _class_name(folder: Path) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON file; {} if it does not exist."""
     return read_json(file) if file.is_file() else {}
 
 
@@ -272,7 +271,6 @@ class VideoProcessor:
 
 
 def _stock_name(stock: Any) -> str:
-    """Return the name of the stock class of a processor that was loaded without its parts for video."""
     return type(stock).__name__
 
 

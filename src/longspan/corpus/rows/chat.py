@@ -139,12 +139,10 @@ class ChatEncoding:
             )
 
     def _turn_tokens(self, tools: Sequence[Any] | None) -> TurnTokens:
-        """Return the tokens between turns of conversations with such tools, or without (None)."""
         return self._tokens_with_tools if tools else self._tokens_without_tools
 
     @cached_property
     def _tokens_without_tools(self) -> TurnTokens:
-        """Return the tokens between turns of conversations without tools."""
         return turn_tokens(self.template, None, self.tokenizer.engine)
 
     @cached_property

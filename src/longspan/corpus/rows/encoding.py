@@ -102,7 +102,6 @@ def token_sample(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
 
 
 def _check_one_document(values: Mapping[str, Any], length: int) -> None:
-    """Raise RowError if keys of packed rows show several documents in a row, as they would attend to each other."""
     lengths, positions = values.get("seq_lengths"), values.get("position_ids")
     hint = "give each a row of its own, steps pack rows themselves"
     if lengths is not None and len(_read_integers(lengths, "seq_lengths")) > 1:
@@ -114,7 +113,6 @@ def _check_one_document(values: Mapping[str, Any], length: int) -> None:
 
 
 def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
-    """Read a mask of zeros and ones, one for each of `length` tokens, as booleans. Raises RowError for other values."""
     mask = _check_length(_read_integers(values, name), name, length)
     if bad := [int(value) for value in mask if value not in (0, 1)]:
         raise RowError(f"{name} holds {bad[0]}; give a 0 or a 1 for each token")
@@ -138,7 +136,6 @@ def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    """Return whether all values are numbers, booleans among them."""
     return all(isinstance(value, int | float | np.number | np.bool_) for value in values)
 
 
@@ -239,7 +236,6 @@ class RowEncoding:
         return has_media_keys(values) if self.images is not None else media_key(values, lists=True) is not None
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
-        """Encode row `i`; a row that cannot be used gives one BadRow with the reason."""
         try:
             samples = [sample._replace(row=i) for sample in self._encode_by_kind(row)]
         except RowError as error:

@@ -192,7 +192,6 @@ def _answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: 
 
 
 def _prompt_beginnings(prompt: str, tokens: re.Pattern[str] | None) -> tuple[str, ...]:
-    """List the prompt and its beginnings up to the end of a token or a line, the longest first."""
     stops = {match.end() for match in tokens.finditer(prompt)} if tokens else set[int]()
     stops |= {match.end() for match in re.finditer("\n+", prompt)} | {len(prompt)}
     return tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
@@ -357,7 +356,6 @@ def _count_unseen(
 
 
 def _cut_thought(conversation: _Conversation, turn: _Turn) -> str:
-    """Return the thought at the beginning of an answer, up to </think>, that the template leaves out; "" if none is."""
     contents = [field.value for field in turn.fields if field.path[0] == "content" and "</think>" in field.value]
     before, _, answer = contents[0].strip().partition("</think>") if contents else ("", "", "")
     thought = before.rpartition("<think>")[-1].strip()
@@ -420,7 +418,6 @@ def _skip_prompt(text: str, at: int, tokens: TurnTokens) -> int | None:
 
 
 def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> int | None:
-    """Find where the model begins to generate: after a prompt, else after the question, else where its text begins."""
     text, turn_before, first_field = conversation.text, conversation.turn_before(turn), turn.fields[0]
     first_text = first_field.value.strip() if isinstance(first_field.value, str) else ""
     begin = turn.ends[0] - len(first_text) if text[: turn.ends[0]].endswith(first_text) else turn.ends[0]

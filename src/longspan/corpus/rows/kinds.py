@@ -145,12 +145,10 @@ def _unread_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str,
 
 
 def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
-    """List the kinds of which a row has all keys, with values."""
     return [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
 
 
 def _several_kinds(kinds: Sequence[Kind]) -> str:
-    """Describe what is wrong with a row that is of several kinds, as an error's message."""
     kind_texts = " and also ".join(_SHOWN[kind] for kind in kinds)
     return f"holds {kind_texts}; a row is of one kind: leave the others out"
 
@@ -166,7 +164,6 @@ def display_kind(kind: str) -> str:
 
 
 def _keys_text() -> str:
-    """Name the keys that decide a kind, for messages."""
     return "text, or messages, or prompt and completion, or input_ids"
 
 

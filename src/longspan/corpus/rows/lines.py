@@ -28,7 +28,6 @@ def rows_line(encoding: RowEncoding) -> str:
 
 
 def _template_line(encoding: RowEncoding) -> str:
-    """Describe which chat template writes conversations, and how its targets are found."""
     marks = encoding.template.has_marks(None)
     targets = (
         "whose {% generation %} marks name the targets"

@@ -52,7 +52,6 @@ def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
 
 
 def _drop_null_values(part: Any) -> Any:
-    """Return a part without keys whose value is null, as columns of tables have them; anything else as it is."""
     return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
@@ -196,7 +195,6 @@ def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: An
 
 
 def _put_value(container: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """Return a copy of nested lists and objects with another value at the end of a path."""
     if not path:
         return value
     key, *inner_path = path

@@ -48,7 +48,6 @@ def name_pattern(kinds: Collection[str]) -> re.Pattern[str]:
 
 @lru_cache(maxsize=8)
 def _pattern(kinds: tuple[str, ...]) -> re.Pattern[str]:
-    """Compile the pattern of names of these kinds, once for each tuple; without kinds it matches nothing."""
     return re.compile("|".join(NAMED[kind] for kind in kinds) or r"(?!)")
 
 
@@ -82,7 +81,6 @@ def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:
 
 
 def _read_list(values: Mapping[str, Any], kind: str) -> list[Any]:
-    """Return the entries of the images or videos of a row. Raises RowError for anything but a list under that key."""
     entries = values.get(f"{kind}s")
     if entries is not None and not isinstance(entries, list):
         entry = 'paths, or of {"bytes": …}' if kind == "image" else "lists of frames"
@@ -129,7 +127,6 @@ class _PartMedia:
         self._folder, self._counts = folder, Counter[str]()
 
     def extract_media(self, messages: Sequence[Any], key: str, name_pattern: re.Pattern[str]) -> list[Any]:
-        """Return messages whose media are bare parts; a text that names media (`name_pattern`) becomes parts, too."""
         new_messages = list[Any]()
         for i, message in enumerate(messages):
             content = message.get("content") if isinstance(message, dict) else None
@@ -165,7 +162,6 @@ class _PartMedia:
         return dict(PARTS[kind])
 
     def _add_media(self, kind: str, key: str, part: Mapping[str, Any], name: str) -> None:
-        """Read the image or video under `key` of a part, which messages call `name`, and collect it."""
         value = part[key]
         if isinstance(value, dict) and "url" in value:  # OpenAI's form; its detail "auto" asks for nothing
             check_entry_keys(
@@ -178,7 +174,6 @@ class _PartMedia:
             self.images.append(read_image_entry({"bytes": value} if key == "base64" else value, self._folder, name))
 
     def _count_part(self, index: Any, kind: str, name: str) -> None:
-        """Count an image or video in a part. Raises RowError if its `index` is not how many were counted before."""
         if index is not None and index != self._counts[kind]:
             raise RowError(
                 f"{name} has index {index!r}, and is image {self._counts[kind]} of the row, from 0; images are named "
@@ -207,7 +202,6 @@ def check_counts(named_kinds: Sequence[str], media: RowMedia, where: str) -> Non
 
 
 def _message_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of messages whose contents are lists."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
@@ -215,7 +209,6 @@ def _message_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _cut_part(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
-    """Cut a part of a content where its text names media: parts of text, and a bare part for each name."""
     text = part.get("text") if isinstance(part, dict) else None
     if not (isinstance(text, str) and name_pattern.search(text)):
         yield part
@@ -229,7 +222,6 @@ def _cut_part(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
 
 
 def _check_shows_nothing(part: Mapping[str, Any], name: str) -> None:
-    """Raise RowError for a text part, or one without a type, that contains an image or a video too."""
     keys = [(kind, key) for kind in PARTS for key in _TYPES[kind] if part.get(key) not in (None, "")]
     if keys:
         kind, key = keys[0]

@@ -99,7 +99,6 @@ class RowImages:
         return between if between.count(token) == 1 else token
 
     def _processor_tokens(self, *, videos: bool) -> dict[str, str]:
-        """Return the processor's tokens by kind: for images and, with `videos`, for videos, if it has one for them."""
         tokens = {"image": self.processor.token}
         if videos:
             with suppress(DataError):
@@ -167,7 +166,6 @@ class RowImages:
 
     @property
     def _videos(self) -> VideoProcessor:
-        """Return the processor of videos. Raises RowError where the folder has none that is known."""
         try:
             return self.processor.videos
         except DataError as error:
@@ -229,7 +227,6 @@ class RowImages:
             )
 
     def _make_shown(self, name: str, file: ImageFile | VideoFile, images: int) -> Shown:
-        """Return an image or video with what the processor writes for its size; `images` is how many the row has."""
         try:
             if isinstance(file, VideoFile):
                 grid = self._videos.grid(len(file.frames), file.size())

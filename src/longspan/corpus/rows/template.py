@@ -118,7 +118,6 @@ class ChatTemplate:
 
     @cached_property
     def _contents(self) -> Mapping[tuple[str, bool], "_Contents"]:
-        """Return the forms of contents that the template reads, by role, with tools and without."""
         pairs = [(role, tools) for role in _ROLES for tools in (None, SOME_TOOL)]
         return {(role, bool(tools)): self._try_contents(role, tools) for role, tools in pairs}
 
@@ -232,7 +231,6 @@ class ChatTemplate:
         return Rendered(texts[0], tuple((start, stop) for start, stop in spans[0]) if marks else ())
 
     def _template(self, tools: Sequence[Any] | None) -> str:
-        """Return the template for conversations with these tools, or without any."""
         return self.with_tools if tools else self.plain
 
 
@@ -274,7 +272,6 @@ def read_variables(value: Any) -> dict[str, Any]:
 
 
 def _date_variables(template: str, day: str) -> dict[str, Any]:
-    """Return the variables for templates that write the day: as it is, and in each format that the template names."""
     today = datetime.strptime(day, _DAY_FORMAT)
     formats = {match["format"] for match in _DATES.finditer(template)}
     return {"date_string": day, "longspan_dates": {date_format: today.strftime(date_format) for date_format in formats}}

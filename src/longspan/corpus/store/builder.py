@@ -267,7 +267,6 @@ class _Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close all files; what was written is complete only with the manifest."""
         for column in (*self._columns.values(), self._codes):
             column.close()
         for file in (self._tokens, self._images):
@@ -422,7 +421,6 @@ def _batch_rows(recipe: Recipe) -> Iterator[list[FileChunk]]:
 
 
 def _check_unchanged(recipe: Recipe) -> None:
-    """Raise DataError for a file whose size or time is not what it was before it was read."""
     for file, source in zip(recipe.files, recipe.sources, strict=True):
         stat = file.path.stat()
         if (stat.st_size, stat.st_mtime_ns) != (source.bytes, source.modified_ns):
@@ -430,7 +428,6 @@ def _check_unchanged(recipe: Recipe) -> None:
 
 
 def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:
-    """Describe why a corpus has no document, as an error's message."""
     skipped, left_out = len(manifest.skipped), manifest.left_out
     rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
     return (

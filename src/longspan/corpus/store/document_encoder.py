@@ -207,7 +207,6 @@ class _BatchDocuments:
 
 
 def _shift_image(image: SampleImage, by: int) -> SampleImage:
-    """Return an image whose placeholders stand `by` tokens later."""
     return image._replace(start=image.start + by, stop=image.stop + by)
 
 
@@ -308,7 +307,6 @@ class _Encoders:
             yield oldest_batch, future.result()
 
     def _encode_by_idle_worker(self, batch: Batch) -> Encoded:
-        """Have an idle worker encode a batch, and return its documents."""
         worker = self._idle.get()
         try:
             return worker.encode_batch(batch)
@@ -326,7 +324,6 @@ class _Encoder:
         self._worker.connection.send(encoder)
 
     def encode_batch(self, batch: Batch) -> Encoded:
-        """Send a batch to the worker and return its documents. Raises the error that the worker sent, if any."""
         try:
             self._worker.connection.send(batch)
             answer = self._worker.connection.recv()

@@ -147,7 +147,6 @@ def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
 
 
 def _qwen_name(name: str) -> str:
-    """Translate our name of a weight of depth 0 to the one in Qwen's files, where weights of `_QWEN` have no number."""
     inside = name.removeprefix(f"{PREFIX}.layers.0.")
     if inside == name:
         return name
@@ -158,7 +157,6 @@ def _qwen_name(name: str) -> str:
 
 
 def _nemotron_name(name: str, blocks: int) -> str:
-    """The first block has the norms and the projection before it, the last the norm behind it."""
     if match := re.fullmatch(rf"{PREFIX}\.layers\.0\.mtp_block\.(\d+)\.(.*)", name):
         return f"{PREFIX}.layers.{match[1]}.{match[2]}"
     return name.replace(f"{PREFIX}.layers.0.post_norm.", f"{PREFIX}.layers.{blocks - 1}.final_layernorm.")

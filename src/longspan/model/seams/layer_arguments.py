@@ -33,7 +33,6 @@ def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") 
 
 
 def _trainer_hint() -> str:
-    """Return how to run a Trainer with longspan, for a message; "" if no Trainer is among the callers."""
     frame = sys._getframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -168,7 +168,6 @@ def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
-    """Return the parts of delta attention with a decay for each number of a key: Kimi's (low-rank gates), Bailing's."""
     width, heads = EvenRows(mixer.qkv_dim), EvenRows(mixer.num_heads)
     of_width = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")  # a row for each feature of each head
     of_width += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
@@ -209,7 +208,6 @@ def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
 
 
 def _short_convolution_parts(mixer: Any, tp: int) -> MixerParts:
-    """Return the parts of LFM2's short convolution; its input projection makes [B | C | x], each of all channels."""
     channels = mixer.conv.in_channels
     rows = {"in_proj": equal_parts(3 * channels, 3), "conv": EvenRows(channels)}
     return MixerParts({"channels": channels}, rows, attributes={})

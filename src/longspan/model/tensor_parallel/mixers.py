@@ -31,7 +31,6 @@ Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each
 
 
 def _count_groups(norm: Any) -> int:
-    """Return over how many equal groups of features a norm takes means: one, if it says none (Mamba 2 in 5.17)."""
     if size := getattr(norm, "group_size", None):
         return norm.weight.numel() // size
     return getattr(norm, "n_groups", None) or 1

@@ -49,7 +49,6 @@ _LATENT_ATTENTION = {  # of Kimi and Bailing: keys and values of all heads from 
 
 
 def _layer_plan(**modules: Mapping[str, str]) -> dict[str, str]:
-    """Return the plan of modules inside every layer; "__" stands for a dot, which no keyword may have."""
     return {
         f"layers.*.{module.replace('__', '.')}.{name}": style
         for module, styles in modules.items()

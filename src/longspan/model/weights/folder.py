@@ -50,7 +50,6 @@ class _Recipe:
         self.sources: dict[str, list[str]] = defaultdict(list)
 
     def target_names(self, name: str) -> set[str]:
-        """Return the parameters that the recipe listed under `name` makes: of a converter perhaps several."""
         targets = [] if self.converter is None else self.converter.target_patterns
         parts = next((name.partition(target) for target in targets if target in name), None)
         return {name} if parts is None else {f"{parts[0]}{target}{parts[2]}" for target in targets}

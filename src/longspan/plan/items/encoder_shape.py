@@ -234,7 +234,6 @@ _NAMES = {"merge": "spatial_merge_size", "patch": "patch_size", "frames": "tempo
 
 
 def _read_size(vision: ConfigReader, size: str) -> int:
-    """Read the "merge", "patch" or "frames" size of a tower; the first number where there is one for each side."""
     value: Any = vision.value(_NAMES[size])
     return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(_NAMES[size])  # pyright: ignore[reportUnknownArgumentType]
 

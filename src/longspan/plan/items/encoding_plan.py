@@ -153,7 +153,6 @@ def _order_rows(depths: Sequence[Sequence[ItemRows]]) -> Integers:
 
 
 def _check_largest_item(table: ItemTable, rows: ModalityRows, planning: EncoderPlanning) -> None:
-    """Raise PlanError for an item with more rows than the encoder's slots hold together."""
     cap, largest = planning.max_rows_per_slot, int(np.argmax(rows.counts))
     if cap is not None and (count := rows.counts[largest]) > cap * planning.max_cp:
         raise PlanError(
@@ -227,7 +226,6 @@ def _item_rows_of_slots(
 
 
 def _join_rows(parts: Sequence[ItemRows]) -> ItemRows:
-    """Concatenate the local indices and the row ids of these parts; no parts make empty arrays."""
     return ItemRows(
         np.concatenate([_NONE, *(part.local for part in parts)]), np.concatenate([_NONE, *(part.row for part in parts)])
     )

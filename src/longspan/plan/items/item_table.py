@@ -211,7 +211,6 @@ class ItemTable:
             raise DataError(f"{self.item_text(index)} takes no position; give its spans, or leave it out")
 
     def _check_overlaps(self, table: Integers) -> None:
-        """Raise DataError for two items that take the same position; `table` is sorted by the start of spans."""
         start, stop, _, _, document, index = table.T
         overlaps = np.flatnonzero(start[1:] < stop[:-1])
         if len(overlaps):

@@ -195,7 +195,6 @@ class Packer:
         return place.reshape(-1)[assignment]
 
     def _assign_by_group(self) -> Ints:
-        """Spread the documents over the groups first, then pack each group's own into few micro-batches."""
         groups, all_rows = len(self.inside), sum(self.lengths)
         group_of_document = np.array(pack_least_loaded(self.lengths, self.work, groups, all_rows), dtype=np.int64)
         assignment = np.empty_like(group_of_document)
@@ -226,11 +225,9 @@ class Packer:
         return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0)
 
     def _count_micro_batches(self, assignment: Ints) -> int:
-        """Return the number of micro-batches up to the highest place, rounded up to the request's multiple."""
         return self._round_up(1 + int(assignment.max()) // len(self.inside))
 
     def _round_up(self, micro_batches: int) -> int:
-        """Round a number of micro-batches up to the request's multiple."""
         multiple = self.request.micro_batch_multiple
         return -(-micro_batches // multiple) * multiple
 

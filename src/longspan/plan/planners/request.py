@@ -152,7 +152,6 @@ class Request(PlanOptions):
         )
 
     def _least_cap(self, longest: int, cp: int) -> int:
-        """Return the least max_tokens_per_slot with which cp slots hold `longest` rows, in whole row multiples."""
         return -(-longest // (cp * self.row_multiple)) * self.row_multiple
 
     def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
@@ -205,7 +204,6 @@ class Request(PlanOptions):
         return timeline(batches, self.slots, self.cost, mode=self.mode, node_size=self.node_size).step_seconds
 
     def _complete(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
-        """Choose the types of groups, and add dummy micro-batches up to the multiple."""
         count = max(1, len(micro_batches))
         dummies = count + -count % self.micro_batch_multiple - len(micro_batches)
         return (*self._resolve_types(micro_batches), *[MicroBatch()] * dummies)
@@ -288,6 +286,5 @@ def _heads_text(request: Request) -> str:
 
 
 def _numbers_text(numbers: Sequence[int]) -> str:
-    """Write numbers as in "1, 2 or 4"."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last

@@ -53,7 +53,6 @@ def live_parts(live: LiveRun) -> dict[str, str]:
 
 
 def _markup_or_note(make: Callable[[LiveRun], str], live: LiveRun, name: str) -> str:
-    """Return the part `name` of the page as `make` makes it, or a note where records hold values that no run writes."""
     try:
         return make(live)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError) as error:
@@ -225,7 +224,6 @@ def _note_section(live: LiveRun) -> str:
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]], minor: Sequence[str] = ()) -> str:
-    """Return a table; narrow pages leave out its `minor` columns."""
     classes = ["minor" if name in minor else None for name in names]
     head = tag("tr", *(tag("th", text(name), class_=css_class) for name, css_class in zip(names, classes, strict=True)))
     body = (

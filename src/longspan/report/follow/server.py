@@ -117,7 +117,6 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 32
 
     def __init__(self, address: tuple[str, int], follower: Follower) -> None:
-        """Listen at an address; handlers find the run through `follower`."""
         self.follower = follower
         super().__init__(address, _Handler)
 

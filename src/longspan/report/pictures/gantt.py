@@ -69,7 +69,6 @@ class _Canvas:
     """Turns bars into SVG elements at one scale."""
 
     def __init__(self, picture: PlanBars, x_scale: float, slot_height: float, cost: Cost, width: int) -> None:
-        """Set the scale, in pixels: `x_scale` of a second or a row, `slot_height` of a slot, `width` of the drawing."""
         self.write_time = time_format(cost, picture.end)
         self.timed = bool(cost.source)  # whether times are seconds of a machine; else they are shares of the step
         self.picture, self.plan, self.x_scale, self.slot_height = picture, picture.plan, x_scale, slot_height
@@ -135,7 +134,6 @@ class _Canvas:
         )
 
     def axes(self) -> str:
-        """Return both axes, and the names of micro-batches above the drawing."""
         return self._slot_axis() + self._value_axis() + self._panel_ends_and_names()
 
     def _slot_axis(self) -> str:
@@ -168,7 +166,6 @@ class _Canvas:
         return "".join(parts) + label(words, self.right, self.bottom + 32, "end")
 
     def _tick(self, value: float) -> str:
-        """Write the value of a tick; a time of no machine as a share of the step."""
         if self.picture.unit == "rows":
             return number_text(value)
         return f"{value:g}" if self.timed else self.write_time(value)
@@ -204,7 +201,6 @@ class _Canvas:
         return "".join(parts)
 
     def _panel_name(self, index: int, panel: Panel) -> str:
-        """Name a micro-batch, in a panel narrower than 90 pixels by its number alone."""
         return f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
 
 

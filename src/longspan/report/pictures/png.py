@@ -80,7 +80,6 @@ def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float
 
 
 def _legend_entries(unit: Unit) -> tuple[tuple[str, str], ...]:
-    """Return the colour and the meaning of each entry of the legend."""
     idle = "nothing to do" if unit == "rows" else "nothing to do, or the fixed time of a micro-batch"
     document = "a document: one block over the slots that share it, in another colour than its neighbours"
     return (FILLS[0], document), (MANY, "busy with documents too short to draw apart"), (IDLE, idle)

@@ -147,7 +147,6 @@ def arrived_gradients(dout: Tensor, x: Tensor, arrived: Tensor, convolution: Con
 def _launch_arguments(
     y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """Return the number of programs, the arguments and the sizes of a kernel; `y` is the output, or its gradient."""
     weight, bias, silu = convolution
     (runs, width), channels = first.arrived.shape, x.shape[1]
     tensors = (y, x, arrived, weight.contiguous(), weight if bias is None else bias)  # without bias it is not read

@@ -60,7 +60,6 @@ def _kernel_sizes(rows: NamedRows, width: int, chunk: int) -> dict[str, Any]:
 
 
 def _decay_rows(rows: NamedRows) -> Tensor:
-    """Return the log-decays, of one number a head or of one for each key number."""
     return rows["gk"] if "gk" in rows else rows["g"]
 
 

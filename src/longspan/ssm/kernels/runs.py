@@ -109,7 +109,6 @@ class LocalRuns:
         return np.minimum(self.lengths[self._run_of_chunk] - self._place_of_chunk * CHUNK, CHUNK)
 
     def _to_device(self, rows: Integers) -> Tensor:
-        """Copy integers to the device."""
         return to_device(np.ascontiguousarray(rows), self.device)
 
 
@@ -129,7 +128,6 @@ def put_runs(into: Tensor, rows: Integers, values: Tensor) -> None:
 
 
 def _are_consecutive(rows: Integers) -> bool:
-    """Return whether there are rows, each one more than the row before."""
     return len(rows) > 0 and bool((np.diff(rows) == 1).all())
 
 

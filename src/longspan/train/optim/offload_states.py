@@ -261,14 +261,12 @@ class _Copies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Make the two streams; none for a CPU."""
         self.device = device
         on_gpu = device.type == "cuda"
         self._to_device = torch.cuda.Stream(device) if on_gpu else None
         self._to_host = torch.cuda.Stream(device) if on_gpu else None
 
     def fetch(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-        """Copy into each first tensor, just made, the second one; returns the event to wait for."""
         return self._copy_pairs(pairs, self._to_device)
 
     def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -299,7 +297,6 @@ class _Copies:
             torch.cuda.current_stream(self.device).wait_event(arrived)
 
     def wait_for_stores(self) -> None:
-        """Let what is computed next wait for all that is on its way to the host."""
         self._wait_for_stream(self._to_host)
 
     def wait_for_all(self) -> None:
@@ -310,13 +307,11 @@ class _Copies:
             self._to_host.synchronize()
 
     def _wait_for_stream(self, stream: torch.cuda.Stream | None) -> None:
-        """Let what is computed next wait for what this stream has to do by now."""
         if stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
 def _has_numbers(value: Any) -> bool:
-    """Return whether a state is a tensor with dims, which waits on the host, and not a count."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 

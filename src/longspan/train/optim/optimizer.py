@@ -150,7 +150,6 @@ def _check_rates(model: nn.Module, rates: Mapping[str, float]) -> None:
 
 
 def _innermost_module(modules: Iterable[str], parameter_name: str) -> str:
-    """Return the longest of these names of modules that have the parameter; "" has all. Raises ConfigError for none."""
     around = [name for name in modules if not name or parameter_name.startswith(f"{name}.")]
     if not around:
         raise ConfigError(
@@ -202,7 +201,6 @@ def optimizer_class(name: str) -> type[Optimizer]:
 
 
 def _class_fault_text(kind: type[Optimizer]) -> str:
-    """Return why a class cannot train here, by its signatures; "" if it can."""
     if not _accepts_argument(kind, "lr"):
         return "it takes no lr, which the schedule sets at every step"
     closure = inspect.signature(kind.step).parameters.get("closure")

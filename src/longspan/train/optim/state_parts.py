@@ -213,7 +213,6 @@ class StateSizes:
         return tuple(value.nbytes for value in state.values() if waits_on_host(value, parameter))
 
     def _first_state(self, group: int) -> dict[str, Any]:
-        """Return the states, with plain tensors, of the first parameter of a group that has any; empty if none has."""
         states = (self._optimizer.state.get(p) for p in self._optimizer.param_groups[group]["params"])
         first: Mapping[str, Any] = next((state for state in states if state), {})
         return {name: local_tensor(value) if isinstance(value, Tensor) else value for name, value in first.items()}

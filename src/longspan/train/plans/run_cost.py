@@ -100,5 +100,4 @@ def run_cost_settings(
 
 @cache
 def _read_once(file: str) -> Machine:
-    """Read a file the first time; its prices stay for the whole process."""
     return read_machine(file, KEY)

@@ -114,7 +114,6 @@ def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceS
 
 
 def _padding_rows(shard: SequenceShard) -> LocalBatch:
-    """Make the batch of a rank that reads nothing: padding, or rows that come from another stage."""
     rows = shard.local_rows
     return LocalBatch(shard, np.zeros(rows, dtype=np.int64), np.full(rows, NO_TARGET, dtype=np.int64))
 
@@ -205,7 +204,6 @@ def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> I
 
 
 def _check_positions(positions: Any, document: int, length: int) -> Integers | None:
-    """Return positions as int64, None if there are none. Raises DataError for another shape or type."""
     if positions is None:
         return None
     positions = np.asarray(positions)

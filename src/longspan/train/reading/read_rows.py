@@ -133,7 +133,6 @@ class _Reader:
         self._at_depth = [_Arrays(rows) for _ in range(depths + 1)]
 
     def batch(self, shard: SequenceShard) -> LocalBatch:
-        """Return the batch of the rows read so far."""
         first, *deeper = (LocalBatch(shard, rows.ids, rows.labels, rows.values) for rows in self._at_depth)
         return first._replace(deeper=tuple(deeper))
 
@@ -158,7 +157,6 @@ class _Reader:
     def _read_tokens(
         self, ids: Any, document: int, positions: Integers, hidden: npt.NDArray[np.bool_] | None
     ) -> Integers:
-        """Read token ids at some positions, 0 where they are hidden. Raises DataError for what cannot be token ids."""
         ids = np.asarray(ids) if isinstance(ids, list | tuple) else ids
         tokens = np.asarray(ids[torch.from_numpy(positions) if isinstance(ids, Tensor) else positions])
         check_integers(document, tokens, positions, "a document, indexed by an array of positions, gives token ids")
@@ -185,7 +183,6 @@ class _Reader:
         return labels
 
     def _read_values(self, valued: Any, document: int, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
-        """Read the numbers of a document at these positions. Raises DataError for names that other documents lack."""
         values = valued.token_values(positions) if isinstance(valued, Valued) else {}
         self._names.check_names(document, values)
         for name, numbers in values.items():
@@ -197,7 +194,6 @@ class _Reader:
         return values
 
     def _check_vocabulary(self, document: int, ids: Integers, positions: Integers, noun: str) -> None:
-        """Raise DataError for ids outside the vocabulary; where its size is not known, for negative ones."""
         size = self._vocabulary
         outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if size is None else size))
         if outside.any():
@@ -212,7 +208,6 @@ class _Arrays:
     """The rows of one depth, while they are read."""
 
     def __init__(self, rows: int) -> None:
-        """Begin with padding: id 0, no label, no values."""
         self.ids = np.zeros(rows, dtype=np.int64)
         self.labels = np.full(rows, NO_TARGET, dtype=np.int64)
         self.values = dict[str, npt.NDArray[np.float64]]()

@@ -79,7 +79,6 @@ def _list_sets(sets: Any) -> list[Any]:
 
 
 def _read_set(index: int, documents: Any) -> tuple[int, ...]:
-    """Return the numbers of a set's documents. Raises LossError for what is no integer."""
     try:
         if any(isinstance(document, bool) for document in documents):
             raise TypeError("a bool is no number of a document")
@@ -250,7 +249,6 @@ class DocumentPasses:
         return self._check.differ_on_ranks(self._world)
 
     def _batch_sets(self, batch: LocalBatch) -> list[tuple[int, ...]]:
-        """Return the sets that a micro-batch holds; any of its documents has its index."""
         groups = batch.shard.micro_batch.groups
         return self._sets_inside.get(self._index[groups[0].documents[0]], []) if groups else []
 

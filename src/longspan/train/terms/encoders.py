@@ -165,7 +165,6 @@ class Encoding:
 
 
 def _last_stage(language_model: nn.Module) -> int:
-    """Return the pipeline coordinate of the ranks that hold the last stage; 0 without a pipeline."""
     return language_model.pipeline_settings.loss_place if isinstance(language_model, PipelineModel) else 0
 
 
@@ -233,7 +232,6 @@ def take_encoding(model: MultimodalModel, plan: Plan, table: ItemTable, *, backw
 
 
 def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encoding], documents: Any) -> Encoding:
-    """Plan waves in a thread, which copies indices to the device on `stream`, on which the step will use them."""
     if stream is not None:
         torch.cuda.set_stream(stream)
     encoding = make()

@@ -189,7 +189,6 @@ class ModalityPass:
             wave.inputs = [self._read_item(documents, item) for item in wave.items]
 
     def _read_item(self, documents: Any, item: int) -> Any:
-        """Read an item's input from the caller's documents, and name the item in an error of theirs."""
         with _add_note(lambda: f"reading {self.items.item_text(item)}"):
             return documents.read(self.items.numbers[item])
 

@@ -136,7 +136,6 @@ def check_divisor(divisor: Any) -> float:
 
 
 def _to_loss_error(error: Exception, world: World) -> LongspanError:
-    """Return the error of a caller's function as a LossError that names the rank; a LongspanError as it is."""
     if isinstance(error, LongspanError):
         return error
     loss_error = LossError(f"the loss failed on rank {world.rank}: {type(error).__name__}: {error}")

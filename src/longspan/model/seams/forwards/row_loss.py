@@ -257,7 +257,6 @@ def _differs_from_step(name: str, value: Any, expected: Any) -> bool:
 
 
 def _other_parameters(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> list[str]:
-    """Name the parameters that logits are made of beside hidden states and the output embedding."""
     leaves, nodes, seen = set[int](), [logits.grad_fn], set[Any]()
     while nodes:
         node: Any = nodes.pop()
