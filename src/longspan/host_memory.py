@@ -28,10 +28,7 @@ def _read_sizes(file: Path, names: tuple[str, ...]) -> int | None:
 
 
 def _room_in_groups(folder: Path) -> list[int]:
-    """Return the bytes that each limit of a control group (version 2, then 1) leaves, as a container sees them.
-
-    File pages that were not used lately count as used there, but Linux takes them back when memory is short.
-    """
+    """File pages that were not used lately count as used there, but Linux takes them back when memory is short."""
     rooms = list[int]()
     for base, limit, used, files in (
         (folder, "memory.max", "memory.current", "inactive_file"),

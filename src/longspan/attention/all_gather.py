@@ -87,10 +87,7 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
 def _gather_slices(
     members: Members, tensors: _Pair, slices: Sequence[HeadSlice], label: str
 ) -> Iterator[tuple[HeadSlice, _Pair]]:
-    """Yield each slice of heads with its keys and values (S, heads, size) of all the group's rows in document order.
-
-    While the caller computes with a slice the next one travels.
-    """
+    """While the caller computes with a slice the next one travels."""
     channel = members.channel
     order = members.document_order(channel.starts(members.counts))
 

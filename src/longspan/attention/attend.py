@@ -436,10 +436,7 @@ def _hashable_argument(argument: Any) -> Any:
 def _find_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttendCall:
-    """Return the packed call, from the shard's cache if there: all layers make the same call, and checks take time.
-
-    The layer's index is a part of the key only where it decides the communication type.
-    """
+    """The layer's index is a part of the key only where it decides the communication type."""
     tensors = (q, k, v, sinks)
     if not isinstance(shard, SequenceShard) or not all(x is None or isinstance(x, Tensor) for x in tensors):
         return pack_call(q, k, v, sinks, shard, arguments)  # raises

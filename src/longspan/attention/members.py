@@ -168,10 +168,7 @@ class Members:
         return self._make_launches(self.real_segments(owner), lambda: segments.positions)
 
     def _launches_on_all(self) -> tuple[Launch, ...]:
-        """Make the launches on whole documents without padding, among the group's rows in document order.
-
-        Every document's positions count from 0.
-        """
+        """Every document's positions count from 0."""
         laid_out, starts = self._document_extents()
         lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
         keys = Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, starts)
@@ -248,10 +245,8 @@ class Members:
         return segments_from_runs(runs.document, start, stop)
 
     def _find_rows(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
-        """Find which rows of `owner` are among `keys`: their indices in the owner's tensor, ascending, and in `keys`.
-
-        Rows are compared by their number among the group's rows in document order. A row before all runs of keys gets
-        run −1, whose stop is the 0 that is appended, so that the row is in no run.
+        """Rows are compared by their number among the group's rows in document order. A row before all runs of keys
+        gets run −1, whose stop is the 0 that is appended, so that the row is in no run.
         """
         _, document_starts = self._document_extents()
         segments = self.segments(owner)

@@ -325,9 +325,8 @@ def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segm
 
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
-    """Cut segments at every multiple of `chunk` positions, and number the chunks of all documents.
-
-    Every document has as many numbers as a document of `longest` positions has chunks, so that no two chunks share one.
+    """Every document has as many numbers as a document of `longest` positions has chunks, so that no two chunks share
+    one.
     """
     first_chunk, end_chunk = segments.start // chunk, -(-segments.stop // chunk)
     number, run = expand_runs(first_chunk, end_chunk), np.repeat(np.arange(len(segments)), end_chunk - first_chunk)
@@ -476,10 +475,7 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
 
 
 def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
-    """Drop limits that hide no key, tile by tile.
-
-    Tiles whose last row and last key are at one position are left as they are, so that all of them keep one mask.
-    """
+    """Tiles whose last row and last key are at one position are left as they are, so that all of them keep one mask."""
     left, right = _find_hiding_limits(tiles)
     ahead = tiles.right > 0
     return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))

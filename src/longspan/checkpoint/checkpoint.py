@@ -301,10 +301,8 @@ def _names_under(prefix: str, names: Iterable[str]) -> set[str]:
 
 
 def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
-    """Raise CheckpointError unless a checkpoint has the weights of the model, no fewer and no more.
-
-    torch refuses weights that the checkpoint lacks, and passes over those that the model lacks. `weights` are those of
-    all ranks.
+    """torch refuses weights that the checkpoint lacks, and passes over those that the model lacks. `weights` are those
+    of all ranks.
     """
     if weights and not saved:
         raise CheckpointError(

@@ -194,9 +194,7 @@ def _write_weights(
 
 
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights of a checkpoint that are exported, those of a layer together, by their names in stock models.
-
-    Layers come in the order of the `empty` model, and weights in their stored dtype. Raises ModelError for a weight
+    """Layers come in the order of the `empty` model, and weights in their stored dtype. Raises ModelError for a weight
     that the model has not.
     """
     metadata = read_metadata(checkpoint)

@@ -219,10 +219,7 @@ def _looks_good(path: Path) -> bool:
 
 
 def _read_manifest(path: Path) -> dict[str, Digest]:
-    """Return the size and hash of each file that the manifest of a checkpoint names.
-
-    Raises CheckpointError for a manifest that is damaged, of another format, or names files of other folders.
-    """
+    """Return the size and hash of each file that the manifest of a checkpoint names."""
     check_format(path)
     files = _read_checkpoint_json(path / MANIFEST, path).get("files")
     if not isinstance(files, dict) or not files:

@@ -99,10 +99,7 @@ class RunningSave:
             self.ended.set()
 
     def _write_on_all_ranks(self, collectives: _DistWrapper, group: ProcessGroup, plans: PlanCache) -> None:
-        """Write the checkpoint in steps that all ranks' threads take together: copy, agree on names, write, publish.
-
-        A failure of any rank in a step is raised on all, so that nothing is published that is not whole.
-        """
+        """A failure of any rank in a step is raised on all, so that nothing is published that is not whole."""
         writer, tensors = _Writer(self), self.staging.tensors
 
         def finish_copies() -> None:

@@ -150,10 +150,9 @@ class FailureReports:
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
     def _collect_report(self, number: int, operation: str) -> FailureReport:
-        """Wait until every rank has answered, left or died, or until the time for answers is over; then report.
-
-        The causes are ranks that left with an error, died or did not answer; if there are none, ranks that do something
-        else than the others. A rank that left only because it heard of a failure (an echo) has no error of its own.
+        """The causes are ranks that left with an error, died or did not answer; if there are none, ranks that do
+        something else than the others. A rank that left only because it heard of a failure (an echo) has no error of
+        its own.
         """
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
@@ -201,10 +200,7 @@ class FailureReports:
         self._store.set("news", "")
 
     def _wait_for_key(self, key: str, seconds: float) -> str | None:
-        """Ask for a key of the store again and again; return its value, None after these seconds.
-
-        A blocking read would hold the connection, which the answering thread shares.
-        """
+        """A blocking read would hold the connection, which the answering thread shares."""
         deadline = time.monotonic() + seconds
         while not self._store.check([key]):
             if time.monotonic() > deadline:
@@ -238,10 +234,7 @@ def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[s
 
 
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
-    """Return a line for each rank: what the rank does, and what torch recorded on it.
-
-    Ranks that are not in `operation`, the collective that failed, come first.
-    """
+    """Ranks that are not in `operation`, the collective that failed, come first."""
     ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
     lines = [f"rank {rank} is {activities[rank].text}{_rank_end_text(activities[rank])}" for rank in ranks[:NAMED]]
     return [*lines, f"{len(ranks) - NAMED} more ranks answer"] if len(ranks) > NAMED else lines

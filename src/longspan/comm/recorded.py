@@ -68,10 +68,7 @@ def _write_trace_files(folder: Path, rank: int) -> None:
 
 
 def _call_with_patience(work: Callable[[], str | None]) -> str | None:
-    """Run `work` in a thread of its own and return its result, or None if it fails or takes longer than PATIENCE.
-
-    Behind a stuck device `work` may never return, and then only this thread waits for it.
-    """
+    """Behind a stuck device `work` may never return, and then only this thread waits for it."""
     results = list[str | None]()
 
     def run() -> None:

@@ -185,10 +185,7 @@ def _register_rank(world_store: Store, place: Place) -> bool:
 
 
 def _leave_unopened_world(world_store: Store, place: Place) -> bool:
-    """Leave a world that is not open; returns False if rank 0 has opened it meanwhile.
-
-    Where rank 0 decided first, the key that says that it opened the world may follow up to a second later.
-    """
+    """Where rank 0 decided first, the key that says that it opened the world may follow up to a second later."""
     if world_store.add(_DECIDED, 1) != 1 and any(_is_open(world_store, place.size) for _ in _iterate_pauses(1, 1.0)):
         return False
     world_store.add(f"joined/{place.rank}", -1)

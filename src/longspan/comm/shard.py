@@ -121,10 +121,7 @@ def lay_out(
 
 
 def _part_rows(part: ShardPart, base: int) -> tuple[Integers, Integers]:
-    """Return the packed row and position of each local row of a part whose group begins at packed row `base`.
-
-    Rows that pad documents out, and those of a part without a group, have the packed row −1.
-    """
+    """Rows that pad documents out, and those of a part without a group, have the packed row −1."""
     segments = part.segments()
     sizes = segments.stop - segments.start
     # within a segment, position − local row is the same for all rows: start − offset

@@ -47,10 +47,8 @@ class StopSignal:
         self.save_asked = ""
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:
-        """Note a first signal for the run to act on at its next step; a later one that stops ends it at once.
-
-        One press of Ctrl-C may arrive twice, so a second signal within SAME_PRESS seconds is the same press. The signal
-        may be that of a terminal that closed, to which nothing can be written any more.
+        """One press of Ctrl-C may arrive twice, so a second signal within SAME_PRESS seconds is the same press. The
+        signal may be that of a terminal that closed, to which nothing can be written any more.
         """
         now, name = time.monotonic(), signal.Signals(number).name
         leave_closed_output()

@@ -88,10 +88,7 @@ def _set_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> Ru
 
 
 def _set_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
-    """Set these values of a section, or of the tables [[eval]]. Raises ConfigError for an unknown section or key.
-
-    A key that is written without its section, as a section, gets the key's full name as a hint.
-    """
+    """A key that is written without its section, as a section, gets the key's full name as a hint."""
     names = [field.name for field in fields(RunConfig)]
     if section not in names:
         owners = [key for key in config_keys() if key.endswith(f".{section}")]
@@ -126,10 +123,7 @@ def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
 
 
 def _read_tables(tables: object, name: str, source: str, title: str, keys: str) -> Sequence[Mapping[str, Any]]:
-    """Read the tables of an array, as mappings.
-
-    Raises ConfigError for anything else; its message says what the tables are (`title`) and which `keys` they have.
-    """
+    """Read the tables of an array, as mappings."""
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         raise ConfigError(
             f"{name} is {tables!r} in {source}; {title} are tables of an array: write [[{name}]], and below it {keys}"
@@ -138,10 +132,7 @@ def _read_tables(tables: object, name: str, source: str, title: str, keys: str) 
 
 
 def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
-    """Set other values of keys in a section or table.
-
-    `label` names the section in messages; `hint` makes the hint for an unknown key.
-    """
+    """`label` names the section in messages; `hint` makes the hint for an unknown key."""
     types = {key.name: key.kind for key in section_keys(type(section))}
     changes: dict[str, Any] = {}
     for key, value in values.items():
@@ -165,10 +156,7 @@ def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
 
 
 def _table_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
-    """Write a hint for an unknown key of a table of an array: the nearest key of the table.
-
-    In [[eval]] the unknown key may be one of [context], with its prefix eval_.
-    """
+    """In [[eval]] the unknown key may be one of [context], with its prefix eval_."""
     return nearest_hint(key.removeprefix("eval_"), siblings)
 
 
@@ -203,9 +191,8 @@ def _is_bool_or_text(value: object) -> bool:
 
 
 def _fitting_value(value: object, option: Any) -> object | None:
-    """Return the value in the form that a key of this type holds it; None if it does not fit the type.
-
-    Lists become tuples, whose elements all must fit, and integers may stand for floats; true and false are no numbers.
+    """Lists become tuples, whose elements all must fit, and integers may stand for floats; true and false are no
+    numbers.
     """
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None

@@ -57,9 +57,8 @@ class _CorpusOfRun:
     """The recorded corpus of a run, compared with its settings and files now."""
 
     def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine) -> None:
-        """Read the run's record, and measure the source files as they are now.
-
-        A file whose path, size and time are in the record or in the cache is not read: its sum is taken from there.
+        """A file whose path, size and time are in the record or in the cache is not read: its sum is taken from
+        there.
         """
         self._settings, self._run_dir, self._log = settings, run_dir, log
         self._folder = run_dir / settings.folder
@@ -101,10 +100,7 @@ class _CorpusOfRun:
         return self._build_corpus(recipe, tokenizer)
 
     def _compare_settings(self, tokenizer: TextTokenizer | None) -> list[str]:
-        """List how settings and tokenizer (None: one is trained for the run) differ from those of the build.
-
-        A key that the record lacks, as of another version, counts with its default.
-        """
+        """A key that the record lacks, as of another version, counts with its default."""
         if (recorded := self._old_record) is None:
             return []
         values, changes = self._settings.deciding_values(), list[str]()
@@ -126,19 +122,13 @@ class _CorpusOfRun:
         return sorted(changes)
 
     def _compare_files(self) -> list[str]:
-        """List the source files that differ from those of the build; if none does, the images that differ.
-
-        The search for images ends with the third, as messages name no more.
-        """
+        """The search for images ends with the third, as messages name no more."""
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
         changes = [] if old_sources is None else file_differences(old_sources, self._sources)
         return changes or list(islice(self._compare_images(), 3))
 
     def _compare_images(self) -> Iterator[str]:
-        """Describe each image that is gone or has changed since the build; none if the documents are lost.
-
-        Lost documents are built again, which reads their images anew.
-        """
+        """Lost documents are built again, which reads their images anew."""
         if self._old_record is None or not (self._folder / self._old_record.documents).is_dir():
             return
         if (images := ImageTable.of(self._folder / self._old_record.documents)) is not None:
@@ -212,10 +202,8 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
-    """Raise DataError if the tokenizer that was saved in the run's folder is read there as another one.
-
-    A config.json beside a tokenizer's files helps to decide which class of transformers reads them. The models that the
-    run saves get these files, so they must have the corpus's tokenizer.
+    """A config.json beside a tokenizer's files helps to decide which class of transformers reads them. The models that
+    the run saves get these files, so they must have the corpus's tokenizer.
     """
     saved = load_tokenizer(run_dir)
     if (saved.digest, _surrounding_tokens(saved)) != (tokenizer.digest, _surrounding_tokens(tokenizer)):

@@ -168,9 +168,8 @@ def _decoder(kind: Any, levels: int = 0) -> Decode | None:
 
 
 def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
-    """Yield the rows of a chunk of an Arrow stream, with their numbers in the file.
-
-    A bad row is one that is too long (images do not count), nested too deeply, or has a value that Python cannot hold.
+    """A bad row is one that is too long (images do not count), nested too deeply, or has a value that Python cannot
+    hold.
     """
     import pyarrow
 

@@ -241,10 +241,8 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
 
 
 def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and all folders in it, each once, with the names of its files.
-
-    A folder is known by its device and inode, so that links in a circle come to an end. Symbolic links to folders are
-    followed last, so that a folder counts under its own path rather than a link's.
+    """A folder is known by its device and inode, so that links in a circle come to an end. Symbolic links to folders
+    are followed last, so that a folder counts under its own path rather than a link's.
     """
     seen, roots = set[tuple[int, int]](), [root]
     for walk_root in roots:  # links that are met on the way are appended
@@ -292,10 +290,7 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
 
 
 def _split_folders(root: Path) -> str:
-    """Return the folders of the splits of a data set as one text, for a message.
-
-    Raises DataError if the file that should name them does not.
-    """
+    """Return the folders of the splits of a data set as one text, for a message."""
     try:
         names: list[str] = read_json(root / _SPLITS)["splits"]
         return ", ".join(str(root / name) for name in names)
@@ -384,10 +379,7 @@ def _has_kind(row: Row | BadRow) -> bool:
 
 
 def _texts_in(value: Any) -> str:
-    """Return the text of a JSON value: an object's `text`, or else all strings in the value, a line each.
-
-    Lone surrogates, which no tokenizer can read, are left out.
-    """
+    """Lone surrogates, which no tokenizer can read, are left out."""
     if isinstance(value, dict):
         text = value.get("text")
         return _texts_in(text) if isinstance(text, str) else "\n".join(filter(None, map(_texts_in, value.values())))

@@ -194,11 +194,7 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
 
 
 def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
-    """Return the model's tokens of videos.
-
-    Raises DataError if the processor writes another placeholder, or makes one patch of time of another number of frames
-    (`temporal_patch_size`; a model whose configuration lacks this key takes any number).
-    """
+    """Return the model's tokens of videos."""
     try:
         videos = video_tokens(model)
     except ModelError as error:

@@ -86,10 +86,7 @@ class ImageReader:
         return image
 
     def _process_pictures(self, placed: PlacedImage, pictures: Sequence[Any]) -> ImageInput:
-        """Process pictures for the encoder: one image, or a group of frames of a video.
-
-        The grid of a group is the recorded one, as it depends on all frames of the video.
-        """
+        """The grid of a group is the recorded one, as it depends on all frames of the video."""
         if placed.image.frame < 0:
             return self._processor.image(pictures[0], placed.image.among)
         return ImageInput(self._processor.videos.pixels(pictures, placed.image.grid), placed.image.grid)
@@ -179,10 +176,7 @@ class ShownImages:
 
 
 def _join_frame_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
-    """Yield videos, each joined from its groups of frames, in order; a video that was cut has only some groups.
-
-    The grid of a group counts one patch of time, so the grid of a video counts its groups.
-    """
+    """The grid of a group counts one patch of time, so the grid of a video counts its groups."""
     for _, groups_of_video in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
         first_group, *further_groups = (placed.image for placed in groups_of_video)
         yield Video((1 + len(further_groups), *first_group.grid[1:]), first_group.seconds)

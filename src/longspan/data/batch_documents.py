@@ -155,10 +155,7 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
 
 
 def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
-    """Return the columns from start to stop that have tokens, (0, 0) for none.
-
-    Raises DataError for padding between tokens, and for values that are neither 0 nor 1.
-    """
+    """Return the columns from start to stop that have tokens, (0, 0) for none."""
     if not np.isin(mask, (0, 1)).all():
         raise DataError(
             f"attention_mask of row {row} has values from {mask.min()} to {mask.max()}; give 1 at tokens and 0 at "
@@ -188,10 +185,7 @@ def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
 
 
 def _find_first_columns(row: int, positions: Integers, start: int, stop: int) -> list[int]:
-    """Return the columns at which the documents of a row begin: those of position 0; for a row of padding, [start].
-
-    Raises DataError for positions that do not count up from 0 in each document.
-    """
+    """Return the columns at which the documents of a row begin: those of position 0; for a row of padding, [start]."""
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)
     columns = np.arange(len(inside))

@@ -67,10 +67,8 @@ class Corpus:
         self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple  # with images: ImagePacks
 
     def _open_columns(self, documents_folder: Path) -> None:
-        """Read the manifest of a folder of documents, and map its columns.
-
-        Without `source_of.npy` all documents are of source 0; without `targets.npy` every token but a document's first
-        is a target.
+        """Without `source_of.npy` all documents are of source 0; without `targets.npy` every token but a document's
+        first is a target.
         """
         self.manifest: Manifest = Manifest.from_json((documents_folder / FILE).read_text(encoding="utf-8"))
         self.sources: Sequence[SourceFile] = SourceLines(documents_folder)

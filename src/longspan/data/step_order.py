@@ -170,10 +170,8 @@ class StepOrder:
         return starts
 
     def _end_of_step(self, start: int) -> int:
-        """Return where the step that begins at a place ends: after all documents of its epoch that fit, at least one.
-
-        `ends` of a part are the tokens before each of its documents, and before the next part. A step that reaches the
-        end of a part goes on in the next with the tokens that are left.
+        """`ends` of a part are the tokens before each of its documents, and before the next part. A step that reaches
+        the end of a part goes on in the next with the tokens that are left.
         """
         stream_part, tokens_left = self.stream.part_at(start), self._budget
         index, last_end = start - stream_part.first, self.ends.next_end(start)

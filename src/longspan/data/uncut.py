@@ -111,10 +111,8 @@ class UncutBorders:
         return block * _STRIDE + int(np.searchsorted(self._block_borders(block)[:: self._packs], token))
 
     def _compute_borders(self, block: int) -> Integers:
-        """Return the borders of the packs of 64 steps, and the border at which the next steps begin.
-
-        A border that would lie inside a span is moved to the span's start. A step that reaches the end of an epoch has
-        the same border for all packs that it lacks.
+        """A border that would lie inside a span is moved to the span's start. A step that reaches the end of an epoch
+        has the same border for all packs that it lacks.
         """
         border, borders, end = self._begins[block], array("q", [self._begins[block]]), 0
         stream_part = self._stream.part_at_token(border)

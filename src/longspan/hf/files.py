@@ -50,10 +50,7 @@ class FilesPart(StockTrainer):
     # ---- a model
 
     def _try_saving(self) -> None:
-        """Write what a save writes beside weights into a folder that is removed at once; entered by all ranks.
-
-        Raises ModelError on all ranks where that fails, or warns if only the script itself would save.
-        """
+        """Write what a save writes beside weights into a folder that is removed at once; entered by all ranks."""
 
         def write() -> None:
             with tempfile.TemporaryDirectory(prefix=".", dir=self.args.output_dir) as name:
@@ -137,10 +134,7 @@ class FilesPart(StockTrainer):
         rotate_checkpoints(str(root), save_total_limit=limit, best_model_checkpoint=best_checkpoint, use_mtime=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the optimizer's moments and groups as a checkpoint of all ranks, and on the first the scheduler.
-
-        With the groups go the rows of a step, in which the data order is counted, and the seed of dropout's masks.
-        """
+        """With the groups go the rows of a step, in which data order is counted, and the seed of dropout's masks."""
         optimizer, root = self._torch_optimizer(), Path(output_dir)
         groups = [
             {key: _as_plain_values(value) for key, value in group.items() if key != "params"}
@@ -253,10 +247,7 @@ class FilesPart(StockTrainer):
         return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
 
     def _check_resumable(self, checkpoint: Path) -> None:
-        """Raise CheckpointError for a folder that a longspan trainer cannot resume from.
-
-        Raises ConfigError unless a step takes as many rows as it did: the data order is counted in steps.
-        """
+        """Raise CheckpointError for a folder that a longspan trainer cannot resume from."""
         if not checkpoint.is_dir():
             raise CheckpointError(f"there is no checkpoint {checkpoint} to resume from")
         saved = complete_checkpoints(checkpoint / OPTIMIZER)
@@ -302,9 +293,8 @@ def _as_plain_values(value: Any) -> Any:
 
 
 def _restore_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Give an optimizer the settings that it was saved with, its learning rate among them, as torch's own loading does.
-
-    Raises CheckpointError for another number of groups.
+    """Give an optimizer the settings that it was saved with, its learning rate among them, as torch's own loading
+    does.
     """
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(

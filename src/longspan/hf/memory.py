@@ -96,10 +96,8 @@ def _has_default_recomputation(args: Any) -> bool:
 
 
 def _run_config(trainer: Any) -> RunConfig:
-    """Return the configuration that a run with a trainer's model, precision and optimizer would have.
-
-    An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. The learning
-    rate is arbitrary, as a plan of memory does not depend on it.
+    """An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. The
+    learning rate is arbitrary, as a plan of memory does not depend on it.
     """
     config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")

@@ -54,10 +54,7 @@ def refuse_arguments(args: Any, longspan_arguments: LongspanArguments, construct
 def _argument_reasons(
     args: Any, longspan_arguments: LongspanArguments, constructor_values: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield why a longspan trainer does not run with these arguments, setting by setting.
-
-    `args` are the TrainingArguments, `constructor_values` all arguments of the trainer's constructor, by name.
-    """
+    """`args` are the TrainingArguments, `constructor_values` all arguments of the trainer's constructor, by name."""
     for name, why in _SETTINGS.items():
         if value := getattr(args, name, None):
             yield f"args.{name} is {value!r}, which a longspan trainer does not run: {why}"

@@ -381,10 +381,8 @@ class StepsPart(StockTrainer):
         return move_to_device(data, self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
 
     def _run_ahead(self, batches: Sequence[Any]) -> None:
-        """Run a step as if its loss were the cross entropy, whose coefficients are known before the Trainer's loss.
-
-        If the Trainer's loss then has other coefficients, `_finish_step` runs the step again. A step without targets,
-        or with a batch without labels, has no cross entropy and does not run ahead.
+        """If the Trainer's loss then has other coefficients, `_finish_step` runs the step again. A step without
+        targets, or with a batch without labels, has no cross entropy and does not run ahead.
         """
         step, self._next_step = self._next_step, None
         if step is None or not step.has_batches(batches):
@@ -430,10 +428,7 @@ class StepsPart(StockTrainer):
                 self._next_step = self._read_coming_step(batches, None if items is None else float(items))
 
     def _finish_step(self) -> None:
-        """Run the step by the coefficients that the Trainer's loss left, unless it ran ahead with the same ones.
-
-        Raises NonFiniteError if they are not finite. After another loss than the guessed one no step runs ahead.
-        """
+        """Raises NonFiniteError if they are not finite. After another loss than the guessed one no step runs ahead."""
         calls, self._facade.called = self._facade.called, []
         guessed, self._guessed_documents = self._guessed_documents, ()
         cut, self._was_cut_short = self._was_cut_short, False
@@ -466,9 +461,8 @@ class StepsPart(StockTrainer):
     def _run_step(
         self, documents: list[Document], names: tuple[str, ...] = (), coming: ComingStep | None = None
     ) -> TokenLogProbs:
-        """Run a step that adds the gradients of documents with coefficients; return log-probabilities of their tokens.
-
-        `names` are further values of tokens to return; `coming` is the step as it was read ahead, with digest and plan.
+        """`names` are further values of tokens to return; `coming` is the step as it was read ahead, with digest and
+        plan.
         """
         self._agree_on_rows(documents, coming.digest if coming else "")
         facade, plan = self._facade, coming.plan if coming else self._cached_plan(documents, training=True)

@@ -47,10 +47,7 @@ def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[i
 
 
 def _to_list(lengths: Iterable[object], noun: str) -> list[object]:
-    """Return lengths as a list. Raises LayoutError for what has no elements, or several dimensions.
-
-    `noun` is the word for one entry in messages.
-    """
+    """`noun` is the word for one entry in messages."""
     if isinstance(lengths, np.ndarray):
         array = cast(NDArray[Any], lengths)
         if array.ndim != 1:

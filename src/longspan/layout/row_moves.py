@@ -68,10 +68,8 @@ def _cuts_inside_runs(runs: Integers, step: int) -> Integers:
 
 
 def _number_cuts(cuts: Sequence[Integers]) -> tuple[Integers, Callable[[Integers], Integers]]:
-    """Number the distinct cuts, ascending; return them, and a function from cuts to their numbers.
-
-    A cut is the id of the row before which it lies. The function looks numbers up in a table over all row ids, or, if
-    the cuts are few among them, by bisection. Up to 65,536 ids the table is always small enough.
+    """A cut is the id of the row before which it lies. The function looks numbers up in a table over all row ids, or,
+    if the cuts are few among them, by bisection. Up to 65,536 ids the table is always small enough.
     """
     last = max(int(ids.max(initial=-1)) for ids in cuts)
     if last > SPARSE * sum(ids.size for ids in cuts) + (1 << 16):

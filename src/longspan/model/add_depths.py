@@ -185,10 +185,9 @@ def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.
 
 
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
-    """Make a depth with copies of these layers and of the model's last norm; their weights are filled later.
-
-    A depth has a norm for each of its two inputs and one at its end. If the model has no norm after its layers, since
-    each layer ends with one, a depth has none at its end, and the norms of its inputs are copies of the layer's last.
+    """A depth has a norm for each of its two inputs and one at its end. If the model has no norm after its layers,
+    since each layer ends with one, a depth has none at its end, and the norms of its inputs are copies of the
+    layer's last.
     """
     last_norm, size = final_norm(model), model.config.get_text_config().hidden_size
     device, norm = next(layers[-1].parameters()).device, last_norm or _find_last_norm(model, layers[-1], size)
@@ -227,10 +226,7 @@ def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -
 
 
 def _copy_module(module: nn.Module) -> Any:
-    """Copy a module but not its configurations: `prepare` sets the attention function in these, for the copy as well.
-
-    Raises ModelError for a forward that was set on an instance, which would go on running the original.
-    """
+    """Copy a module but not its configurations, in which `prepare` sets the attention function, for the copy too."""
     if names := find_set_forwards((f"{type(module).__name__} {name}", inner) for name, inner in module.named_modules()):
         raise ModelError(
             f"{', '.join(names[:4])} has a forward set on the instance (module.forward = …), and a copy in a depth of "
@@ -249,10 +245,7 @@ def _copy_module(module: nn.Module) -> Any:
 
 
 def _layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
-    """Find the layer of a stock model that its depths copy; the last one if its forward does not run on meta tensors.
-
-    Raises ModelError for a model whose layers take hidden states of another shape than rows of the hidden size.
-    """
+    """Find the layer that the depths copy; the last one if its forward does not run on meta tensors."""
     last_layer = len(decoder_layers(model)) - 1
     if (noted_layers := _note_layers(model)) is None:
         return CopiedLayer(last_layer)

@@ -133,9 +133,8 @@ def _refusal_of_layer(layer: nn.Module) -> str:
 
 
 def _compile_modules(layer: nn.Module) -> None:
-    """Compile the norms and MLPs inside a layer.
-
-    Norms that run by a kernel of our own are left as they are. Of what runs in tiles, the forward of one is compiled.
+    """Norms that run by a kernel of our own are left as they are. Of what runs in tiles, the forward of one is
+    compiled.
     """
     for inner in layer.modules():
         if _compile_tiles(inner):
@@ -246,10 +245,8 @@ class _LayerRun:
         return self.run(self.layer, **kwargs | {"hidden_states": hidden})
 
     def _fits_graphs(self, hidden: Tensor) -> bool:
-        """Return whether rows can enter graphs as they are; if not, they must be made to require a gradient.
-
-        Graphs for training are made for rows that require a gradient. A layer that computes none for its weights (they
-        are frozen, or gradients are off) has graphs of its own, and takes rows as they come.
+        """Graphs for training are made for rows that require a gradient. A layer that computes none for its weights
+        (they are frozen, or gradients are off) has graphs of its own, and takes rows as they come.
         """
         if hidden.requires_grad or not torch.is_grad_enabled():
             return True

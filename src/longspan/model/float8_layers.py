@@ -93,10 +93,7 @@ def float8_error(model: PreTrainedModel, float8: str, placement: Placement, worl
 
 
 def _refusal_reasons(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
-    """Yield why a model cannot compute in float8 here: device, dtype, no wide linear, or widths that do not fit.
-
-    Parameters of experts with three dims are stacked matrices, one for each expert.
-    """
+    """Parameters of experts with three dims are stacked matrices, one for each expert."""
     if lack := device_lack(device):
         yield lack
     if lack := dtype_lack(dtype):
@@ -152,10 +149,7 @@ def use_float8(model: PreTrainedModel) -> str:
 
 
 def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
-    """Compute a linear's outputs from rows (…, K) in float8; its weight is this tensor-parallel rank's part.
-
-    Widths are checked here as well, since the parts of linears in mixers are not known before the split.
-    """
+    """Widths are checked here as well, since the parts of linears in mixers are not known before the split."""
     weight = linear.weight
     if any(width % MULTIPLE for width in weight.shape):
         raise ModelError(
@@ -220,10 +214,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _input_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the operator's five inputs; None for `values` and `scales`, which follow from the rows.
-
-    The gradient of rows is a product in float8, that of the weight is computed without float8.
-    """
+    """The gradient of rows is a product in float8, that of the weight is computed without float8."""
     x, weight = ctx.saved_tensors
     needs_rows, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
     return (

@@ -357,9 +357,7 @@ def _place_stages(
     *,
     tried: bool,
 ) -> PipelineModel:
-    """Cut the model into this rank's stages and place each as a model of its own; the rest of the model is freed.
-
-    The forward that takes `row_loss` (`tried` on the whole model) is set anew where the head is: a stage is a copy
+    """The forward that takes `row_loss` (`tried` on the whole model) is set anew where the head is: a stage is a copy
     without it.
     """
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))

@@ -277,10 +277,7 @@ def _ratio_to_bound(plan: Plan, times: Timeline) -> str:
 
 
 def _closing_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
-    """Return the line on the closing seconds of a plan in free mode, which come once a step; no line if there are none.
-
-    In lockstep parameters are gathered and gradients summed in every micro-batch, whose seconds include that.
-    """
+    """In lockstep parameters are gathered and gradients summed in every micro-batch, whose seconds include that."""
     if plan.mode == "lockstep" or not cost.closing_seconds:
         return []
     closing, share = _seconds_text(cost.closing_seconds), cost.closing_seconds / times.step_seconds

@@ -44,10 +44,7 @@ def _read_micro_batch(m: int, groups: Any, lengths: tuple[Any, ...]) -> MicroBat
 
 
 def _read_group(where: str, item: Any, lengths: tuple[Any, ...]) -> Group:
-    """Read a group from a JSON object. Raises PlanError for fields that it cannot have.
-
-    Sizes may be null, as a group without levels has them; lengths that are left out are those of the plan.
-    """
+    """Sizes may be null, as a group without levels has them; lengths that are left out are those of the plan."""
     values = _read_object(where, item, _GROUP, _GROUP_MORE)
     for name in ("slots", "documents", "lengths", "hierarchical_context_parallel_sizes"):
         if name in values and not (name.startswith("hier") and values[name] is None):  # of these only sizes may be null

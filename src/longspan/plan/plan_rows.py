@@ -122,10 +122,7 @@ def _group_type_name(group: Group) -> str:
 
 
 def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
-    """Write a group as a list: the number of its kind, its slots (first and count, if consecutive), its documents.
-
-    A kind that `kinds` lacks is added to it, with the next number.
-    """
+    """A kind that `kinds` lacks is added to it, with the next number."""
     kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
     slots, number = group.slots, kinds.setdefault(kind, len(kinds))
     if slots == tuple(range(slots[0], slots[0] + len(slots))):
@@ -134,11 +131,7 @@ def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
 
 
 def _read_plan(row: Mapping[str, Any]) -> Plan:
-    """Read the plan in a line of plans.jsonl, unchecked, with the default cost.
-
-    Raises ValueError for so many slots that a short line could exhaust memory: a group whose slots are neighbours has
-    only their number, as its third entry.
-    """
+    """Read the plan in a line of plans.jsonl, unchecked, with the default cost."""
     lengths: tuple[int, ...] = tuple(row["lengths"])
     kinds: list[list[Any]] = [[_list_as_tuple(x) for x in kind] for kind in row["kinds"]]
     degrees = (group[2] for batch in row["micro_batches"] for group in batch if not isinstance(group[1], list))
@@ -154,9 +147,7 @@ def _list_as_tuple(value: Any) -> Any:
 
 
 def _read_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
-    """Yield the groups of a micro-batch from their lists, as `_group_row` writes them.
-
-    A list is the number of its kind, then its slots as a list, or the first slot and how many there are, then
+    """A list is the number of its kind, then its slots as a list, or the first slot and how many there are, then
     documents.
     """
     for number, first, *numbers in rows:

@@ -141,9 +141,7 @@ class Planning:
         self._worker.connection.close()
 
     def _receive_answers(self) -> None:
-        """Take answers from the planning process, in a thread, until it ends.
-
-        Answers come in the order of the requests: those before an answered one are not outstanding either. An answer
+        """Answers come in the order of the requests: those before an answered one are not outstanding either. An answer
         is two messages: the request with a failure or None, and the bytes of the pickled plan.
         """
         connection = self._worker.connection
@@ -235,10 +233,7 @@ class _Requests:
 
 
 def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[StepRequest], bytes | Failure]:
-    """Load the planner as a function from a request to a pickled plan or a failure.
-
-    A planner that cannot be loaded fails for every step, so that each `PlanAhead.plan` raises that error.
-    """
+    """A planner that cannot be loaded fails for every step, so that each `PlanAhead.plan` raises that error."""
     try:
         import_main(main)
         planner = pickle.loads(payload)

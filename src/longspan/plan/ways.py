@@ -323,10 +323,7 @@ def which_degree(
 def _price_degree(
     lengths: tuple[int, ...], home: Layout, options: PlanOptions, cp: int, accumulation: int
 ) -> DegreeChoice:
-    """Price an evaluation at a degree: planned under the fastest type, and filled up with repeated documents.
-
-    The limit of rows that suits the pipeline is searched under the first type only, as each limit takes a plan.
-    """
+    """The limit of rows that suits the pipeline is searched under the first type only, as each limit takes a plan."""
     first, *others = list_type_options(options, home, cp)
     planned = plan_evaluation(lambda way: plan_fixed(lengths, home, cp, options=way), lengths, home, first, cp)
     plans = [(planned, first)]

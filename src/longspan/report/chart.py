@@ -188,12 +188,10 @@ def _thin_series(series: Series, log: bool) -> Series:
 
 
 def _fit_frame(chart: Chart, drawn: Sequence[Series]) -> _Frame:
-    """Return the frame in which all series and references lie, with some room above and below.
-
-    Logarithmic axes get room as a factor, more where notes need it. Curves that vary by less than FLAT of their height
-    are drawn flat, in the middle: the room is then 5 % of the height, or 1 at height 0. `zero` begins the axis at 0,
-    without room below it. The x axis has room on both sides where it has one value, or values with names, whose words
-    stand under the ends too.
+    """Logarithmic axes get room as a factor, more where notes need it. Curves that vary by less than FLAT of their
+    height are drawn flat, in the middle: the room is then 5 % of the height, or 1 at height 0. `zero` begins the
+    axis at 0, without room below it. The x axis has room on both sides where it has one value, or values with names,
+    whose words stand under the ends too.
     """
     x = np.concatenate([s.x for s in drawn])
     y = np.concatenate([*(s.y for s in drawn), np.array([value for value, _ in chart.references])])
@@ -276,10 +274,8 @@ def _draw_references(chart: Chart, frame: _Frame) -> str:
 
 
 def _draw_events(chart: Chart, frame: _Frame) -> Iterator[str]:
-    """Draw a line over the whole height for each event, with its words at the foot.
-
-    The longest words are placed first: right of their line if they fit there, else left; words that would cover others
-    are left out.
+    """The longest words are placed first: right of their line if they fit there, else left; words that would cover
+    others are left out.
     """
     used_spans = list[tuple[float, float]]()
     for x, words in sorted(chart.events, key=lambda event: (-len(event[1]), event[0])):

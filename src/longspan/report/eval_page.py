@@ -52,10 +52,8 @@ def _kind_text(model: Mapping[str, Any]) -> str:
 
 
 def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return names and cells of the table: a row for each set and degree of each model.
-
-    Columns are those of every evaluation, then the metrics of any evaluation, then counts. A metric that is no number
-    in some row is left out; where a row lacks it, its cell is "-".
+    """Columns are those of every evaluation, then the metrics of any evaluation, then counts. A metric that is no
+    number in some row is left out; where a row lacks it, its cell is "-".
     """
     rows = [(model, row) for model in models for row in model["evaluations"]]
     no_metrics = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}

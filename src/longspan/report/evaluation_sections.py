@@ -128,10 +128,7 @@ def _metric_text(name: str, value: float) -> str:
 
 
 def _latest_bucket_charts(sets: dict[str, list[EvalRow]]) -> Iterator[Chart]:
-    """Yield the charts of loss by position and by length in the last evaluation of every set.
-
-    With a single set its first evaluation is shown too, so that the change over the run is seen.
-    """
+    """With a single set its first evaluation is shown too, so that the change over the run is seen."""
     rows = {name or HELD_OUT: of_set[-1] for name, of_set in sets.items()}
     if len(sets) == 1 and (of_set := next(iter(sets.values())))[0].step < of_set[-1].step:
         rows = {f"after step {row.step:,}": row for row in (of_set[-1], of_set[0])}
@@ -158,10 +155,8 @@ def degrees_table(rows: Sequence[EvalRow]) -> str:
 
 
 def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
-    """Return the row of a degree: its loss, and whether that equals the loss of `base`, the first row.
-
-    Losses are equal if they are of as many tokens and differ by SAME at most, relative to the first. With `memory` the
-    row has a cell for the bytes that the evaluation added to a GPU.
+    """Losses are equal if they are of as many tokens and differ by SAME at most, relative to the first. With `memory`
+    the row has a cell for the bytes that the evaluation added to a GPU.
     """
     relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
     good = abs(relative) <= SAME and row.tokens == base.tokens

@@ -83,10 +83,7 @@ def _plan_bytes(plan: Mapping[str, Any], memory: str) -> dict[str, float]:
 
 
 def _bytes_table(device: Mapping[str, float], host: Mapping[str, float], peak: float) -> str:
-    """Return the table of bytes by kind, with the total and the measured peak below.
-
-    On GPUs the peak is what torch allocates, so that a total without communicators stands above it.
-    """
+    """On GPUs the peak is what torch allocates, so that a total without communicators stands above it."""
     rows = [
         (f"{kind}: {words}", _bytes_cell(device, kind), _bytes_cell(host, kind))
         for kind, words in KINDS.items()

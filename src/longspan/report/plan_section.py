@@ -111,9 +111,8 @@ def _median_plan_index(plans: Sequence[tuple[str, Plan]]) -> int:
 
 
 def _plan_card(index: int, plan: Plan, cost: Cost | None, seconds: float | None, *, is_shown: bool) -> str:
-    """Return one plan of the section: its facts and its pictures, in time and in rows, for wide and narrow pages.
-
-    `seconds` are the measured ones of its step, None if there are none. One plan `is_shown`, and a script shows others.
+    """`seconds` are the measured ones of its step, None if there are none. One plan `is_shown`, and a script shows
+    others.
     """
     facts = (tag("div", tag("dt", text(name)), tag("dd", text(value))) for name, value in _plan_facts(plan, seconds))
     # Each picture is there twice, and the style sheet shows the one that suits the page's width.

@@ -303,9 +303,7 @@ def _median_step(rows: Mapping[int, Mapping[str, Any]]) -> int:
 
 
 def _read_plans(folder: Path, median_step: int) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
-    """Read the saved plans by name, and notes on damaged ones.
-
-    Plans of steps come before those of evaluations. At most MAX_PLANS files are read, at even distances. The plan of
+    """Plans of steps come before those of evaluations. At most MAX_PLANS files are read, at even distances. The plan of
     step `median_step` (0: none) is put first if plans.jsonl has it, whether or not a file of its own was read.
     """
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))

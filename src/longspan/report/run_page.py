@@ -230,10 +230,7 @@ def _figure_cards(run: RunFolder) -> str:
 
 
 def _small_figures(run: RunFolder) -> Iterator[str]:
-    """Yield charts three a row, and the last ones two a row, so that no row has a single chart.
-
-    Two left over make a row of two; one left over makes two rows of two with the three before.
-    """
+    """Two left over make a row of two; one left over makes two rows of two with the three before."""
     events = tuple((step, "") for step, _ in resume_events(run))
     charts = [replace(chart, events=events) for chart in small_charts(run)]
     halves = {0: 0, 1: 4, 2: 2}[len(charts) % 3] if len(charts) > 1 else 0
@@ -271,10 +268,7 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
 
 
 def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
-    """Yield how near the steps come to the devices' peak, to the bound of their plans and to predicted times.
-
-    Each is a name, a value and words about it; those that are not known are left out.
-    """
+    """Each is a name, a value and words about it; those that are not known are left out."""
     mfu, tflops, bound = (finite(run.train[name]) for name in ("mfu", "tflops", "bound_share"))
     median = float(np.median(tflops)) if len(tflops) else 0.0
     if len(mfu):

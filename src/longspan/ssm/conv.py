@@ -89,10 +89,9 @@ class Halo:
         return table
 
     def _lay_out_runs(self, lengths: Integers, arrived: Integers) -> RowsBefore:
-        """Index runs of these lengths as one sequence, each run behind the rows that arrive for it.
-
-        Sources count the local rows, then the arriving ones, then one row of zeros for what no member has. The columns
-        of arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the first.
+        """Sources count the local rows, then the arriving ones, then one row of zeros for what no member has. The
+        columns of arriving rows are counted from 1: kernels take width + 1 columns, of which they do not read the
+        first.
         """
         rows, ends, count = int(lengths.sum()), np.cumsum(lengths), int((arrived >= 0).sum())
         source_before = np.where(arrived >= 0, rows + arrived, rows + count)
@@ -195,9 +194,7 @@ class _CausalConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of rows and parameters.
-
-        The gradients of rows that arrived for the forward pass leave first, to their owners, while the rest is
+        """The gradients of rows that arrived for the forward pass leave first, to their owners, while the rest is
         computed; those that arrive here are added to the rows that were sent. Parts go in reverse, as in every backward
         pass, so that all members meet in one order.
         """

@@ -121,10 +121,7 @@ def compile_in_worker(connection: "Connection[Any, Any]", parent: int) -> None:
 
 
 def _head_sizes(model: ModelConfig) -> Mapping[str, int]:
-    """Return the number of heads and of key heads of a model, and the size of a head, as all its layers have them.
-
-    Raises ValueError for latent attention, whose kernels are others.
-    """
+    """Return the number of heads and of key heads of a model, and the size of a head, as all its layers have them."""
     from longspan.model import preset_config
     from longspan.model.weights.hf_folder import read_configuration
 

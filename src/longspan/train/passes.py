@@ -217,12 +217,11 @@ def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """Run the passes of a model that is whole on every rank; returns the sum of the loss of this rank's rows.
-
-    In free mode slots run different numbers of micro-batches, so no collective of all slots may be inside: parameters
-    are gathered before all passes, and a last pass over padding sums gradients. In lockstep slots enter each pass
-    together. Where loads of experts count for a whole step, every micro-batch runs forward once more before the first
-    backward pass; in lockstep the first micro-batch does not, as its own forward pass comes before that.
+    """In free mode slots run different numbers of micro-batches, so no collective of all slots may be inside:
+    parameters are gathered before all passes, and a last pass over padding sums gradients. In lockstep slots enter
+    each pass together. Where loads of experts count for a whole step, every micro-batch runs forward once more
+    before the first backward pass; in lockstep the first micro-batch does not, as its own forward pass comes before
+    that.
     """
     model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
@@ -288,10 +287,7 @@ def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
 
 
 def _run_stages(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """Run the passes of a model in stages; returns the sum of the loss on ranks of the last stage, 0 elsewhere.
-
-    Micro-batches of padding are added where the schedule needs more of them. Schedules are torch's.
-    """
+    """Micro-batches of padding are added where the schedule needs more of them. Schedules are torch's."""
     model, total = passes.model, torch.zeros((), dtype=torch.float64, device=passes.world.device)
     assert isinstance(model, PipelineModel)
     if passes.counts_loads:
@@ -313,10 +309,7 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> Sta
     ids = to_device(batch.ids, passes.world.device)[None]
 
     def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
-        """Run the last part of the last stage with the loss of its rows; returns its share of the step's loss.
-
-        If `total` is None, the pass only counts the loads of routers, and its loss is zero.
-        """
+        """If `total` is None, the pass only counts the loads of routers, and its loss is zero."""
         if total is None:
             return part(**arguments, row_loss=lambda hidden, _: hidden.new_zeros((), dtype=torch.float64))
         loss = part(**arguments, **_future_ids(passes, batch), row_loss=passes.row_loss(batch))

@@ -107,9 +107,7 @@ class StepEnd:
         return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
 
     def _rank_sums(self, loss_sum: Tensor) -> list[Tensor | list[float]]:
-        """Return this rank's sums: squares of gradients, the loss, targets, and the numbers of each term.
-
-        Targets are counted where losses are made, in a pipeline by its last stage. Gradients are those of the whole
+        """Targets are counted where losses are made, in a pipeline by its last stage. Gradients are those of the whole
         model, encoders included, of which `passes.model` is the language model.
         """
         passes, language_model = self.passes, self.passes.model
@@ -121,10 +119,7 @@ class StepEnd:
         return [model_square_sum(self.model, self.world) if passes.backward else [0.0], *slot_sums]
 
     def _make_sums(self, values: Sequence[float], pieces: Sequence[Tensor | list[float]]) -> StepSums:
-        """Make the step's sums of `values`, the numbers of all `pieces` end to end, added over all ranks.
-
-        Raises PlanError where targets are missing.
-        """
+        """Make the step's sums of `values`, the numbers of all `pieces` end to end, added over all ranks."""
         squares, loss_sum, targets, *of_terms = values
         if targets != self.passes.plan.targets:
             raise PlanError(
@@ -146,10 +141,7 @@ class StepEnd:
             )
 
     def _update(self, one_pass: OnePassAdamW | None, sums: StepSums) -> None:
-        """Clip gradients and update the model, by sums that the host has read.
-
-        AdamW in one pass clips as it updates: it multiplies each gradient that it reads with a factor.
-        """
+        """AdamW in one pass clips as it updates: it multiplies each gradient that it reads with a factor."""
         if self.optimizer is None:
             return
         if one_pass is None:

@@ -33,10 +33,7 @@ def device_lack(device: torch.device) -> str:
 
 @cache
 def _kernel_interface() -> Any:
-    """Import the module with the kernel's two calls, once.
-
-    Warnings meant for the kernel's authors are not shown: those of the import, and one of every compilation.
-    """
+    """Warnings meant for the kernel's authors are not shown: those of the import, and one of every compilation."""
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -93,10 +90,7 @@ def _lay_out_lse(x: Tensor, launch: Launch) -> Tensor:
 
 
 def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the tensors as the kernel takes them, padded to one head size, and the lengths of the tiles.
-
-    A single tile is a dense call, of tensors (1, T, heads, size) and without lengths.
-    """
+    """A single tile is a dense call, of tensors (1, T, heads, size) and without lengths."""
     size = -(-max(x.shape[2] for x in tensors) // _HEAD_SIZE_MULTIPLE) * _HEAD_SIZE_MULTIPLE
     tensors = tuple(pad_heads(x, size) for x in tensors)
     if len(launch.tiling) == 1:

@@ -196,10 +196,7 @@ class Channel:
         counts: tuple[Sequence[int], Sequence[int]],
         what: str,
     ) -> Handle:
-        """Start one call of a communicator that sends runs of rows of x to all members and receives theirs in `into`.
-
-        Runs lie in the order of ranks in both tensors; `counts` (sends, receives) are in member order.
-        """
+        """Runs lie in the order of ranks in both tensors; `counts` (sends, receives) are in member order."""
         sends, receives = ([runs[member] for member in self._by_rank] for runs in counts)
         with self.watch.during(what, self.ranks) as operation:
             work = communicator.alltoall_base(into, x, receives, sends)

@@ -104,9 +104,8 @@ class Meshes:
         return self._build_mesh((REPLICATE, OUTER, EP), ranks)
 
     def _build_mesh(self, axes: Sequence[str], ranks: Integers) -> DeviceMesh:
-        """Build the root mesh of ranks (pp, one dim for each axis) at this rank's stage.
-
-        Axes of size 1 are left out, but for those over slots. Every rank makes the groups of all lines along each axis.
+        """Axes of size 1 are left out, but for those over slots. Every rank makes the groups of all lines along each
+        axis.
         """
         ranks = self._sort_for_groups(ranks, axes)
         sizes = ranks.shape[1:]
@@ -130,10 +129,8 @@ class Meshes:
         return self._axis_groups[axis]
 
     def _sort_for_groups(self, ranks: Integers, axes: Sequence[str]) -> Integers:
-        """Sort the ranks (pp, …) so that they ascend along sharded axes: torch orders the members of a group by rank.
-
-        Which slot holds which shard of a parameter is free, so only slots are sorted. With other axes next to them the
-        order is the home's, as it decides who holds which heads or experts: CommError is raised if it descends.
+        """Which slot holds which shard of a parameter is free, so only slots are sorted. With other axes next to them
+        the order is the home's, as it decides who holds which heads or experts: CommError is raised if it descends.
         """
         if tuple(axes) == (REPLICATE, SLOTS, TP) and self._home.tp == 1:
             return np.sort(ranks, axis=2)

@@ -163,10 +163,8 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
 
 
 def _copy_staying_rows(x: Tensor, pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
-    """Copy rows that stay while others travel: to their places in the result, or into the pool behind arriving rows.
-
-    With `arrived`, staying rows go directly into the result, and its absent rows are set to zero, before the arriving
-    rows are written. A pool that is x itself needs no copy.
+    """With `arrived`, staying rows go directly into the result, and its absent rows are set to zero, before the
+    arriving rows are written. A pool that is x itself needs no copy.
     """
     if moves.arrived is not None:
         if len(moves.local):
@@ -182,9 +180,7 @@ def _zero_absent_rows(result: Tensor, moves: DeviceMoves) -> None:
 
 
 def _set_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Set result[places] = rows, with distinct places.
-
-    Where a row has a whole number of 16-byte elements, it is copied as complex128, whose elements have 16 bytes:
+    """Where a row has a whole number of 16-byte elements, it is copied as complex128, whose elements have 16 bytes:
     torch's kernel copies element by element (on an H200 1.4 TB/s in bfloat16, 4.1 TB/s in elements of 16 bytes).
     """
     width = rows.shape[1:].numel()
@@ -196,10 +192,7 @@ def _set_rows(result: Tensor, places: Tensor, rows: Tensor) -> None:
 
 
 def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
-    """Return x with the gradients of a row's second and further uses here added to that of its first use.
-
-    With `widened`, half precision becomes float32 first, in which rows are summed.
-    """
+    """With `widened`, half precision becomes float32 first, in which rows are summed."""
     if moves.widened:
         x = wide(x)
     if moves.folds:
@@ -210,11 +203,9 @@ def _fold_repeats(x: Tensor, moves: DeviceMoves) -> Tensor:
 
 
 def _unpack_pool(pool: Tensor, moves: DeviceMoves, result: Tensor) -> None:
-    """Fill the result from the pool, which has the rows that arrived and those that stay.
-
-    With `arrived` the pool has only arriving rows; with `direct` the pool is the result already; with `zeros` the pool
-    is empty. Rows `summed_rows` of the result are sums: of the pool's rows `first`, and of those that each pair of
-    `further_addends` adds.
+    """With `arrived` the pool has only arriving rows; with `direct` the pool is the result already; with `zeros` the
+    pool is empty. Rows `summed_rows` of the result are sums: of the pool's rows `first`, and of those that each pair
+    of `further_addends` adds.
     """
     if moves.arrived is not None:
         _set_rows(result, moves.arrived, pool)

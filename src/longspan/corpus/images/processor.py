@@ -163,10 +163,7 @@ class Processor:
         return grid if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}) else None
 
     def _find_text(self, size: Size, grid: Grid | None, several: bool) -> str:
-        """Find what the processor writes for images of this size: by their grid, or else by a blank image.
-
-        Raises DataError for a processor that does not say what it writes for one image.
-        """
+        """Find what the processor writes for images of this size: by their grid, or else by a blank image."""
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))

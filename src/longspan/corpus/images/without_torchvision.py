@@ -107,10 +107,7 @@ def _no_check(*_: Any) -> None:
 
 
 def _class_name(folder: Path) -> str:
-    """Return the name of the processor's class: the one in the folder's files, else transformers' for the model type.
-
-    processor_config.json goes before preprocessor_config.json, and an ending "Fast" is dropped.
-    """
+    """processor_config.json goes before preprocessor_config.json, and an ending "Fast" is dropped."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     settings = [_read_json(folder / name) for name in (*PROCESSOR_FILES[1::-1], "tokenizer_config.json")]

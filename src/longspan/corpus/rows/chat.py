@@ -92,10 +92,7 @@ class ChatEncoding:
         media: RowMedia,
         first: int = 0,
     ) -> Sample:
-        """Encode a chat as one sample: render it, find the learnt turns, and put the images in their places.
-
-        Messages before number `first` are in another sample too, which counts what is not rendered of them.
-        """
+        """Messages before number `first` are in another sample too, which counts what is not rendered of them."""
         marks = self.template.has_marks(tools)
         rendered = self.template.render(messages, tools, marks=marks)
         if not self.settings.parse_special_tokens:

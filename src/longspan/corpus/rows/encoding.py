@@ -229,10 +229,7 @@ class RowEncoding:
         return RowImages(self.tokenizer, template)
 
     def _may_have_media(self, values: Mapping[str, Any]) -> bool:
-        """Return whether a row of text may have images or other media, by its keys.
-
-        Without an image processor only a list under such a key counts: a column "image" may hold anything.
-        """
+        """Without an image processor only a list under such a key counts: a column "image" may hold anything."""
         return has_media_keys(values) if self.images is not None else media_key(values, lists=True) is not None
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
@@ -245,9 +242,7 @@ class RowEncoding:
         return [_masked_row(row) if _has_no_target(sample) else sample for sample in samples]
 
     def _encode_by_kind(self, row: Row) -> list[Sample]:
-        """Encode a row by its kind: messages, text, token ids, or prompt and completion.
-
-        Prompt and completion as lists of messages are one conversation, in which the messages of the prompt are no
+        """Prompt and completion as lists of messages are one conversation, in which the messages of the prompt are no
         targets. Prompt and completion as strings cannot have images: only a chat template places these.
         """
         check_keys(row.values, self.kind)

@@ -114,10 +114,7 @@ class TurnTokens:
         )
 
     def _find_end_token(self, tokens: Sequence[re.Match[str]]) -> re.Match[str]:
-        """Return the first of these tokens that ends generation; the first of all if there is none.
-
-        A token that begins a turn, or any text between two tokens, ends the search.
-        """
+        """A token that begins a turn, or any text between two tokens, ends the search."""
         last = tokens[0]
         for token in tokens:
             if token.start() > last.end() or token.group() in self.headers - self.ends:

@@ -56,10 +56,7 @@ def _drop_null_values(part: Any) -> Any:
 
 
 def _check_target_keys(message: Mapping[str, Any], name: str) -> None:
-    """Raise RowError for a key about targets with another value than 0 or 1, and for one that is not read.
-
-    A message that is not an assistant's is never learnt, so that only 0 is right for it.
-    """
+    """A message that is not an assistant's is never learnt, so that only 0 is right for it."""
     for key, value in message.items():
         if value is not None and key in LEARNT and value not in (0, 1):
             raise RowError(
@@ -88,10 +85,7 @@ def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[i
 
 
 def _check_tool_calls(calls: Any, name: str) -> None:
-    """Raise RowError unless these are calls, each of a function with a name.
-
-    A call has its name and arguments under `function`, or without that key.
-    """
+    """A call has its name and arguments under `function`, or without that key."""
     if calls is None or calls == []:
         return
     if not isinstance(calls, list):

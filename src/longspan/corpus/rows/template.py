@@ -278,10 +278,7 @@ def _date_variables(template: str, day: str) -> dict[str, Any]:
 
 
 def _names_of_ends(tokenizer: TextTokenizer) -> tuple[str, ...]:
-    """List the tokens at which generation stops, the tokenizer's end of text among them.
-
-    Ids that the tokenizer does not have are left out.
-    """
+    """Ids that the tokenizer does not have are left out."""
     ids = tokenizer.read_generation_ends() | ({tokenizer.end} if tokenizer.end is not None else set[int]())
     names = (tokenizer.engine.id_to_token(i) for i in sorted(ids))
     return tuple(name for name in names if name is not None)

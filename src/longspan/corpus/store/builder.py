@@ -244,9 +244,7 @@ class _Writer:
     """Writes the files of a folder of documents from their beginnings to their ends."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
-        """Open the files of a corpus: their tokens, and a column for each fact of its documents.
-
-        `origins` has the number of each document's file. With several sources another column has the number of each
+        """`origins` has the number of each document's file. With several sources another column has the number of each
         document's source.
         """
         self._recipe, self._folder = recipe, folder
@@ -296,10 +294,7 @@ class _Writer:
         self._notes.add_notes(encoded.notes)
 
     def finish_manifest(self) -> Manifest:
-        """Return the manifest of the closed files.
-
-        Removes `targets.npy` if all tokens are targets, and `texts.npy` if each document is a text.
-        """
+        """Removes `targets.npy` if all tokens are targets, and `texts.npy` if each document is a text."""
         if not self._has_codes:
             (self._folder / "targets.npy").unlink()
         if self._texts == self._columns["lengths"].count:
@@ -371,10 +366,7 @@ class _Progress:
             yield batch
 
     def log_batch(self, batch: Sequence[FileChunk], writer: _Writer) -> None:
-        """Log the progress after this batch, if some seconds have passed.
-
-        A chunk's `end` counts the bytes read of its own file; those of the files before are added.
-        """
+        """A chunk's `end` counts the bytes read of its own file; those of the files before are added."""
         last = batch[-1]
         while self._file < last.file:
             self._bytes_before += self._file_bytes[self._file]
@@ -404,10 +396,7 @@ def _duration(seconds: float) -> str:
 
 
 def _batch_rows(recipe: Recipe) -> Iterator[list[FileChunk]]:
-    """Yield chunks of files in order, about BATCH_BYTES at a time.
-
-    A chunk without rows only shows progress, so its batch is yielded at once.
-    """
+    """A chunk without rows only shows progress, so its batch is yielded at once."""
     batch, size = list[FileChunk](), 0
     for number, file in enumerate(recipe.files):
         for chunk in row_file(file.name, file.path, recipe.most_bytes).chunks():

@@ -145,9 +145,7 @@ class _BatchDocuments:
             self._add_sample(sample, places[sample.row], rows[sample.row].where)
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], where: str) -> None:
-        """Add the documents of a sample, which is cut outside of its images if it is too long.
-
-        `place` is the number of the row's file, and the row's position there; `where` names the row in messages. A
+        """`place` is the number of the row's file, and the row's position there; `where` names the row in messages. A
         sample is counted as a bad row if the type of tokens cannot hold one of its ids, or if an image takes more
         tokens than a document may have. Without codes (`encode_labels`) every token but the first is a target.
         """
@@ -289,10 +287,7 @@ class _Encoders:
         self._threads.shutdown(cancel_futures=True)
 
     def encode_in_order(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Encoded]]:
-        """Yield batches in order with their documents; only some batches and bytes are in flight at a time.
-
-        A batch of more than IN_FLIGHT_BYTES is sent once no other is in flight.
-        """
+        """A batch of more than IN_FLIGHT_BYTES is sent once no other is in flight."""
         in_flight, bytes_in_flight = deque[tuple[Batch, int, Future[Encoded]]](), 0
         for batch in batches:
             size = sum(len(piece.chunk.data) for piece in batch)

@@ -198,10 +198,7 @@ def _pin_memory(memory: Tensor) -> None:
 
 
 def _unpin_memory(address: int, copies: torch.cuda.Stream, process: int) -> None:
-    """Undo `_pin_memory` after the copies under way; does nothing in a forked process, which has no pinned memory.
-
-    Errors are suppressed, as CUDA refuses every call after a GPU's error.
-    """
+    """Errors are suppressed, as CUDA refuses every call after a GPU's error."""
     if process == os.getpid():
         with suppress(Exception):
             copies.synchronize()

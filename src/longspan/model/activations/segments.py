@@ -79,10 +79,8 @@ class _Link:
     def __init__(
         self, layer: nn.Module, run: Run, others: tuple[Any, ...], measure: str, before: "_Link | None"
     ) -> None:
-        """Prepare one layer's call, behind the call `before` in its segment (None: it is the first).
-
-        `others` are the layer's arguments besides its input; `run` takes the input and then these.
-        The call notes its output, to recognise the next one, and its random states and autocast, to run again alike.
+        """`others` are the layer's arguments besides its input; `run` takes the input and then these. The call notes
+        its output, to recognise the next one, and its random states and autocast, to run again alike.
         """
         self.before = before
         self.place = 0 if before is None else before.place + 1

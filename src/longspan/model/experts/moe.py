@@ -163,9 +163,7 @@ def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
 
 @outside_graphs
 def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """Record the routing of real rows, and attach the losses' gradient to the weights: a forward hook of a router.
-
-    Nothing is recorded if the layer was called without sums of routers (`router=`) or with a probe: the hook then
+    """Nothing is recorded if the layer was called without sums of routers (`router=`) or with a probe: the hook then
     returns None, which leaves the outputs as they are.
     """
     layer = _layer_arguments.get()
@@ -224,10 +222,7 @@ class _PlaceRows(torch.autograd.Function):
 def _mix_tiles(
     experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, shard: SequenceShard, channel: Channel | None
 ) -> Tensor:
-    """Compute `_mix_experts` for a tile of rows at a time, if the experts have a size of tiles; else for all at once.
-
-    With a channel, tiles are counted for the most rows of any slot, so that every member makes as many exchanges.
-    """
+    """With a channel, tiles are counted for the most rows of any slot, so that every member makes as many exchanges."""
     tile_rows = int(getattr(experts, TILE_ROWS, 0))
     rows = len(x) if channel is None else shard.micro_batch.most_rows
     count = count_tiles(rows, tile_rows)
@@ -242,9 +237,8 @@ def _mix_tiles(
 
 
 def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
-    """Return the indices of the real rows among the `count` rows that experts get.
-
-    Experts get all rows of the shard, or one tensor-parallel rank's part of them. Raises ModelError for another number.
+    """Experts get all rows of the shard, or one tensor-parallel rank's part of them. Raises ModelError for another
+    number.
     """
     local, tp = shard.local_rows, world.home.tp
     if tp > 1 and count == -(-local // tp):
@@ -377,10 +371,7 @@ def _keep_local_experts(experts: nn.Module, world: World) -> None:
 
 
 def _shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
-    """Return which dim of an experts' parameter (E, …), cut by `ep`, FSDP2 shards: the first that divides evenly.
-
-    Raises ModelError if none does.
-    """
+    """Return which dim of an experts' parameter (E, …), cut by `ep`, FSDP2 shards: the first that divides evenly."""
     ranks = home.slots // home.dp_replicate // home.ep * home.tp  # that hold the same experts
     sizes = (shape[0] // home.ep, *shape[1:])
     for dim, size in enumerate(sizes):

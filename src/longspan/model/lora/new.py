@@ -65,10 +65,7 @@ def _tower_names(model: PreTrainedModel) -> list[str]:
 
 
 def _part_linears(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
-    """Return the part of each linear in `parts`, by qualified name. Raises ModelError for a part without a linear.
-
-    In towers subclasses of nn.Linear are left out: torch's own attention has one, and never calls it.
-    """
+    """In towers subclasses of nn.Linear are left out: torch's own attention has one, and never calls it."""
     by_part = _part_by_module(model)
     linears = {
         name: by_part[name]
@@ -87,10 +84,7 @@ def _part_linears(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str
 def _check_target_names(
     model: PreTrainedModel, targets: Sequence[str], linears: dict[str, str], parts: Sequence[str]
 ) -> list[str]:
-    """Return the targets, each once, if each ends some linear's name.
-
-    Raises ModelError for others, for names that peft takes for experts, and for names that peft refuses.
-    """
+    """Return the targets, each once, if each ends some linear's name."""
     for target in targets:
         if not _matching_names(target, [*linears]):
             _refuse_other_part(model, target, parts)
@@ -145,9 +139,7 @@ def _name_ending(name: str) -> str:
 def _exclusion_pattern(
     model: PreTrainedModel, names: Sequence[str], linears: dict[str, str], parts: Sequence[str]
 ) -> str | None:
-    """Return a pattern of the modules that peft must leave out though a target's name fits; None if there are none.
-
-    peft compares the ends of names, in all parts and whatever the module is. Left out are the modules of other parts
+    """peft compares the ends of names, in all parts and whatever the module is. Left out are the modules of other parts
     and, in towers, those that are not among `linears`, the linears of the chosen parts.
     """
     towers = "|".join(map(re.escape, _tower_names(model)))
@@ -178,10 +170,7 @@ def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]
 
 
 def _expert_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the names, among `names`, that peft replaces by parameters of the model's fused experts.
-
-    In transformers 4 these names were linears of single experts.
-    """
+    """In transformers 4 these names were linears of single experts."""
     import peft
 
     try:

@@ -172,10 +172,7 @@ def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> Non
 def _sharding_units(
     module: nn.Module, blocks: Sequence[nn.Module] | None, recomputation: Recomputation
 ) -> dict[str, nn.Module]:
-    """Return the blocks that are sharded and recomputed one at a time, by name; none: the encoder is sharded as one.
-
-    Raises ModelError if there is no block, and recomputation is asked for.
-    """
+    """Return the blocks that are sharded and recomputed one at a time, by name; none: the encoder is sharded as one."""
     units = encoder_blocks(module, blocks)
     if not units and recomputation.measure != "none":
         raise ModelError(
@@ -186,10 +183,7 @@ def _sharding_units(
 
 
 def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
-    """Raise ModelError, on every rank, where ranks begin with different weights: some 64 numbers of each are compared.
-
-    Digests are compared first, and samples are gathered only to name ranks and weights that differ.
-    """
+    """Digests are compared first, and samples are gathered only to name ranks and weights that differ."""
     samples = {name: _sample_digest(parameter) for name, parameter in module.named_parameters()}
     digest = sha256(repr(samples).encode()).hexdigest()
     if world.control.is_same(digest, "comparison of weights"):

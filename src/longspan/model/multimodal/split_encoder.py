@@ -164,10 +164,7 @@ def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Return the styles of one module's linears, by name: linears of one attention, and of one MLP.
-
-    Linears before attention, or before an activation, are split by columns, and the linear behind it by rows.
-    """
+    """Linears before attention, or before an activation, are split by columns, and the linear behind it by rows."""
     styles = dict[str, str]()
     output = next((name for name in _AFTER_ATTENTION if name in linears), None)
     columns = next((names for names in (*_ATTENTION, *_FUSED) if linears.keys() >= {*names}), None)
@@ -277,9 +274,7 @@ def split_encoder(
 
 
 def _split_linears(part: SplitModule, world: World) -> None:
-    """Split the linears of one part by their styles.
-
-    Where one module holds several attentions or MLPs, each column-wise linear sums over tp the gradient of its own
+    """Where one module holds several attentions or MLPs, each column-wise linear sums over tp the gradient of its own
     input; otherwise `split_encoder` has the module sum that of its input.
     """
     for name, style in part.styles.items():

@@ -86,10 +86,8 @@ def _replace_parameters(
     elsewhere: Set[nn.Module],
     twins: dict[nn.Module, nn.Module],
 ) -> None:
-    """Replace parameters (keys) in a module by others (values), in place.
-
-    A child that is in an earlier stage too (`elsewhere`) is first replaced by a shallow copy, so that the earlier stage
-    keeps its parameters; `twins` collects these copies, one for each module.
+    """A child that is in an earlier stage too (`elsewhere`) is first replaced by a shallow copy, so that the earlier
+    stage keeps its parameters; `twins` collects these copies, one for each module.
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -209,10 +207,8 @@ def _find_place(model: nn.Module, name: str) -> _Place:
 
 @torch.no_grad()
 def _sum_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
-    """Replace a gradient by the sum of this parameter's gradients on the pipeline positions `holders`.
-
-    Each holder gets one slice from all others, adds them in the order of positions, so that all get the same bits, and
-    sends the sum back.
+    """Each holder gets one slice from all others, adds them in the order of positions, so that all get the same bits,
+    and sends the sum back.
     """
     pipeline = world.channels.pipeline
     if parameter.grad is None:  # of a stage that made no use of it in this step

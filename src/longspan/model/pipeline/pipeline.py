@@ -62,10 +62,9 @@ def _holds_copies(module: nn.Module, copies: StageCopies) -> bool:
 
 
 def _add_children(into: nn.Module, source: nn.Module, around: set[nn.Module], copies: StageCopies) -> None:
-    """Register the children of `source`, a module of a stage, in `into`, the module of that name in the whole model.
-
-    Modules `around` layers exist in every stage and are merged child by child, as are modules around an untrained copy,
-    for which the trained copy is registered. A name that an earlier stage of this rank has filled keeps its module.
+    """Modules `around` layers exist in every stage and are merged child by child, as are modules around an untrained
+    copy, for which the trained copy is registered. A name that an earlier stage of this rank has filled keeps its
+    module.
     """
     for name, child in source.named_children():
         if child in around or _holds_copies(child, copies):
@@ -278,10 +277,8 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
 
 
 def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
-    """Run a schedule; an error of the model is raised as the model raised it, without torch's wrapping.
-
-    An error of a collective, or one that comes from no stage and so is not wrapped, is raised inside the watch, which
-    adds its report of the ranks.
+    """An error of a collective, or one that comes from no stage and so is not wrapped, is raised inside the watch,
+    which adds its report of the ranks.
     """
     failure: BaseException | None = None
     with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):

@@ -298,9 +298,7 @@ def make_schedule(
 
 
 def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
-    """Return torch's class for this schedule.
-
-    Evaluation takes a class that runs all forward passes first, except for "zbv": no other class has its order of
+    """Evaluation takes a class that runs all forward passes first, except for "zbv": no other class has its order of
     stages. So does 1F1B with fewer micro-batches than stages, which torch's class for single stages refuses.
     """
     if pipeline_settings.is_folded:

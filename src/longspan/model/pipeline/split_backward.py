@@ -95,10 +95,7 @@ def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: li
 
 
 def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
-    """Group the weights that the output depends on by the nodes where their paths first meet paths from the input.
-
-    All nodes on a path from the input depend on it; the search from a weight stops at the first of them.
-    """
+    """All nodes on a path from the input depend on it; the search from a weight stops at the first of them."""
     users = _find_users(output)
     input_users = _dependent_nodes(x, users)
     groups: dict[frozenset[Node], list[Tensor]] = {}

@@ -145,10 +145,7 @@ def _find_trained_modules(encoders: Sequence[Encoder]) -> _TrainedModules:
 
 
 def _find_prepared_model(model: Any) -> PreTrainedModel | PipelineModel:
-    """Return the model itself; of a PeftModel the prepared model inside, whose parameters have other names.
-
-    Raises ModelError if there is none.
-    """
+    """Return the model itself; of a PeftModel the prepared model inside, whose parameters have other names."""
     inside: Any = unwrap_model(model)
     if inside is not model and model_adapter(inside) is None:
         raise ModelError(
@@ -182,10 +179,7 @@ def _make_save_error(folder: Path, error: Exception) -> ModelError:
 
 
 def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
-    """Yield each unit's whole tensors by name, on the CPU of the home's first rank; as many empty units on others.
-
-    If the model has an adapter, only the adapter's tensors. Of stages, a rank that sends holds one whole tensor.
-    """
+    """If the model has an adapter, only the adapter's tensors. Of stages, a rank that sends holds one whole tensor."""
     writes = world.rank == world.home.ranks[0]
     if not isinstance(model, PipelineModel):
         yield from _state_units(adapter_entries(model, model.state_dict()), writes=writes)

@@ -210,10 +210,8 @@ class WholeWeights:
 
 
 def _merge_adapter(weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
-    """Add an adapter's change to a weight (or a bias); `parts` are the adapter's tensors by role.
-
-    The change is scaling · B A, for an embedding its transpose, for a bias scaling times the adapter's bias. DoRA also
-    sets the length of each row.
+    """The change is scaling · B A, for an embedding its transpose, for a bias scaling times the adapter's bias. DoRA
+    also sets the length of each row.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     wide = {role: x.to(dtype) for role, x in parts.items()}

@@ -164,10 +164,8 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
 
 
 def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
-    """Write how to end these random draws: by keys of the configuration, or that there is no key.
-
-    `draws` names the functions that draw. No key ends a draw of one of several (`_SAMPLE`), as of experts by a router.
-    `in_evaluation`: they happen in evaluation too.
+    """`draws` names the functions that draw. No key ends a draw of one of several (`_SAMPLE`), as of experts by a
+    router. `in_evaluation`: they happen in evaluation too.
     """
     is_sampled = any(f"{function} " in draws for function in _SAMPLE)
     if is_sampled or not (keys := _random_keys(config)):
@@ -177,10 +175,8 @@ def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
 
 
 def _random_keys(config: Any) -> str:
-    """Return the keys of a configuration for dropout and noise outside attention, with their values.
-
-    Left out are keys in `_NOT_HERE`, of attention or of parts that do not run here. Every key of "layerdrop" is listed,
-    last, even one that names attention, since whole layers are left out by it.
+    """Left out are keys in `_NOT_HERE`, of attention or of parts that do not run here. Every key of "layerdrop" is
+    listed, last, even one that names attention, since whole layers are left out by it.
     """
     values = {} if config is None else config.get_text_config().to_dict()
     words = ("drop", "jitter", "noise")

@@ -343,10 +343,8 @@ def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None
 
 
 def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
-    """Raise ModelError for layers in which an attention module is not among `reached`, the ids of callers and mixers.
-
-    Named are the modules whose class is named as attention and that do not call ours; of a layer in which nothing does,
-    only the first with "att" in its class's name, or the layer itself if it has none.
+    """Named are the modules whose class is named as attention and that do not call ours; of a layer in which nothing
+    does, only the first with "att" in its class's name, or the layer itself if it has none.
     """
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []

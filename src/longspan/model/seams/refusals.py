@@ -87,10 +87,7 @@ def find_set_forwards(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
 
 
 def _defining_module(function: Any) -> str:
-    """Return the name of the module in which a function was written, from its globals.
-
-    `functools.wraps` copies `__module__` from the wrapped function, but not these.
-    """
+    """`functools.wraps` copies `__module__` from the wrapped function, but not these."""
     return function.__globals__["__name__"] if isinstance(function, FunctionType) else ""
 
 

@@ -141,9 +141,7 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
 
 
 def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
-    """Return the parts of a gated delta net.
-
-    Qwen3-Next fuses projections key head by key head (`in_proj_qkvz`), so that a rank's rows are one run; Qwen3.5
+    """Qwen3-Next fuses projections key head by key head (`in_proj_qkvz`), so that a rank's rows are one run; Qwen3.5
     fuses all queries, keys and values one after another, and OLMo Hybrid has a linear for each.
     """
     keys, values, heads = EvenRows(mixer.key_dim), EvenRows(mixer.value_dim), EvenRows(mixer.num_v_heads)

@@ -149,10 +149,7 @@ def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
 
 
 def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
-    """Shard the parameters of a mixer that have rows to split; yields (module, attribute, view) of all that differs.
-
-    A view is a function from an attribute to what this rank's forward sees of it.
-    """
+    """A view is a function from an attribute to what this rank's forward sees of it."""
     whole_view: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
     for name, value in parts.attributes.items():
         owner, _, attribute = name.rpartition(".")
@@ -168,10 +165,7 @@ def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> 
 
 
 def _apply_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
-    """Have the mixer's forward see attributes of the mixer, and of modules inside it, through these views.
-
-    A view is a function from an attribute to this rank's value of it.
-    """
+    """A view is a function from an attribute to this rank's value of it."""
     inner: Any = mixer.forward
 
     @wraps(inner)

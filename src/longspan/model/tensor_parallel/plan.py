@@ -206,12 +206,10 @@ def check_divided_sizes(sizes: Mapping[str, int], tp: int, model: str) -> None:
 
 
 def _tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict[str, int]:
-    """Return the numbers that tp must divide, by words for messages: heads, widths of linears, sizes of parameters.
-
-    All layers share one entry, as their numbers are alike. The width of a linear is what its style splits: the outputs
-    of a column-wise one, half the outputs of a packed one, the inputs of others. Linears of attention have no entry, as
-    they divide where the heads do, except those whose whole inputs are cut evenly (SPLIT_INPUT). Raises ModelError for
-    a style on a module or parameter that it is not for.
+    """All layers share one entry, as their numbers are alike. The width of a linear is what its style splits: the
+    outputs of a column-wise one, half the outputs of a packed one, the inputs of others. Linears of attention have
+    no entry, as they divide where the heads do, except those whose whole inputs are cut evenly (SPLIT_INPUT). Raises
+    ModelError for a style on a module or parameter that it is not for.
     """
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in styled_modules:
@@ -237,10 +235,7 @@ def _tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dic
 
 
 def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """Yield (name, count) of heads: of the model, and of each layer that the configuration gives other counts.
-
-    Without a number of key/value heads, each query head has its own.
-    """
+    """Without a number of key/value heads, each query head has its own."""
     values: dict[str, Any] = config.to_dict()
     layers: dict[Any, Mapping[str, Any]] = values.pop("per_layer_config", None) or {}
     names = [config.attribute_map.get(name, name) for name in ("num_attention_heads", "num_key_value_heads")]

@@ -85,9 +85,7 @@ def refuse_adapter(model: PreTrainedModel, styled_modules: Sequence[StyledModule
 
 
 def _adapter_reasons(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> Iterator[str]:
-    """Yield why the model's adapter cannot be split over tensor-parallel ranks.
-
-    An adapter is split as its linear is, so that each adapted linear needs a style; adapters of the embedding and of
+    """An adapter is split as its linear is, so that each adapted linear needs a style; adapters of the embedding and of
     the head stay whole.
     """
     adapter = find_adapter(model)

@@ -61,10 +61,9 @@ class SplitTrial:
         unit.forward = forward
 
     def _compare_call(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run the split block and its unsplit twin on the same inputs. Raises ModelError where they differ.
-
-        The twin runs with the parameters gathered from all tensor-parallel ranks. Its gradients of sharded parameters
-        are cut to this rank's slice before they are compared. Every rank raises if any rank sees a difference.
+        """The twin runs with the parameters gathered from all tensor-parallel ranks. Its gradients of sharded
+        parameters are cut to this rank's slice before they are compared. Every rank raises if any rank sees a
+        difference.
         """
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
@@ -145,10 +144,8 @@ def _matching_part(true: Tensor | None, result: Tensor | None, key: int) -> Tens
 
 
 def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
-    """Describe each output and gradient of the split block that differs from the true one by more than rounding.
-
-    Differences are relative to the true norm, but at least to `_FLOOR` times the largest gradient's: a gradient below
-    that may be rounding alone. One that is missing in `results` differs by its whole norm.
+    """Differences are relative to the true norm, but at least to `_FLOOR` times the largest gradient's: a gradient
+    below that may be rounding alone. One that is missing in `results` differs by its whole norm.
     """
     norms = {name: x.double().norm().item() for name, x in true.items() if x is not None}
     largest_gradient = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
@@ -203,10 +200,7 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], row_linears: Sequence[nn.Module]) -> Tensor:
-    """Return the input of the row-wise linear that runs first, if the column-wise linears return `outputs`.
-
-    Other parameters are ones; the block's own input is not read, as the column-wise linears are replaced.
-    """
+    """Other parameters are ones; the block's own input is not read, as the column-wise linears are replaced."""
     linears = (*outputs, *row_linears)
     unused = {id(p) for linear in linears for p in linear.parameters()}  # of forwards that are replaced
     tensors = (*block.named_parameters(), *block.named_buffers())

@@ -100,10 +100,7 @@ def wrap_forward(
 def _call_with_views(
     module: nn.Module, views: Mapping[str, View], inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """Call a module's forward with its parameters replaced by their views, where a view returns another tensor.
-
-    For a plain linear the product is computed directly, which takes the host less time than replacing attributes.
-    """
+    """For a plain linear the product is computed directly, which takes the host less time than replacing attributes."""
     replaced: dict[str, Tensor | None] = {}  # torch 2.11 cannot trace the call `dict[str, Tensor | None]()`
     for name, view in views.items():
         parameter = getattr(module, name)

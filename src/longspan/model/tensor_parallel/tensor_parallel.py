@@ -184,10 +184,7 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 
 
 def _list_split_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
-    """List the modules and parameters to split, after checks of all of them.
-
-    Raises ModelError for styles, sizes, adapters and layers that tp, or sequence parallelism, does not fit.
-    """
+    """List the modules and parameters to split, after checks of all of them."""
     styled_modules = list_styles(model)
     refuse_adapter(model, styled_modules)
     check_tp_sizes(model, styled_modules, tp)
@@ -263,9 +260,7 @@ _SPLITS = {
 def _split_head_and_embedding(
     model: PreTrainedModel, styled_modules: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
-    """Split the head and the embedding by vocabulary where their styles ask for it and tp divides the vocabulary.
-
-    A tied embedding is split with the head, whose weight it shares. If an adapter changes the head or the embedding,
+    """A tied embedding is split with the head, whose weight it shares. If an adapter changes the head or the embedding,
     neither is split. Where rows are split between layers (`sequence_parallel`), an embedding hands on only this rank's
     rows: a whole one by slicing its output, a split one as it sums over ranks.
     """

@@ -98,10 +98,7 @@ def encoding_order(inputs: Sequence[ImageInput]) -> list[int]:
 
 
 def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
-    """Join one argument of all images along the first dim; if this `pads`, other dims are padded to one shape.
-
-    Numbers of images in documents become numbers of those of the call. Raises DataError if the shapes differ.
-    """
+    """Numbers of images in documents become numbers of those of the call. Raises DataError if the shapes differ."""
     if name == IN_DOCUMENT:
         return _image_counts(parts)
     if pads:
@@ -117,9 +114,7 @@ def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
 
 
 def _image_counts(counts: Sequence[Tensor]) -> Tensor:
-    """Return the number of images of each document of a call, in `encoding_order`.
-
-    Each image that is alone is a document. All others form one document of at least two images: the model only asks
+    """Each image that is alone is a document. All others form one document of at least two images: the model only asks
     whether there is more than one, and would cut a single image into tiles.
     """
     single_images = sum(int(count) == 1 for count in counts)

@@ -177,10 +177,7 @@ def _packed_attention(
     is_causal: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend (1, N, T, H) -> (1, T, N, H), every segment by itself: transformers' attention function of each layer.
-
-    Raises ModelError for anything but full attention within segments.
-    """
+    """Attend (1, N, T, H) -> (1, T, N, H), every segment by itself: transformers' attention function of each layer."""
     if cu_seq_lens_q is None or attention_mask is not None or dropout or is_causal or len(query) != 1:
         raise ModelError(
             f"{type(module).__name__} asked {IMPLEMENTATION} for other attention than among the rows of each segment: "

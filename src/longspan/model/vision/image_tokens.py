@@ -185,10 +185,7 @@ def _merge_size(config: PreTrainedConfig, vision: PreTrainedConfig) -> int | Non
 
 
 def _fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
-    """Return the rows of an image of the configuration's size, by running the model's own code on the meta device.
-
-    Raises ModelError where the configuration has no size, or the model's code fails.
-    """
+    """Return the rows of an image of the configuration's size, by running the model's own code on the meta device."""
     size: Any = getattr(vision, "image_size", None)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     name = type(config).__name__

@@ -96,10 +96,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _register_on_meta() -> Iterator[None]:
-    """Have modules made inside register their parameters on the meta device; ties between parameters stay.
-
-    torch.device("meta") is not used: buffers would be there too, without values.
-    """
+    """torch.device("meta") is not used: buffers would be there too, without values."""
     register = nn.Module.register_parameter
 
     def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

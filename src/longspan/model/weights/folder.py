@@ -163,10 +163,8 @@ class FolderWeights:
         return {self._rename(name): self._view(name, tensor) for name, tensor in tensors.items()}
 
     def _find_recipes(self, slices: _Slices) -> dict[str, _Recipe]:
-        """Find the recipe of each parameter that the files have, by name, in the order of layers.
-
-        A recipe that makes several parameters is listed under the first of them. A tied parameter that the files hold
-        under its second name only is found under its first.
+        """A recipe that makes several parameters is listed under the first of them. A tied parameter that the files
+        hold under its second name only is found under its first.
         """
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
@@ -190,9 +188,7 @@ class FolderWeights:
     def _convert_part(
         self, name: str, recipe: _Recipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of the parameters that a recipe's converter makes; experts one by one where it can.
-
-        A converter may make several parameters, and is then run even if `parts` lacks the first: in float32, as the
+        """A converter may make several parameters, and is then run even if `parts` lacks the first: in float32, as the
         others' dtypes are known only once they are made.
         """
         converter, part = deepcopy(recipe.converter), parts.get(name)  # a copy: it collects the tensors to convert
@@ -212,10 +208,7 @@ class FolderWeights:
                 yield parameter_name, tensor[local_part.block].to(local_part.dtype)
 
     def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
-        """Return this rank's part of stacked experts, which are read and converted one at a time.
-
-        An expert is converted in the dtype of the files, and cast as it is stacked. An empty part reads no expert.
-        """
+        """An expert is converted in the files' dtype, and cast as it is stacked. An empty part reads no expert."""
         converter, (experts, *block) = deepcopy(recipe.converter), part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
         for index in range(experts.start, experts.stop) if stacked.numel() else ():

@@ -51,9 +51,7 @@ def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
 
 
 def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
-    """Yield the items of each micro-batch, for a few numbers of micro-batches and two ways to divide the items.
-
-    One way gives every micro-batch equal work. The other cuts the sorted items into parts of equal rows, so that the
+    """One way gives every micro-batch equal work. The other cuts the sorted items into parts of equal rows, so that the
     longest are together; an item is in the part that holds its middle row. Micro-batches without items are left out.
     """
     tokens: list[int] = problem.tokens.tolist()

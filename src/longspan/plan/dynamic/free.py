@@ -36,9 +36,7 @@ def plan_free(problem: Problem) -> list[MicroBatch]:
 
 
 def _fill_lanes(problem: Problem, goal: float) -> "_Lanes":
-    """Place all items on lanes, and on gangs of lanes documents with which one lane would end after `goal` seconds.
-
-    Documents that no lane holds come first, then large items, which not every lane holds or which take much of the
+    """Documents that no lane holds come first, then large items, which not every lane holds or which take much of the
     step: for these many lanes must still be free. Small items come last, and make lanes end together.
     """
     lanes = _Lanes(problem)
@@ -76,10 +74,7 @@ class _Lanes:
         self.work = problem.work + fixed_seconds / (FILLED * problem.cap) * problem.tokens  # seconds on one slot
 
     def place_gang(self, item: int) -> None:
-        """Give a document that fits no lane to several lanes that are free first: as many as take least slot seconds.
-
-        More and more lanes are tried, until they take 1.5 times as many slot seconds as the best number of lanes.
-        """
+        """More and more lanes are tried, until they take 1.5 times as many slot seconds as the best number of lanes."""
         order = np.argsort(self.end, kind="stable")
         best, chosen = (np.inf, np.inf), order
         least_degree = max(1, -(-int(self.problem.tokens[item]) // self.problem.cap))
@@ -147,10 +142,8 @@ class _Lanes:
         return self.launch + float(seconds)
 
     def _make_gang(self, item: int, lanes: Ints) -> None:
-        """Let these lanes work on a document together, after the gangs that they already are in.
-
-        A gang begins when the last of its lanes has ended its earlier gangs; each lane works on its own items after all
-        its gangs. The last lane gives only as many slots as the degree needs.
+        """A gang begins when the last of its lanes has ended its earlier gangs; each lane works on its own items after
+        all its gangs. The last lane gives only as many slots as the degree needs.
         """
         seconds, local = self._gang_seconds(item, lanes), self.end[lanes] - self.gang_end[lanes]
         self.gang_end[lanes] = self.gang_end[lanes].max() + seconds
@@ -178,10 +171,8 @@ class _Lanes:
             lane_items.extend(short)
 
     def divide(self) -> tuple[float, Candidate, list[list[int]]]:
-        """Cut the items of lanes into micro-batches; returns when the last lane ends, and what makes the groups.
-
-        A lane's micro-batches take as many items, longest first, as its slots have rows for. The candidate's durations
-        are 0: in free mode no lane waits for the end of a micro-batch.
+        """A lane's micro-batches take as many items, longest first, as its slots have rows for. The candidate's
+        durations are 0: in free mode no lane waits for the end of a micro-batch.
         """
         bins, lane_of_bin = Bins(), list[int]()
         for lane, part in enumerate(self.parts):

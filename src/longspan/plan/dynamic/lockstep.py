@@ -133,11 +133,9 @@ def search_candidate(problem: Problem, steps: int) -> Candidate:
 
 
 def _best_first(problem: Problem, table: "DegreeTable") -> tuple[Candidate, Settings]:
-    """Return the best candidate of the first settings.
-
-    The numbers of micro-batches are the fewest, some more, and multiples that are launched anyway. A large problem is
-    tried with the steepest durations of every number and slack, then with less steep ones of the best two, then with
-    other limits: with all of them a step is 0.4 % shorter at most (bench/plans/planner.py).
+    """The numbers of micro-batches are the fewest, some more, and multiples that are launched anyway. A large problem
+    is tried with the steepest durations of every number and slack, then with less steep ones of the best two, then
+    with other limits: with all of them a step is 0.4 % shorter at most (bench/plans/planner.py).
     """
     multiple, few = problem.request.micro_batch_multiple, problem.has_few_items
     counts = [problem.least_micro_batches + more for more in range(MORE_MICRO_BATCHES + 1)]
@@ -365,9 +363,7 @@ class _Placing:
         return self.table.item_seconds[inside, rows, np.searchsorted(self.table.degrees, width)]
 
     def _take_slots(self, item: int, micro_batch: int, width: int, prices: tuple[float, float]) -> None:
-        """Place a long document on free slots of a micro-batch; the rows that it leaves on them become bins.
-
-        `prices` are its seconds across nodes and within one. A last block that has taken in a smaller last node has
+        """`prices` are its seconds across nodes and within one. A last block that has taken in a smaller last node has
         slots of both.
         """
         parts, problem = self.free[micro_batch].take_slots(width), self.problem
@@ -378,9 +374,7 @@ class _Placing:
         self.long.append(LongDocument(micro_batch, item, parts, rows, seconds))
 
     def _place_late(self, item: int) -> None:
-        """Place a long document that no micro-batch has time and slots for.
-
-        One that fits a bin is placed with the short ones later. Any other makes a micro-batch longer, or a new one,
+        """One that fits a bin is placed with the short ones later. Any other makes a micro-batch longer, or a new one,
         whichever wastes least.
         """
         if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
@@ -416,10 +410,7 @@ class _Placing:
             self._add_micro_batch(self.durations[-1])
 
     def candidate(self) -> Candidate:
-        """Return what has been placed, with the ends of micro-batches as durations.
-
-        The slots of a bin also wait for messages of the documents that they share, which its seconds lack so far.
-        """
+        """The slots of a bin also wait for messages of the documents that they share, which its seconds lack so far."""
         bins = self.bins
         latency = self.problem.request.cost.latency_seconds(np.arange(1, self.problem.widest_block + 1)).tolist()
         ends = [0.0] * len(self.durations)

@@ -93,9 +93,8 @@ class ModalityPlan:
 
 @lru_cache(maxsize=8)
 def _plan_encoding(counts: tuple[int, ...], planning: EncoderPlanning) -> Plan:
-    """Plan which slots encode which items together; the rows of an item are a document of this plan.
-
-    Every row of an item sees all rows of the item, so that contiguous shares have equal attention, as zigzag ones do.
+    """Every row of an item sees all rows of the item, so that contiguous shares have equal attention, as zigzag ones
+    do.
     """
     return plan_dynamic(
         counts,

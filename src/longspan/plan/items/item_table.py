@@ -176,10 +176,7 @@ class ItemTable:
         return f"item {self.numbers[item]} ({self.items[item].modality} of document {self.items[item].document})"
 
     def _sort_spans(self) -> _Spans:
-        """Sort the spans of all items by document and position, as columns, and check items and spans on the way.
-
-        A row of the table has the fields of `_Spans`, and last the number of its item, for the check of overlaps.
-        """
+        """A row of the table has the fields of `_Spans`, and last the number of its item, for the check of overlaps."""
         rows, next_row = list[tuple[int, ...]](), dict.fromkeys(self.modalities, 0)
         numbers = {modality: number for number, modality in enumerate(self.modalities)}
         for index, item in enumerate(self.items):

@@ -153,19 +153,13 @@ class Packer:
         return [MicroBatch(tuple(groups)) for groups in batches]
 
     def _sort_bins(self, bins: Sequence[int]) -> Ints:
-        """Return an assignment that numbers these bins by falling time, so that bins of one micro-batch are alike.
-
-        The groups of bins are not chosen yet, so every bin is priced inside a node.
-        """
+        """The groups of bins are not chosen yet, so every bin is priced inside a node."""
         places = np.array(bins, dtype=np.int64)
         rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
         return rank[places]
 
     def _level_groups(self, assignment: Ints) -> Ints:
-        """Spread the documents of each micro-batch anew over its groups, where that makes its slowest group faster.
-
-        Groups are placed later, so all are priced inside a node.
-        """
+        """Groups are placed later, so all are priced inside a node."""
         groups, count = len(self.inside), self._count_micro_batches(assignment)
         batch, new_assignment = assignment // groups, assignment.copy()
         documents_of_batches = np.split(np.argsort(batch, kind="stable"), np.cumsum(np.bincount(batch))[:-1])
@@ -181,9 +175,7 @@ class Packer:
         return np.where((seconds_after < seconds_before)[batch], new_assignment, assignment)
 
     def _place_bins(self, assignment: Ints) -> Ints:
-        """Give the bins of each micro-batch to groups, the slowest bins first.
-
-        In lockstep groups inside a node get the slowest bins, as messages are faster there. In free mode groups with
+        """In lockstep groups inside a node get the slowest bins, as messages are faster there. In free mode groups with
         the least work in the micro-batches before get them, as only a group's total counts.
         """
         groups, matrix = len(self.inside), self._seconds_of_places(assignment, inside=True)
@@ -207,10 +199,7 @@ class Packer:
     def _seconds_of_places(
         self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None
     ) -> Floats:
-        """Return the seconds of each place (micro-batches, groups); `inside`: whether each group is inside a node.
-
-        `count` is the number of micro-batches (None: as many as the assignment has).
-        """
+        """`count` is the number of micro-batches (None: as many as the assignment has)."""
         count = count or self._count_micro_batches(assignment)
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
@@ -260,10 +249,7 @@ def plan_padded(
 
 
 def _divide_documents(request: Request, cp: int, groups: int) -> list[range]:
-    """Divide the documents, in order, into one range for each micro-batch: as many as all groups hold when padded.
-
-    Without a limit of rows there is one micro-batch.
-    """
+    """Without a limit of rows there is one micro-batch."""
     if not request.lengths:
         return []
     count, pad = len(request.lengths), max(request.lengths)

@@ -209,10 +209,8 @@ class Request(PlanOptions):
         return (*self._resolve_types(micro_batches), *[MicroBatch()] * dummies)
 
     def _resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Replace "auto" by the fastest type of each group of several slots, with its levels (on a tie the first).
-
-        Groups of a2a+p2p without sizes get the fastest ones. Where neither the options nor the cost's network, made for
-        one model, know the query heads, the groups keep "auto": `attend`, which sees the heads, chooses.
+        """Groups of a2a+p2p without sizes get the fastest ones. Where neither the options nor the cost's network, made
+        for one model, know the query heads, the groups keep "auto": `attend`, which sees the heads, chooses.
         """
         chooses_type = "auto" in self.types and bool(self.heads or self.cost.network)
         if not chooses_type and ("a2a+p2p" not in self.types or self.hierarchical_context_parallel_sizes is not None):
@@ -228,10 +226,7 @@ class Request(PlanOptions):
         ]
 
     def _with_type(self, group: Group, way: Cost) -> Group:
-        """Return the group with the type that `way` prices in place of "auto", and its two levels if a layer has them.
-
-        A group of one slot, which sends nothing, gets p2p. Layers of a list that name a type keep it.
-        """
+        """A group of one slot, which sends nothing, gets p2p. Layers of a list that name a type keep it."""
         kind = way.cp_comm_type if group.degree > 1 else "p2p"
         types = kind if isinstance(self.cp_comm_type, str) else tuple(kind if t == "auto" else t for t in self.types)
         sizes = group.hierarchical_context_parallel_sizes

@@ -177,10 +177,7 @@ class LiveRecords:
             self._notes["evaluation"] = str(error)
 
     def _read_plans(self) -> None:
-        """Read the newest plan, the last line of plans.jsonl, under its cost.
-
-        A line without a cost has that of the last line with one. A plan that cannot be read is noted.
-        """
+        """A line without a cost has that of the last line with one. A plan that cannot be read is noted."""
         line_before = self._plan_line
         for line in self._plans.lines():
             if self._plans.is_first:
@@ -235,9 +232,7 @@ class LiveRecords:
 
 
 def _state_of(run: RunFolder, holder: str, *, is_empty: bool) -> State:
-    """Return whether a run is at work, and if not what came of it.
-
-    `is_empty` is whether metrics.jsonl has no step and no evaluation. The summary counts only if it is of the last
+    """`is_empty` is whether metrics.jsonl has no step and no evaluation. The summary counts only if it is of the last
     step: a resumed run leaves an older one until it ends. A number that the summary lacks is NaN, which equals nothing,
     so that a run without a summary is "broken".
     """
@@ -253,10 +248,7 @@ def _state_of(run: RunFolder, holder: str, *, is_empty: bool) -> State:
 
 
 def _find_checkpoints(path: Path, config: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the steps of the complete checkpoints in a run's folder, and of unfinished ones, in ascending order.
-
-    Folders whose names have no step, for which `step_of` gives -1, are left out.
-    """
+    """Folders whose names have no step, for which `step_of` gives -1, are left out."""
     section = config.get("run")
     if isinstance(section, dict) and section.get("checkpoints"):
         return (), ()  # checkpoints are elsewhere, perhaps in an object store, which is not asked

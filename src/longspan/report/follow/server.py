@@ -156,10 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         return secrets.compare_digest(key.encode(), follower.key.encode()) and host in HOSTS
 
     def _send_text(self, status: int, kind: str, words: str, nonce: str = "") -> None:
-        """Send a text of the media type `kind` with its headers, compressed if it is long and the browser allows it.
-
-        `nonce` is that of a page's script; "" for an answer without a script, which may then load nothing.
-        """
+        """`nonce` is that of a page's script; "" for an answer without a script, which may then load nothing."""
         body = words.encode("utf-8", "replace")
         compressed = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")
         body = gzip.compress(body, 1) if compressed else body
@@ -184,10 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _changes(live: LiveRun, shown_hashes: dict[str, str], *, over: bool) -> dict[str, Any]:
-    """Return the title, whether the run is over, and by name the hash and markup of each part that changed.
-
-    `shown_hashes` has, by name, the hash of each part that the page shows.
-    """
+    """`shown_hashes` has, by name, the hash of each part that the page shows."""
     changed = dict[str, tuple[str, str]]()
     for name, markup in live_parts(live).items():
         part_hash = blake2b(markup.encode("utf-8", "replace"), digest_size=8).hexdigest()

@@ -95,10 +95,7 @@ def lock_holder(folder: Path) -> str:
 
 
 def _is_locked(descriptor: int, holder: str) -> bool:
-    """Return whether another process holds the lock of an open file.
-
-    Where the system has no locks of files, the lock counts as held if the file names a `holder`.
-    """
+    """Where the system has no locks of files, the lock counts as held if the file names a `holder`."""
     os.lseek(descriptor, 0, os.SEEK_SET)
     try:
         os.lockf(descriptor, os.F_TEST, 0)

@@ -118,9 +118,7 @@ def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> P
 
 
 def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
-    """Return an index of FILLS for each document of these bars, which are sorted by area, the largest first.
-
-    A document gets a colour that no neighbour has, if there is one, and of these one whose hue no neighbour has;
+    """A document gets a colour that no neighbour has, if there is one, and of these one whose hue no neighbour has;
     among equals the colour with the least area so far. So large documents all differ, and small ones repeat the
     colours of small ones.
     """
@@ -168,10 +166,7 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
 
 
 def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    """Return panels and bars in time: a panel for each micro-batch, or one for all in free mode.
-
-    In free mode slots are in different micro-batches at the same time.
-    """
+    """In free mode slots are in different micro-batches at the same time."""
     timeline, widths = plan.timeline(cost), group_times(plan, cost)
     bars: list[Bar] = []
     for index, micro_batch in enumerate(plan.micro_batches):
@@ -184,9 +179,7 @@ def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 
 
 def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    """Return panels and bars in rows: each micro-batch has a panel as wide as the cap, with a gap of 6% behind it.
-
-    For a plan without a cap the rows of the fullest slot stand in.
+    """For a plan without a cap the rows of the fullest slot stand in.
 
     `cost` is not read; it is there because both layouts are called alike.
     """
@@ -204,10 +197,8 @@ def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 def _stack_groups(
     index: int, micro_batch: MicroBatch, begin: np.ndarray, widths: np.ndarray, cost: Cost | None
 ) -> Iterator[Bar]:
-    """Yield the bars of one micro-batch: every slot's groups one after another, those of the most slots first.
-
-    On the x axis a slot's bars start at `begin` (slots,), and a group is as long as its entry of `widths`. A group over
-    slots that are no neighbours, or that begin at different times, is drawn anew on each run of slots.
+    """On the x axis a slot's bars start at `begin` (slots,), and a group is as long as its entry of `widths`. A group
+    over slots that are no neighbours, or that begin at different times, is drawn anew on each run of slots.
     """
     clock = begin.copy()  # (slots,)
     order = sorted(range(len(micro_batch.groups)), key=lambda number: (-micro_batch.groups[number].degree, number))
@@ -236,10 +227,7 @@ def _document_shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]
 
 
 def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_scale: float) -> Iterator[Summary]:
-    """Yield summaries of bars that are too small, over up to `most_slots` neighbouring slots that begin together.
-
-    A document over several slots is counted on its first one only, so that no summary counts it twice.
-    """
+    """A document over several slots is counted on its first one only, so that no summary counts it twice."""
     by_micro_batch: dict[int, list[Bar]] = {}
     for bar in small_bars:
         by_micro_batch.setdefault(bar.micro_batch, []).append(bar)
@@ -260,9 +248,8 @@ def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_sc
 
 
 def _runs_of_slots(first: np.ndarray, most_slots: int, x_scale: float) -> Iterator[np.ndarray]:
-    """Yield runs of neighbouring slots whose small bars begin within about 4 pixels, at most `most_slots` in each.
-
-    `first` (slots,) is where each slot's first small bar begins. Slots without one have infinity, and are left out.
+    """`first` (slots,) is where each slot's first small bar begins. Slots without one have infinity, and are left
+    out.
     """
     busy = np.flatnonzero(np.isfinite(first))
     if not len(busy):

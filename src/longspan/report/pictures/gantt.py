@@ -91,10 +91,7 @@ class _Canvas:
         return "".join(parts)
 
     def bar(self, bar: Bar) -> str:
-        """Return the rectangle of a document on its slots, with its name if there is room.
-
-        Rectangles are smaller than their place by a gap, but never too small to be seen.
-        """
+        """Rectangles are smaller than their place by a gap, but never too small to be seen."""
         x, width = self.x(bar.start), (bar.stop - bar.start) * self.x_scale
         y, height = _TOP + bar.slot * self.slot_height, bar.slots * self.slot_height
         inset = 0.5 if self.slot_height >= 5 else 0.0
@@ -137,10 +134,8 @@ class _Canvas:
         return self._slot_axis() + self._value_axis() + self._panel_ends_and_names()
 
     def _slot_axis(self) -> str:
-        """Return the numbers of slots, as many as have room, and a line between nodes.
-
-        Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart: at its middle if all are (n = 0),
-        else at its top.
+        """Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart: at its middle if all are (n =
+        0), else at its top.
         """
         slots, parts = self.plan.slots, [label("slot", _LEFT - 8, _TOP - 9, "end")]
         slot_step = 1 << math.ceil(math.log2(max(1.0, 13 / self.slot_height)))
@@ -171,10 +166,8 @@ class _Canvas:
         return f"{value:g}" if self.timed else self.write_time(value)
 
     def _tick_values(self) -> list[tuple[float, float]]:
-        """Return the ticks of the time axis: where the panel of each begins, and its value in the panel.
-
-        Seconds go on over all panels, from 0. Rows begin anew in each micro-batch's panel, which has ticks at 0 and at
-        the cap, only at the cap in a narrow one, and none in a narrower one.
+        """Seconds go on over all panels, from 0. Rows begin anew in each micro-batch's panel, which has ticks at 0 and
+        at the cap, only at the cap in a narrow one, and none in a narrower one.
         """
         if self.picture.unit == "seconds":
             return [(0.0, value) for value in ticks(0, self.picture.end, 9 if self.right > 900 else 4)]
@@ -185,10 +178,7 @@ class _Canvas:
         return [(panel.start, value) for panel in panels for value in values]
 
     def _panel_ends_and_names(self) -> str:
-        """Return a line at the end of each panel, and the micro-batch's name if there is room.
-
-        In free mode the only panel is that of all micro-batches, and has no name.
-        """
+        """In free mode the only panel is that of all micro-batches, and has no name."""
         parts, last_name_x = [], -100.0
         for index, panel in enumerate(self.picture.panels):
             middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
@@ -205,9 +195,7 @@ class _Canvas:
 
 
 def _tooltip_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
-    """Return the data of the tooltip, whose lists `page.js` reads by position.
-
-    Each drawn document has [its length, the number of its group], and each of these groups, in the order of their
+    """Each drawn document has [its length, the number of its group], and each of these groups, in the order of their
     numbers, has the list of its facts.
     """
     times, write_time = group_times(plan, cost), time_format(cost, plan.timeline(cost).step_seconds)

@@ -61,10 +61,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
 
 
 def _name_bars(axes: Any, picture: PlanBars, bars: Sequence[Bar], x_scale: float, y_scale: float) -> None:
-    """Write a document's number and length into each bar, upright in narrow ones.
-
-    Where only the number has room, that is written; else nothing. Scales are pixels a second or row, and a slot.
-    """
+    """Where only the number has room, that is written; else nothing. Scales are pixels a second or row, and a slot."""
     for b in bars:
         width, height = (b.stop - b.start) * x_scale, b.slots * y_scale
         names = f"{b.document} · {picture.plan.lengths[b.document]:,}", f"{b.document}"
@@ -86,10 +83,7 @@ def _legend_entries(unit: Unit) -> tuple[tuple[str, str], ...]:
 
 
 def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
-    """Set limits, titles and ticks of the axes, and names of panels in lockstep (in free mode there is one for all).
-
-    Up to 24 slots have numbers. Times are in seconds if `timed`, which they are under the cost of a machine.
-    """
+    """Up to 24 slots have numbers. Times are in seconds if `timed`, which they are under the cost of a machine."""
     slots, seconds = picture.plan.slots, "predicted seconds" if timed else "predicted time, of no machine"
     axes.set(xlim=(0, picture.end or 1.0), ylim=(slots, 0), ylabel="slot")
     axes.set_xlabel(seconds if picture.unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
@@ -103,10 +97,7 @@ def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
 
 
 def _name_panels(axes: Any, picture: PlanBars) -> None:
-    """Write the name of each micro-batch above its panel, only its number if the panel is narrow.
-
-    A number needs 2% of the axis, a name four times that; a panel whose number would cover the last one gets none.
-    """
+    """A number needs 2% of the axis, a name four times that; a panel gets none that would cover the last one."""
     last_middle, room = -math.inf, 0.02 * (picture.end or 1.0)
     for index, panel in enumerate(picture.panels):
         middle = (panel.start + panel.stop) / 2

@@ -81,9 +81,8 @@ def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolate
 def _torch_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
 ) -> ConvolutionGradients:
-    """Compute the gradients of rows and parameters by running the convolution again.
-
-    Rows always get a gradient; parameters that need none get None. `arrived` rows got theirs before, to be sent first.
+    """Rows always get a gradient; parameters that need none get None. `arrived` rows got theirs before, to be sent
+    first.
     """
     weight, bias, silu = convolution
     with torch.enable_grad():

@@ -47,10 +47,7 @@ def compute_entry_gradients(rows: NamedRows, runs: LocalRuns, scale: float) -> T
 
 
 def _kernel_sizes(rows: NamedRows, width: int, chunk: int) -> dict[str, Any]:
-    """Return the kernel's compile-time sizes, and its warps and stages: fewer warps and more stages for narrow keys.
-
-    KEYS is a power of two, as Triton's blocks are, and 16 at least, as its products need.
-    """
+    """KEYS is a power of two, as Triton's blocks are, and 16 at least, as its products need."""
     heads, size = rows["w"].shape[2:]
     keys = max(16, 1 << (size - 1).bit_length())
     sizes = {"HEADS": heads, "SHARED": heads // rows["k"].shape[2], "SIZE": size, "WIDTH": width, "CHUNK": chunk}

@@ -165,10 +165,7 @@ class OffloadedStates(Optimizer):
     # ---- one bucket
 
     def _fetch_bucket(self, bucket: Bucket, before: Mapping[nn.Parameter, dict[str, Any]]) -> "_Fetched":
-        """Begin to copy a bucket's states to the device, as they were `before` this step.
-
-        Each part but the last counts steps in a copy: the count of a parameter moves on once.
-        """
+        """Each part but the last counts steps in a copy: the count of a parameter moves on once."""
         states, pairs = list[dict[str, Any]](), list[tuple[Tensor, Tensor]]()
         for part in bucket.parts:
             state = dict[str, Any]()
@@ -183,10 +180,8 @@ class OffloadedStates(Optimizer):
         return _Fetched(states, self._copies.fetch(pairs))
 
     def _update_bucket(self, bucket: Bucket, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Let the inner optimizer update the bucket's parts; returns their states on the device.
-
-        `states` is emptied: an optimizer that makes new tensors need not keep all of the old ones meanwhile. Settings
-        that it changes in its group, such as counts, go back to the bucket's group.
+        """`states` is emptied: an optimizer that makes new tensors need not keep all of the old ones meanwhile.
+        Settings that it changes in its group, such as counts, go back to the bucket's group.
         """
         inner, stand_ins = self.inner, [part.make_stand_in() for part in bucket.parts]
         group = {**bucket.group, "params": stand_ins}
@@ -228,9 +223,7 @@ class OffloadedStates(Optimizer):
         return values
 
     def _host_tensor(self, parameter: nn.Parameter, name: str, value: Tensor, *, whole: bool) -> Tensor:
-        """Return the tensor of the host for a state of this parameter: made once, and the same in later steps.
-
-        `whole`: `value` is the state of the whole parameter, and the host's tensor has its shape and type. Otherwise
+        """`whole`: `value` is the state of the whole parameter, and the host's tensor has its shape and type. Otherwise
         `value` is the state of a part, and the host's tensor has the parameter's shape and the type of `value`.
         """
         like = value if whole else parameter.detach()

@@ -47,10 +47,7 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
 
 
 def _make_pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yield a sharded and a whole parameter for each kind of the model's parameters: mesh, placements, number of dims.
-
-    Sharded dims have 4 numbers on each rank, others 4 in all.
-    """
+    """Sharded dims have 4 numbers on each rank, others 4 in all."""
     kinds = dict[Any, nn.Parameter]()
     for parameter in model.parameters():
         if parameter.requires_grad and isinstance(parameter, DTensor):

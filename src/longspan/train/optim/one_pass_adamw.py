@@ -249,9 +249,8 @@ class OnePassAdamW(AdamW):
                         self._rounding.count_update(parameter, -1)
 
     def _count_step(self, parameter: nn.Parameter) -> float:
-        """Count one more step of a parameter, and make moments of zeros if it is the first; returns the count.
-
-        The count is kept on the CPU, also of states that torch's fused AdamW saved, so that no step waits for a GPU.
+        """The count is kept on the CPU, also of states that torch's fused AdamW saved, so that no step waits for a
+        GPU.
         """
         assert parameter.grad is not None
         if parameter.grad.is_sparse or not parameter.is_floating_point():
@@ -271,10 +270,8 @@ class OnePassAdamW(AdamW):
         return state["step"].item()
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
-        """Return what an update of a parameter reads and writes; with stochastic rounding also its random bits.
-
-        A part of a large parameter is updated as a parameter: it takes the whole one's key, and places from its start
-        on, and the last part counts the update.
+        """A part of a large parameter is updated as a parameter: it takes the whole one's key, and places from its
+        start on, and the last part counts the update.
         """
         assert parameter.grad is not None
         state = self.state[parameter]

@@ -130,10 +130,8 @@ def cut_buckets(
 def _split_parameter(
     optimizer: Optimizer, parameter: nn.Parameter, number_bytes: float, bucket_bytes: int, *, plain: bool
 ) -> Iterator[Part]:
-    """Split a parameter into parts whose states fill a bucket; one that takes less, or must stay whole, is one part.
-
-    `number_bytes` are those of the states of one number. A rank that holds none of a parameter's numbers gets one empty
-    part, whose update counts the step.
+    """`number_bytes` are those of the states of one number. A rank that holds none of a parameter's numbers gets one
+    empty part, whose update counts the step.
     """
     numel = local_tensor(parameter.detach()).numel()
     if not can_split(optimizer, parameter):
@@ -262,11 +260,9 @@ STEPS = 3  # updates of the trial
 def _update_difference(
     optimizer: Optimizer, group: Mapping[str, Any], shapes: Any, like: Sequence[nn.Parameter]
 ) -> str:
-    """Describe how an update of all parameters differs from updates of one after another; "" if it does not.
-
-    Two equal sets of random parameters take STEPS steps along equal gradients, one set at once, the other parameter by
-    parameter. Neither values nor the group's settings, in which some optimizers count steps, may differ in one bit.
-    Parameters have these `shapes`, and the types and devices of the parameters in `like`.
+    """Two equal sets of random parameters take STEPS steps along equal gradients, one set at once, the other parameter
+    by parameter. Neither values nor the group's settings, in which some optimizers count steps, may differ in one
+    bit. Parameters have these `shapes`, and the types and devices of the parameters in `like`.
     """
     draws = torch.Generator().manual_seed(0)
     values = [

@@ -249,10 +249,8 @@ class PlanChoice:
             raise ConfigError(name_arguments(str(error), keys)) from error
 
     def _slot_cost(self, home: Layout) -> Cost:
-        """Return the cost of a slot, whose tensor-parallel ranks share the work.
-
-        In free mode a step also gathers the weights once, and sums gradients at its end, in float32 at least. That is
-        priced where the number of weights is known.
+        """In free mode a step also gathers the weights once, and sums gradients at its end, in float32 at least. That
+        is priced where the number of weights is known.
         """
         cost = self.options.cost.shared_by(home.tp)
         if self.options.mode == "lockstep" or not self.weights:
@@ -275,12 +273,10 @@ def _hashable_options(keywords: PlanKeywords) -> PlanOptions:
 
 
 def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads: int | None) -> PlanOptions:
-    """Read the planners' options that a plan section gives.
-
-    Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either way.
-    A limit of rows "auto" is none yet. Hosts of size "auto" have the usual 8 slots until a world is open and
-    `set_node_size` sets theirs: plans before that are only checks, whose result does not depend on it. Schedules that
-    split backward passes take no longer than 1F1B of one chunk, by which they are priced.
+    """Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either
+    way. A limit of rows "auto" is none yet. Hosts of size "auto" have the usual 8 slots until a world is open and
+    `set_node_size` sets theirs: plans before that are only checks, whose result does not depend on it. Schedules
+    that split backward passes take no longer than 1F1B of one chunk, by which they are priced.
     """
     cap, node_size, parallel = section.max_tokens_per_slot, config.context.node_size, config.parallel
     return PlanOptions(

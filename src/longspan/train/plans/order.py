@@ -112,10 +112,7 @@ def order_lengths(
 
 
 def _uncut_spans(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
-    """Find the spans of placeholders of each image, which no pack cuts.
-
-    Raises ConfigError where packs are too small for one.
-    """
+    """Find the spans of placeholders of each image, which no pack cuts."""
     if corpus.images is None or not len(corpus.images):
         return None
     spans = UncutSpans(*(np.asarray(corpus.images.column(name)) for name in ("document", "start", "stop")))

@@ -86,10 +86,7 @@ def _choose_fastest_partition(choice: PlanChoice, lengths: Sequence[Sequence[int
 
 
 def _set_evaluation_partitions(config: RunConfig, home: Layout | None, heads: int | None) -> RunConfig:
-    """Set training's partition in place of "auto" for evaluations, and its type if they can have it.
-
-    Without a home no evaluation takes training's type.
-    """
+    """Without a home no evaluation takes training's type."""
 
     def set_partition(entry: EvalConfig) -> EvalConfig:
         if entry.partition != AUTO:

@@ -282,9 +282,7 @@ class _Local:
         self._names, self._labelled = NamesOfValues(), False
 
     def add_document(self, number: int, document: Any) -> None:
-        """Read a document, check it, and keep its facts and its rows.
-
-        Numbers are kept as the bits of float64, so that all columns are of int64 and travel as one table. Raises
+        """Numbers are kept as the bits of float64, so that all columns are of int64 and travel as one table. Raises
         DataError for a value that is no document, and for values of other names than those of the documents before.
         """
         if isinstance(document, Mapping):
@@ -321,10 +319,8 @@ class _Local:
         self._documents.append(columns | bits)
 
     def describe_share(self) -> _Share:
-        """Return what this rank tells the others of its documents.
-
-        The digest, by which copies are refused, is left out unless two documents differ: ranks may well have drawn one
-        document each, and the same.
+        """The digest, by which copies are refused, is left out unless two documents differ: ranks may well have drawn
+        one document each, and the same.
         """
         digests = [_document_digest(document) for document in self._documents]
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest() if len(set(digests)) > 1 else b""
@@ -378,12 +374,10 @@ def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
 
 
 def _gather_facts(local: _Local, world: World) -> GatheredDocuments:
-    """Gather what all ranks must know of all documents: lengths, targets, and where their rows are.
-
-    Documents are numbered in the order of ranks, and no rank may have a copy of another's. Facts (D, columns) lie by
+    """Documents are numbered in the order of ranks, and no rank may have a copy of another's. Facts (D, columns) lie by
     document number; the last column is where a document's rows begin, all rows of all ranks counted one after another.
-    `ends` are where the rows of each rank end.
-    The rows that this rank read itself become a table with only those columns that some rank has.
+    `ends` are where the rows of each rank end. The rows that this rank read itself become a table with only those
+    columns that some rank has.
     """
     shares = world.control.gather_objects(local.describe_share(), "lengths of documents")
     _check_value_names(shares, world.home.ranks)

@@ -137,9 +137,8 @@ class _Reader:
         return first._replace(deeper=tuple(deeper))
 
     def read_run(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
-        """Read positions from start to stop of a document of `length` tokens into the local rows from `row` on.
-
-        Tokens after them are read too, one for the last label and one more for each depth, as far as there are any.
+        """Tokens after them are read too, one for the last label and one more for each depth, as far as there are
+        any.
         """
         end = min(stop + len(self._at_depth), length)  # no tokens follow a document's end
         # True at the placeholders of items, which are neither inputs nor targets.
@@ -168,10 +167,7 @@ class _Reader:
     def _read_labels(
         self, labelled: Any, document: int, positions: Integers, tokens: Integers, hidden: npt.NDArray[np.bool_] | None
     ) -> Integers:
-        """Read the labels of these positions: the document's, or the tokens that stand there.
-
-        `hidden` is True at placeholders of items, which have no label; it begins one position before `positions`.
-        """
+        """`hidden` is True at placeholders of items, which have no label; it begins one position before `positions`."""
         labels = tokens
         if isinstance(labelled, Labelled):
             labels = np.asarray(labelled.labels(positions))
@@ -215,9 +211,7 @@ class _Arrays:
     def fill_rows(
         self, row: int, ids: Integers, labels: Integers, values: Mapping[str, npt.NDArray[np.float64]]
     ) -> None:
-        """Put what was read into the rows from `row` on.
-
-        There is one label and one value less than ids where a document ends, as its last token predicts nothing.
+        """There is one label and one value less than ids where a document ends, as its last token predicts nothing.
         Rows to which no document gives a value have the weight 1, and 0 under other names.
         """
         self.ids[row : row + len(ids)] = ids

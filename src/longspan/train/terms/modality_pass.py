@@ -128,10 +128,8 @@ class _LocalWave:
     def __init__(
         self, wave: Wave, plan: ModalityPlan, encoder: Encoder, world: World, *, gradient: RowGradient
     ) -> None:
-        """Prepare one wave of items on this slot: its bridge to the rows that need them, and the items that run here.
-
-        A slot without items of this wave still runs the wave's smallest one, as all ranks of an encoder must enter its
-        collectives; `has_items` is False, and nothing of the output is used.
+        """A slot without items of this wave still runs the wave's smallest one, as all ranks of an encoder must enter
+        its collectives; `has_items` is False, and nothing of the output is used.
         """
         self.bridge = Bridge(wave.have, wave.need, world, gradient=gradient)
         slot = encoder.world.slot
@@ -239,10 +237,7 @@ class ModalityPass:
         return error
 
     def _call_encoder(self, wave: _LocalWave) -> Tensor:
-        """Run the encoder on a wave's inputs, timed; returns its rows (n, width).
-
-        Only an encoder whose slots share items takes a shard.
-        """
+        """Only an encoder whose slots share items takes a shard."""
         note = _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}")
         with note, self.clock.time_part("towers"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
@@ -378,10 +373,7 @@ def _is_finite(x: Tensor) -> bool:
 
 
 def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
-    """Return the gradient of the rows that a wave delivered here, in the order in which they arrived.
-
-    Places None are all rows of a leaf. A leaf that no loss of its micro-batch reached has gradient 0.
-    """
+    """Places None are all rows of a leaf. A leaf that no loss of its micro-batch reached has gradient 0."""
     parts = [output.new_zeros((0, *output.shape[1:]))]
     for leaf, places in wave.deliveries:
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

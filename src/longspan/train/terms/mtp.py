@@ -102,9 +102,8 @@ class DepthsTerm(Term):
         head: Head,
         *deeper: Tensor,
     ) -> Tensor:
-        """Sum the main losses of a micro-batch's rows, in a value whose gradient has that of the depths' losses too.
-
-        `shares` are the factors of the depths' losses in the gradient, and `deeper` the hidden states of each depth.
+        """`shares` are the factors of the depths' losses in the gradient, and `deeper` the hidden states of each
+        depth.
         """
         total = main(batch, hidden, head)
         for depth, (share, rows, states) in enumerate(zip(shares, batch.deeper, deeper, strict=True)):

@@ -116,9 +116,7 @@ def _group_rows(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: 
 
 
 def _representative_lengths(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Integers) -> Integers:
-    """Return for each length one that gives the same frequencies, so that fewer calls are made.
-
-    longrope has two sets of frequencies, up to a limit and beyond it; dynamic has one up to the trained length, and
+    """longrope has two sets of frequencies, up to a limit and beyond it; dynamic has one up to the trained length, and
     another for each length beyond.
     """
     owner: Any = rotary
@@ -146,9 +144,7 @@ def _document_frequencies(
 
 
 def _copy_fresh_rotary(rotary: nn.Module) -> nn.Module:
-    """Copy a rotary module with the frequencies that it was made with; the module itself stays as it is.
-
-    Buffers are named "inv_freq", with the type of layer before it if each type has its own. The copy has its class's
+    """Buffers are named "inv_freq", with the type of layer before it if each type has its own. The copy has its class's
     forward, and buffers of its own, as that forward may write to them; a dynamic one counts from the trained length
     again.
     """

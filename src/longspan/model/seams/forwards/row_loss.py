@@ -201,9 +201,7 @@ class _BaseOutput:
 def _refuse_other_forward(
     model: PreTrainedModel, forward: Forward, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise ModelError for a forward that does more than call its base model and apply the output embedding to rows.
-
-    A step leaves out what a forward does before its base model, and gradients of what it takes for its logits other
+    """A step leaves out what a forward does before its base model, and gradients of what it takes for its logits other
     than the output embedding. `hidden` (1, T, D) is what the base model made of these arguments. The forward runs again
     on some of these rows, with a stand-in that notes calls of the base model: there must be one, with its arguments.
     """
