@@ -99,7 +99,8 @@ class LayerTable:
         if kind.mixes or kind.attention:
             mixing += self.norm(self.hidden, saves_input=False) + post_norm
         if kind.feeds:
-            feed = self.experts() if kind.feeds == "experts" else self.mlp(self._mlp_width)
+            width = feed_forward_weights(self.read, "dense").last // self.hidden
+            feed = self.experts() if kind.feeds == "experts" else self.mlp(width)
             # Compiled, the sum before the MLP is made again from the layer's input where a norm lies between them.
             made_again = post_norms and self.compile_kind == "layers"
             feed += self.norm(self.hidden, saves_input=not made_again and bool(mixing.saved)) + post_norm
@@ -194,10 +195,6 @@ class LayerTable:
     def _has_gate(self) -> bool:
         """Whether MLPs and experts have three products; families without a gate have `mlp_hidden_act`."""
         return self.read.value("mlp_hidden_act") is None
-
-    @property
-    def _mlp_width(self) -> int:
-        return feed_forward_weights(self.read, "dense").last // self.hidden
 
     def mlp(self, width: float) -> Part:
         """An MLP with its input, whose `width` tensor-parallel ranks split.

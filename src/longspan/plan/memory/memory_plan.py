@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.errors import plural
+from longspan.errors import PlanError, plural
 from longspan.layout import Layout
 from longspan.plan.cost.cost_changes import CostSettings, Recomputation
 from longspan.plan.cost.machine import Machine
 from longspan.plan.memory.bytes import Bytes, gib_text
 from longspan.plan.memory.loads import SlotLoad, slot_loads
 from longspan.plan.memory.parameters import ModelNumbers, make_stages
-from longspan.plan.memory.settings import Measure, MemoryBudget, MemorySettings, layer_measures
+from longspan.plan.memory.settings import MEASURES, Measure, MemoryBudget, MemorySettings
 from longspan.plan.memory.stage_bytes import StageBytes
 from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
@@ -103,16 +103,8 @@ class MemoryPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return all values, bytes as integers."""
-        return {
-            "device": self.device.to_json(),
-            "host": self.host.to_json(),
-            "measures": list(self.measures),
-            "rows": self.rows,
-            "gathered_once": self.gathered_once,
-            "offload_states": self.offload_states,
-            "mlp_tile_rows": self.mlp_tile_rows,
-            "segment_layers": self.segment_layers,
-        }
+        sizes = {"device": self.device.to_json(), "host": self.host.to_json()}
+        return vars(self) | sizes | {"measures": list(self.measures)}
 
 
 @dataclass(frozen=True)
@@ -172,8 +164,19 @@ class MemoryNeeds:
         return tuple(words)
 
     def under(self, measures: str | Sequence[str]) -> MemoryPlan:
-        """Return the plan of memory where layers keep what `measures` says: a word for all, or one for each."""
-        words, settings = layer_measures(measures, self.layers), self.places[0].settings
+        """Return the plan of memory where layers keep what `measures` says: a word for all, or one for each.
+
+        Raises PlanError for a word that is no measure, and for another number of words than layers.
+        """
+        settings, known = self.places[0].settings, {str(word): word for word in MEASURES}
+        layer_words = (measures,) * self.layers if isinstance(measures, str) else tuple(measures)
+        if unknown := [word for word in layer_words if word not in known]:
+            raise PlanError(f"a layer keeps {unknown[0]!r}; use one of {', '.join(MEASURES)}")
+        if len(layer_words) != self.layers:
+            raise PlanError(
+                f"{len(layer_words)} measures were given for {self.layers} layers, depths included; give one a layer"
+            )
+        words = tuple(known[word] for word in layer_words)
         moments = (moment for place in self.places for moment in place.moments(self.loads, words))
         hosts = (place.host_bytes(self.loads, words) for place in self.places)
         return MemoryPlan(

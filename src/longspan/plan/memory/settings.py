@@ -159,17 +159,3 @@ def places_in_segments(words: Sequence[str], size: int) -> list[int]:
         follows = i > 0 and word != "none" and words[i - 1] != "none"
         places.append((places[-1] + 1) % max(1, size) if follows else 0)
     return places
-
-
-def layer_measures(words: str | Sequence[str], layers: int) -> tuple[Measure, ...]:
-    """Return one measure for each of so many `layers`, from one word for all or a word for each.
-
-    Raises PlanError for a word that is no measure, and for another number of words than layers.
-    """
-    measures = (words,) * layers if isinstance(words, str) else tuple(words)
-    for word in measures:
-        if word not in MEASURES:
-            raise PlanError(f"a layer keeps {word!r}; use one of {', '.join(MEASURES)}")
-    if len(measures) != layers:
-        raise PlanError(f"{len(measures)} measures were given for {layers} layers, depths included; give one a layer")
-    return measures  # pyright: ignore[reportReturnType]
