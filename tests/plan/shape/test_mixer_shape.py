@@ -199,7 +199,7 @@ REFUSED = {
 @pytest.mark.parametrize("family", [*REFUSED, "falcon_mamba", "recurrent_gemma"])
 def test_what_has_no_price_is_named(family: str) -> None:
     with pytest.raises(
-        PlanError, match=REFUSED.get(family, "has .*layers of .*, which no configuration prices; measure")
+        PlanError, match=REFUSED.get(family, "has .*layers of .*, which no configuration prices; give a Cost")
     ):
         ModelShape.of(CONFIG_MAPPING[family]())
 
