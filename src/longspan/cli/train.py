@@ -59,14 +59,7 @@ def main(argv: Sequence[str]) -> int:
         raise
     if is_reporting():
         leave_closed_output()  # flushing it at exit would fail, and that status replace the run's
-        from longspan.report import write_report
-
-        out = sys.stderr if flags.json else sys.stdout
-        print(f"report: {write_report(result.dir)}", file=out)
-        saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
-        model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
-        print(f"checkpoints: {config.run.checkpoints or result.dir / 'checkpoints'}{model}", file=out)
-        print(json.dumps(result.summary()) if flags.json else result.text())
+        _report_result(result, config, as_json=flags.json)
     return config.run.stopped_status if result.stopped else 0
 
 
@@ -108,3 +101,15 @@ def train_rank(
             halve_rows(config)
         gc.collect()  # the model, its optimizer and their tensors are in cycles
         torch.cuda.empty_cache()
+
+
+def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -> None:
+    """Write the report of a run; print the paths of the report, the checkpoints and the model, then the result."""
+    from longspan.report import write_report
+
+    out = sys.stderr if as_json else sys.stdout
+    print(f"report: {write_report(result.dir)}", file=out)
+    saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
+    model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
+    print(f"checkpoints: {config.run.checkpoints or result.dir / 'checkpoints'}{model}", file=out)
+    print(json.dumps(result.summary()) if as_json else result.text())
