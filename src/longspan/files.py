@@ -88,7 +88,6 @@ def os_error_text(error: OSError) -> str:
 
 
 def _free_bytes_text(error: OSError) -> str:
-    """Write how many bytes are free on the disk of the error's file, which may not exist yet; "" if not known."""
     path = Path(str(error.filename or ".")).absolute()
     nearest = next((folder for folder in (path, *path.parents) if folder.exists()), None)
     return "" if nearest is None else f" ({shutil.disk_usage(nearest).free:,} bytes are free)"

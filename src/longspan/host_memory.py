@@ -20,7 +20,6 @@ def free_host_bytes(root: Path = Path("/"), *, swap: bool = False) -> int | None
 
 
 def _read_sizes(file: Path, names: tuple[str, ...]) -> int | None:
-    """Return the sum in bytes of the named sizes in a file like /proc/meminfo; None if the first one is missing."""
     with suppress(OSError, ValueError):
         sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
         return 1024 * sum(int(sizes.get(name, 0)) for name in names) if names[0] in sizes else None

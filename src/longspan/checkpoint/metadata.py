@@ -77,7 +77,6 @@ def _plain_table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table
         raise CheckpointError(f"has files that another program compressed or encrypted, which are not read; {_AGAIN}")
 
     def location(name: str, offset: Any) -> list[int]:
-        """Return where a chunk or value lies: the number of its file, the first byte there and how many bytes."""
         place = place_of[name, offset]
         return [files[place.relative_path], place.offset, place.length]
 
@@ -97,7 +96,6 @@ def _plain_table(entries: Mapping[str, Any], places: Mapping[Any, Any]) -> Table
 
 
 def _as_tuple(offset: Any) -> tuple[int, ...] | None:
-    """Return a chunk's offsets in its tensor as a part of a key; None for a value, which has none."""
     return None if offset is None else tuple(offset)
 
 
@@ -176,7 +174,6 @@ def _read_dtype(name: Any, tensor: str) -> torch.dtype:
 
 
 def _read_file_name(name: Any) -> str:
-    """Return the name of a file in the folder itself. Raises CheckpointError for a path that may lead elsewhere."""
     if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
         raise CheckpointError(f"names {name!r:.80}, which is not a file of this folder and is not read; {_AGAIN}")
     return name

@@ -110,7 +110,6 @@ def _plan_key(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value's `repr` tells all of it: a number, a text, None, or a tuple of such."""
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 

@@ -423,7 +423,6 @@ class CheckpointSaver:
         return thread
 
     def _is_over(self, save: RunningSave) -> bool:
-        """Return whether a save still runs after its time limit."""
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
     def _pair_with_ranks(self, reports: list[Any]) -> list[tuple[int, Any]]:

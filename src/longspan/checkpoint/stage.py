@@ -172,5 +172,4 @@ def _bytes_with_alignment(x: Tensor) -> int:
 
 
 def _signature(x: Tensor) -> tuple[Any, ...]:
-    """Return what a tensor must have in common with the tensor whose memory it is copied into."""
     return x.shape, x.dtype, x.stride()

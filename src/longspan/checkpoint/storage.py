@@ -100,7 +100,6 @@ class DataReader(FileSystemReader):
             raise CheckpointError(not_data_text(self._folder / self._file, error)) from error
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        """Cut a tensor's bytes out of a file, as torch's reader does, and note the file's name for an error."""
         self._file = sinfo.relative_path
         return super()._slice_file(file, sinfo)
 
@@ -262,7 +261,6 @@ class _StoreFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return how many bytes were written so far."""
         return self.size
 
     def write(self, data: Any) -> int:

@@ -123,7 +123,6 @@ def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
 
 
 def _read_tables(tables: object, name: str, source: str, title: str, keys: str) -> Sequence[Mapping[str, Any]]:
-    """Read the tables of an array, as mappings."""
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
         raise ConfigError(
             f"{name} is {tables!r} in {source}; {title} are tables of an array: write [[{name}]], and below it {keys}"

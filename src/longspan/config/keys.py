@@ -158,7 +158,6 @@ def key_values(section: Any) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a key's value, with dictionaries in place of the tables in it."""
     if isinstance(value, tuple):
         return tuple(key_values(item) if is_dataclass(item) else item for item in value)
     return value

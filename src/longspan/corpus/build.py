@@ -215,12 +215,10 @@ def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
 
 
 def _surrounding_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
-    """Return the tokens before and after every text, with "…" in the place of the text."""
     return (*tokenizer.opening, "…", *tokenizer.closing)
 
 
 def _describe_changes(run_dir: Path, changes: list[str]) -> str:
-    """Describe how a corpus changed since its run began, and what to do, as an error's message."""
     more_text = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return (
         f"the corpus of {run_dir} changed since the run began: {'; '.join(changes[:3])}{more_text}; "

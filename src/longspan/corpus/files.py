@@ -290,7 +290,6 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
 
 
 def _split_folders(root: Path) -> str:
-    """Return the folders of the splits of a data set as one text, for a message."""
     try:
         names: list[str] = read_json(root / _SPLITS)["splits"]
         return ", ".join(str(root / name) for name in names)

@@ -78,7 +78,6 @@ class LineFile:
         return parse_line(line, f"{self.name}, byte {position}", parent_folder(self.path))
 
     def _reopen_lines(self) -> BinaryIO:
-        """Open the file for its lines, decompressed, in place of one that was opened before."""
         raw = self.path.open("rb")
         self._close()
         self._close = weakref.finalize(self, raw.close)
@@ -166,7 +165,6 @@ class _ZstdStream(io.RawIOBase):
 
 
 def _skip_to_position(stream: BinaryIO, position: int, *, seekable: bool) -> None:
-    """Move a stream to a position; one that cannot seek is read up to it."""
     if seekable:
         stream.seek(position)
         return
@@ -210,7 +208,6 @@ class ParquetFile:
 
     @cached_property
     def _group_starts(self) -> list[int]:
-        """The number of each row group's first row and, last, that of all rows."""
         meta = self._file.metadata
         return list(accumulate((meta.row_group(i).num_rows for i in range(meta.num_row_groups)), initial=0))
 

@@ -182,7 +182,6 @@ def _file(folder: Path, column: str) -> Path:
 
 
 def _table_row(placed: PlacedImage, documents: int) -> tuple[float, ...]:
-    """Return the values of an image in the order of the columns; its document follows `documents` earlier ones."""
     image = placed.image
     place = (documents + placed.document, image.start, image.stop, image.rows, *image.grid)
     row = (*place, image.number, image.bytes, image.modified_ns, placed.position)

@@ -53,7 +53,6 @@ def from_pickled(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _is_whole_file(array: npt.NDArray[Any], file: "np.memmap[Any, Any]") -> bool:
-    """Return whether an array is all of a mapped file; a slice of one is not."""
     is_base_mapped = file.base is None or not isinstance(file.base, np.ndarray)  # else it is a slice of a memmap
     has_same_layout = (array.dtype, array.shape, array.strides) == (file.dtype, file.shape, file.strides)
     return is_base_mapped and has_same_layout and array.ctypes.data == file.ctypes.data

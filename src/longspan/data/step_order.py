@@ -90,7 +90,6 @@ class StepOrder:
         self._clear_steps()
 
     def _clear_steps(self) -> None:
-        """Begin with no steps computed, when the order is made and when it is unpickled."""
         self._block_starts = array("q", [0])  # starts, in the stream, of every _STRIDE-th step so far
         self._starts = lru_cache(maxsize=2)(self._compute_starts)
 
@@ -143,7 +142,6 @@ class StepOrder:
         return self._bounds_of_step(step)[0]
 
     def _bounds_of_step(self, step: int) -> list[int]:
-        """Return where a step begins and ends. Each call of `_starts` in the loop computes the next block of steps."""
         block, index = divmod(step, _STRIDE)
         while len(self._block_starts) <= block:
             self._starts(len(self._block_starts) - 1)

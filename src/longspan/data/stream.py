@@ -161,7 +161,6 @@ class ShuffledSource:
         return self._ids_by_number(self.shuffled[np.arange(start, start + count)])
 
     def _ids_by_number(self, numbers: Integers) -> Integers:
-        """Return the ids of training documents by their numbers; held-out documents have none."""
         before = self.held_out - self.first - np.arange(len(self.held_out))  # training documents before each
         return self.first + numbers + np.searchsorted(before, numbers, side="right")
 
@@ -347,7 +346,6 @@ class DocumentStream:
         return _Run(ids, mark.tokens[source] + self._document_ends(ids))
 
     def _document_ends(self, ids: Integers) -> Integers:
-        """Return where each of these documents ends if they are laid end to end, after a 0 (n + 1,)."""
         ends = np.zeros(len(ids) + 1, dtype=np.int64)
         np.cumsum(self.lengths[ids], out=ends[1:])
         return ends
@@ -361,5 +359,4 @@ class _Run(NamedTuple):
 
 
 def _join_beginnings(arrays: Sequence[npt.NDArray[Any]], counts: Sequence[int]) -> npt.NDArray[Any]:
-    """Concatenate the first values of each array, as many as its count says."""
     return np.concatenate([array[:count] for array, count in zip(arrays, counts, strict=True)])

@@ -417,7 +417,6 @@ def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[
 
 
 def _read_outcomes(task: Task) -> dict[int, Outcome]:
-    """Read the outcomes that the first rank recorded before an error ended the ranks."""
     record = Path(task.record)
     cases, outcomes = dict(task.cases), dict[int, Outcome]()
     for line in record.read_text().splitlines() if record.exists() else []:

@@ -72,7 +72,6 @@ def register_class(config: PreTrainedConfig, architecture: type | None) -> None:
 
 
 def _import_dotted_name(name: str) -> object:
-    """Import an object by its dotted name; None if its module lacks it. Raises ConfigError without the module."""
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(import_module(module), attribute, None)

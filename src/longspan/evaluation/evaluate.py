@@ -77,7 +77,6 @@ def evaluate(
 
 
 def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World) -> StepInputs:
-    """Check what an evaluation runs over, under a given plan or one that a choice makes, and return it."""
     if isinstance(choice, Plan):
         return check_step(model, choice, documents, world, backward=False)
     language_model = model
@@ -90,7 +89,6 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
 
 
 def _degree_of_result(choice: PlanChoice | Plan, plan: Plan) -> int:
-    """Return the degree of a choice with one degree; otherwise, and for degree 0, the largest of the plan's groups."""
     if isinstance(choice, PlanChoice) and choice.has_one_degree and choice.degree:
         return choice.degree
     return max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)

@@ -129,12 +129,10 @@ class _Copier(pickle.Pickler):
     """
 
     def __init__(self, file: IO[bytes]) -> None:
-        """Write the copy into a file; `shared` are the objects that are not copied, by their numbers."""
         super().__init__(file)
         self.shared: list[Any] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the number under which an object is shared; None if it is copied."""
         is_plain_function = isinstance(obj, FunctionType) and not obj.__closure__
         if not is_plain_function and not isinstance(obj, type | ModuleType | CodeType | nn.Parameter):
             return None
@@ -152,7 +150,6 @@ class _Copier(pickle.Pickler):
 
 
 def _make_function(code: CodeType, module: str, closure_values: Sequence[Any]) -> FunctionType:
-    """Make a function of a module from its code and the values of its closure."""
     return FunctionType(code, vars(sys.modules[module]), None, None, tuple(map(CellType, closure_values)))
 
 

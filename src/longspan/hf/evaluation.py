@@ -50,7 +50,6 @@ class EvaluationPart(StockTrainer):
             self._facade.logits_of = None
 
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
-        """Return logits (length, V) of every row of documents, whole on every rank; one forward pass."""
         self._agree_on_rows(documents)
         plan = self._cached_plan(documents, training=False)
         with torch.autocast(self.args.device.type, enabled=False):

@@ -90,7 +90,6 @@ class FilesPart(StockTrainer):
     # ---- a checkpoint
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Return the folder to write into: `unfinished/` while a checkpoint is being written."""
         return self._unfinished or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -147,7 +146,6 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: torch.save(schedule, root / SCHEDULER), CheckpointError)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save this rank's random states in a folder of its own, and on the first those of the order of rows."""
         super()._save_rng_state(str(Path(output_dir) / RANDOM / str(self.world.rank)))
         assert self._epoch is not None
         order = self._epoch.place(self.state.global_step)

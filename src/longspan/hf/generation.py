@@ -69,7 +69,6 @@ class GenerationPart(StockTrainer):
 
     @cached_property
     def _first_rank(self) -> FirstRank:
-        """The first rank's work, and what it may call of all ranks."""
         return FirstRank(self.world, {"weights": self._gather_weights, "vllm": self._call_vllm})
 
     def _gather_weights(self, merge_adapter: bool) -> None:

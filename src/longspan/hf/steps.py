@@ -487,7 +487,6 @@ class StepsPart(StockTrainer):
 
     @property
     def _has_step_below(self) -> bool:
-        """Whether a class below this one has a `training_step`, which may change gradients and read batches."""
         return type(self).training_step is not StepsPart.training_step or "training_step" in vars(self)
 
     def _clip_grad_norm(self, model: Any) -> float:

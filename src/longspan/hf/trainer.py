@@ -283,7 +283,6 @@ def layout_line(config: RunConfig, home: Layout) -> str:
 
 
 def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:
-    """Turn off recomputation in arguments, and return them: `prepare` sets it up, not transformers."""
     for name in CHECKPOINTING:
         if getattr(args, name, None):
             setattr(args, name, False)

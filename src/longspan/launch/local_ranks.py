@@ -177,7 +177,6 @@ class LocalRanks:
             rank.send_task(self._task(rank.index, n, payload))
 
     def _task(self, index: int, n: int, payload: bytes) -> Task:
-        """Return a rank's task: the call in this process's environment, with torchrun's variables for n ranks."""
         environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
         return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload, self._ignored)
 
@@ -200,7 +199,6 @@ class LocalRanks:
         self.failure = self._error_to_raise(timeout)
 
     def _take_answer(self, rank: LocalRank) -> None:
-        """Receive a rank's answer; a death is posted for the other ranks, a failure is noted."""
         rank.receive_answer()
         if rank.death is not None:
             self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)

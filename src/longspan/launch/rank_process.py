@@ -41,7 +41,6 @@ class Descriptor:
 
 
 def _receive_descriptor(handle: Any) -> Descriptor:
-    """Make the descriptor in the process that it was sent to, where it has another number."""
     return Descriptor(handle.detach())
 
 
@@ -255,7 +254,6 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int 
 
 
 def _error_answer(error: BaseException) -> Answer:
-    """Return an answer with an error, pickled and as text, and with whether another rank's failure was its cause."""
     text = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".strip()
     consequence = bool(getattr(error, "seen_from_outside", False))

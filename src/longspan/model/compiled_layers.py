@@ -211,7 +211,6 @@ def _own_forward(layer: nn.Module) -> Callable[..., Any]:
 
 
 def _checkpoints_in_forward(layer: nn.Module) -> bool:
-    """Return whether the class's forward runs the checkpoint, as in transformers 5.23; in 5.17 the call does."""
     return isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
 
 
@@ -270,7 +269,6 @@ class _Begun(torch.autograd.Function):
 
 
 def _run_within_checkpoint(layer_run: _LayerRun, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer as its class's forward would: in training under its checkpoint, if it has one."""
     layer: Any = layer_run.layer
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(partial(layer_run, **kwargs), *args)

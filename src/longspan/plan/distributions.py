@@ -51,7 +51,6 @@ def _draw_lengths(name: str, random: np.random.Generator, count: int) -> NDArray
 
 @cache
 def _file_tokens() -> NDArray[np.float64]:
-    """Return the tokens of each module of this Python's library, four bytes a token, without files of 16 or fewer."""
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     sizes = [file.stat().st_size // 4 for file in files if "site-packages" not in file.parts]
     return np.array([size for size in sizes if size > 16], np.float64)

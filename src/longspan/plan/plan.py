@@ -112,7 +112,6 @@ class Plan:
 
     @cached_property
     def _digest(self) -> str:
-        """The digest, computed once: a plan never changes."""
         return hashlib.sha256(json.dumps(self._fields_for_digest(), separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self, indent: int | None = None) -> str:
@@ -122,7 +121,6 @@ class Plan:
         return json.dumps(self._fields_for_digest() | further_fields, indent=indent)
 
     def _fields_for_digest(self) -> dict[str, Any]:
-        """Return all fields but seconds and cost, as values for JSON: integers and strings, which the digest is of."""
         names = ("slots", "lengths", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
         batches = [[group.to_dict() for group in batch.groups] for batch in self.micro_batches]
         return {name: getattr(self, name) for name in names} | {"micro_batches": batches}
@@ -245,7 +243,6 @@ def _check_cap(plan: Plan) -> None:
 
 
 def _excerpt(values: Sequence[object], limit: int = 8) -> str:
-    """Write the first `limit` values, and how many there are if there are more, for an error message."""
     head = ", ".join(str(value) for value in values[:limit])
     return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"
 
@@ -320,7 +317,6 @@ def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
 
 
 def _seconds_text(value: float) -> str:
-    """Write seconds in the largest unit of s, ms and us in which they are at least 0.1, else in us."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if value * scale >= 0.1:
             return f"{value * scale:,.3f} {unit}"

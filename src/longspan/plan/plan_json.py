@@ -77,7 +77,6 @@ def _read_tuple(where: str, values: Any) -> tuple[Any, ...]:
 
 
 def _read_seconds(name: str, value: Any) -> float:
-    """Return the seconds of a field. Raises PlanError unless they are a number of at least 0, which nan is not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise PlanError(f"{name} is {value!r}; it must be a number of at least 0")
     return float(value)

@@ -161,7 +161,6 @@ class Planning:
                 self._changed.notify_all()
 
     def _is_in_window(self, request: StepRequest) -> bool:
-        """Return whether a request is of the newest generation and its step in the window, so that answers are kept."""
         return request.generation == self._generation and request.step in self._window
 
     def _death_error(self, step: int) -> PlanError:
@@ -242,7 +241,6 @@ def _load_planner(main: dict[str, Any], payload: bytes) -> Callable[[StepRequest
         return lambda _: failure
 
     def plan(request: StepRequest) -> bytes | Failure:
-        """Plan a step; returns the pickled plan, or a failure for any error, so that the process lives on."""
         try:
             return pickle.dumps(check_plan(planner(request.step), request.step))
         except BaseException as error:

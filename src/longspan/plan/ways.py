@@ -259,7 +259,6 @@ class DegreeComparison:
         return "; ".join([line, *filter(None, [slower]), *dynamic, *self.left_out])
 
     def _time_text(self, plan: Plan) -> str:
-        """Write a plan's seconds, or under a cost that is of no machine their ratio to the best degree's."""
         if plan.cost.source:
             return f"{plan.predicted_seconds:.3g} s"
         return f"{plan.predicted_seconds / self.best.planned.predicted_seconds:.2f} x as long"

@@ -180,7 +180,6 @@ def _chart_drawing(chart: Chart, drawn: Sequence[Series]) -> str:
 
 
 def _thin_series(series: Series, log: bool) -> Series:
-    """Return a series with at most MAX_POINTS points, without values that a logarithmic axis cannot show."""
     x, y = np.asarray(series.x, float), np.asarray(series.y, float)
     if log:
         y = np.where(y > 0, y, math.nan)
@@ -334,7 +333,6 @@ def _series_legend(series: Sequence[Series]) -> str:
 
 
 def _crosshair_data(chart: Chart, drawn: Sequence[Series], frame: _Frame) -> dict[str, object]:
-    """Return what `page.js` needs to show values under the crosshair: the frame, the axes and all curves' points."""
     curves = [{"name": s.name, "color": s.color, "x": _round_values(s.x), "y": _round_values(s.y)} for s in drawn]
     axes = {"box": [frame.left, frame.right, frame.top, frame.bottom], "x": frame.x, "y": frame.y, "log": frame.log}
     return axes | {"xLabel": chart.x_label, "xNames": chart.x_names, "format": chart.y_format, "series": curves}

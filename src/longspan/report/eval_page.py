@@ -108,7 +108,6 @@ def _set_label(row: Mapping[str, Any]) -> str:
 
 
 def _number_cell(value: Any) -> str:
-    """Write a count (int) or a figure (float) of a table; "-" for None, where an evaluation lacks it."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}"

@@ -235,5 +235,4 @@ def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]
 
 
 def _degree_name(degree: str) -> str:
-    """Name a curve by its degree, or by the planner whose plans have several degrees (`EvalRow.degree`)."""
     return f"cp {degree}" if degree.isdecimal() else f"{degree} plans"

@@ -75,7 +75,6 @@ def measures_text(measures: object) -> str:
 
 
 def _plan_bytes(plan: Mapping[str, Any], memory: str) -> dict[str, float]:
-    """Return a plan's bytes by kind in one memory ("device" or "host"); what is missing or no number is left out."""
     values = plan.get(memory)
     names = (*KINDS, "total")
     known = values if isinstance(values, Mapping) else {}

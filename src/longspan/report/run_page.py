@@ -150,7 +150,6 @@ def run_sections(run: RunFolder) -> Iterator[str]:
 
 
 def _profile_part(run: RunFolder) -> str:
-    """Return the section of profiled steps, whose module imports torch; "" where there is no such folder."""
     if not (run.path / "profiles").is_dir():
         return ""
     from longspan.report.profile_section import profile_section

@@ -47,11 +47,9 @@ class _Predictions:
     """
 
     def __init__(self) -> None:
-        """Begin with none; rows come in several calls."""
         self.tokens = dict[tuple[int, int], int]()
 
     def __call__(self, rows: TargetRows) -> tuple[float, float]:
-        """Note the likeliest token of each target, by document and position; as a metric it counts nothing."""
         likeliest = rows.logits.argmax(-1).tolist()
         keys = zip(rows.documents.tolist(), rows.positions.tolist(), strict=True)
         self.tokens |= dict(zip(keys, likeliest, strict=True))
@@ -120,7 +118,6 @@ def _text_before_answer(documents: "ImageDocuments", number: int, tokenizer: Tex
 
 
 def _decode_ids(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
-    """Decode ids to text; NO_TARGET, and rows that an embedding has beyond the vocabulary, are left out."""
     in_vocabulary = [int(i) for i in ids if 0 <= int(i) < tokenizer.size]
     return tokenizer.engine.decode(in_vocabulary, skip_special_tokens=True)
 
@@ -246,7 +243,6 @@ class Evaluations:
         return evaluation
 
     def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
-        """Return whether metrics.jsonl has an evaluation of this set after this step, as the first rank knows it."""
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
 
     def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:

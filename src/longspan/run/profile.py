@@ -78,7 +78,6 @@ class StepProfiles:
                 self._log(text)
 
     def _write_rank_files(self) -> str:
-        """Write this rank's trace and, on the first rank, the tables; returns the text of the tables, "" elsewhere."""
         folder, world, seconds = self._folder / f"step-{self._step:06d}", self._world, self._seconds
         folder.mkdir(parents=True, exist_ok=True)
         profile: Any = self._profile

@@ -134,7 +134,6 @@ class ProgressDisplay:
             self._progress = None
 
     def _begin_work(self, work: str, *, again: bool = False) -> None:
-        """Note the work that takes time from now on; `again`: continue the work noted before."""
         self._work, self._begun = work, self._begun if again else time.monotonic()
 
     def _is_line_due(self, row: Mapping[str, Any]) -> bool:

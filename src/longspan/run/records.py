@@ -162,7 +162,6 @@ class GroupLog:
             self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")
 
     def _new_cp_groups(self, plan: Plan, use: Use) -> dict[tuple[object, ...], Group]:
-        """Return the plan's groups of several slots that contain this rank and are new for this use, by key."""
         groups = (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1)
         keyed = {
             (use, group.slots, group.cp_comm_type, group.hierarchical_context_parallel_sizes): group

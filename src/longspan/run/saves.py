@@ -173,7 +173,6 @@ class Saves:
             raise
 
     def _try_to_save(self) -> str:
-        """Save after an error; return in a sentence what is saved, or what is lost and why."""
         saved_step = self._saved  # before `save` changes it
         try:
             self.save(keep_all=True)
@@ -183,7 +182,6 @@ class Saves:
         return f"The weights after {plural(self.done, 'step')} are saved in {self._run.checkpoints}"
 
     def _try_to_wait(self, error: LongspanError) -> None:
-        """Wait for a save that is under way; add its failure as a note to the error that ends the run."""
         try:
             self.wait()
         except LongspanError as failure:

@@ -129,7 +129,6 @@ class _FirstCopies:
 
 
 def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """Return the local parts of tensors, by dtype."""
     by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
     for x in tensors:
         by_dtype[x.dtype].append(local_tensor(x))
@@ -137,7 +136,6 @@ def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which squares of a gradient are summed, and in which it is scaled."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -200,7 +198,6 @@ def _report_not_finite(model: nn.Module, items: Sequence[str]) -> _Report:
 
 
 def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
-    """Return the names of tensors that hold an infinity or a NaN."""
     return tuple(name for name, x in tensors.items() if not x.isfinite().all())
 
 

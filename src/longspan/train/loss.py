@@ -265,7 +265,6 @@ def _no_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Te
 
 
 def _chunk_rows(hidden: Tensor, head: Head, rows: int) -> int:
-    """Return the caller's number of rows at a time, or for 0 as many as fit the chunk's bytes."""
     return rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
 
 

@@ -266,21 +266,18 @@ def _run_forward(passes: Passes, batches: Sequence[LocalBatch], *, counting: boo
 
 
 def _call_inputs(batch: LocalBatch) -> dict[str, Any]:
-    """Return the model's arguments for a micro-batch: ids (1, T), positions (1, T) or (n, 1, T), and the shard."""
     shard = batch.shard
     ids = to_device(batch.ids, shard.device)[None]  # (1, T)
     return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _batch_positions(batch)
 
 
 def _batch_positions(batch: LocalBatch) -> dict[str, Tensor]:
-    """Return the argument for positions (n, 1, T) that documents bring in several parts; {} for plain positions."""
     if batch.positions is None:
         return {}
     return {"position_ids": to_device(batch.positions, batch.shard.device)[:, None]}
 
 
 def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
-    """Return the argument for the ids (depths, T) that depths of multi-token prediction read; {} if no depth runs."""
     if not passes.depths:
         return {}
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}

@@ -91,7 +91,6 @@ class StepEnd:
         return sums
 
     def _work_meanwhile(self) -> None:
-        """Do the host's work for the next step, if the caller gave any."""
         if self.meanwhile is not None:
             self.meanwhile()
 
@@ -202,7 +201,6 @@ class HostCopy:
 
 
 def _length(piece: Tensor | Sequence[float]) -> int:
-    """Return how many numbers a piece has; a tensor of one number may have no dimension."""
     return piece.numel() if isinstance(piece, Tensor) else len(piece)
 
 
@@ -211,6 +209,5 @@ def _read_pieces(pieces: Sequence[Tensor | list[float]]) -> list[float]:
 
 
 def _join_pieces(pieces: Sequence[Tensor | list[float]], device: torch.device) -> Tensor:
-    """Return all numbers on the device, in float64; the host does not wait."""
     on_device = [x if isinstance(x, Tensor) else to_device(np.array(x, dtype=np.float64), device) for x in pieces]
     return torch.cat([x.detach().double().flatten() for x in on_device])

@@ -156,7 +156,6 @@ def device_name(world: World) -> str:
 
 
 def _product_dtype(dtype: torch.dtype) -> str:
-    """Return the type in which matrices of a dtype are multiplied: torch may be allowed a shorter one for float32."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tensorfloat32"
     return str(dtype).removeprefix("torch.")

@@ -129,7 +129,6 @@ class Processor:
 
     @cached_property
     def _sees_others(self) -> bool:
-        """Whether the processor treats an image differently if its document has several images."""
         return IN_DOCUMENT in self.stock.image_processor.model_input_names
 
     @cached_property

@@ -272,6 +272,5 @@ def _stock_name(stock: Any) -> str:
 
 
 def _read_video_settings(folder: Path) -> dict[str, Any]:
-    """Read the settings of a folder's video processor, from the first file that has some, in transformers' order."""
     nested = _read_json(folder / NESTED).get("video_processor")
     return nested or _read_json(folder / OWN_FILE) or _read_json(folder / LEGACY)

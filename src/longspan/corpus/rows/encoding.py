@@ -140,7 +140,6 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 
 def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.NDArray[np.int64]:
-    """Return the values of key `name`. Raises RowError unless there is one for each of `length` tokens."""
     if len(values) != length:
         raise RowError(f"{name} has {len(values)} entries for {length} input_ids; give one each")
     return values
@@ -302,10 +301,8 @@ class RowEncoding:
 
 
 def _has_no_target(sample: Sample) -> bool:
-    """Return whether a sample has labels, and none after its first token, which is never predicted."""
     return sample.labels is not None and not (sample.labels[1:] != NO_TARGET).any()
 
 
 def _masked_row(row: Row) -> BadRow:
-    """Return the bad row for a row without a target, which is only counted and no error."""
     return BadRow(row.where, "none of its tokens is a target", masked=True)

@@ -247,18 +247,15 @@ class _Conversation:
         return earlier[-1] if earlier else _Turn(-1, (), (0,))
 
     def latest_end(self, turn: _Turn) -> int:
-        """Return before which place this turn must end: where the next turn's first text ends, or the text's end."""
         later = [t.ends[0] for t in self.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1]]
         return later[0] if later else len(self.text)
 
     def messages_in(self, start: int, stop: int) -> set[int]:
-        """Return the messages with a text that ends inside a span or at its end, but not at its start."""
         # The number len(messages) is above every message's, so that all texts that end at a place count.
         first, last = (bisect_right(self.ends, (place, len(self.messages))) for place in (start, stop))
         return {message for _, message in self.ends[first:last]}
 
     def messages_around(self, start: int, stop: int) -> range:
-        """Return the messages from the last one with a text before a span to the first one with a text after it."""
         count_to_start, count_to_stop = (bisect_right(self.ends, (at, len(self.messages))) for at in (start, stop))
         first = self.ends[count_to_start - 1][1] if count_to_start else 0
         last = self.ends[count_to_stop][1] if count_to_stop < len(self.ends) else len(self.messages) - 1

@@ -237,7 +237,6 @@ class RowImages:
             raise RowError(f"{name}: {error}") from error
 
     def _count_placeholders(self, text: str, placeholder: int) -> int:
-        """Count the tokens with the id `placeholder` in the text of one image or video."""
         ids = self.tokenizer.set_parsing(True).engine.encode(text, add_special_tokens=False).ids
         return ids.count(placeholder)
 

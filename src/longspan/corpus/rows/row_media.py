@@ -90,7 +90,6 @@ def _entry_path(entry: str, name: str) -> str:
 
 
 def _decode_data_url(url: str, name: str) -> bytes:
-    """Return the bytes of a data: URL. Raises RowError if it has none."""
     header, comma, text = url.partition(",")
     if not comma or not text:
         raise RowError(f"{name} is {shorten_path(url)!r}, which brings no bytes; give data:image/png;base64,…")

@@ -187,7 +187,6 @@ class ChatTemplate:
 
     @cached_property
     def _argument_forms(self) -> Mapping[bool, type | None]:
-        """Return the form of arguments that the template must have, if only one is right, with tools and without."""
         return {bool(tools): self._try_arguments(tools) for tools in (None, SOME_TOOL)}
 
     def _try_arguments(self, tools: Sequence[Any] | None) -> type | None:

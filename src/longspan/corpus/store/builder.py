@@ -320,7 +320,6 @@ class _Writer:
 
 
 def _text_numbers(encoded: Encoded) -> Integers:
-    """Number the texts of some documents from 0: a text is a row, which has its file and its position there."""
     begins = np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1) != 0
     return np.cumsum(begins) - 1
 
@@ -348,7 +347,6 @@ class _Progress:
     """Logs the progress of a build every few seconds."""
 
     def __init__(self, recipe: Recipe, log: LogLine) -> None:
-        """Start the clock; progress is counted in bytes of the recipe's files."""
         self._log, self._file_bytes = log, [source.bytes for source in recipe.sources]
         self._total_bytes = sum(self._file_bytes)
         self._file, self._bytes_before = 0, 0  # the number of the file that is read, and the bytes of all files before
@@ -379,11 +377,9 @@ class _Progress:
             self._log(f"{self._progress_line(writer, bytes_read)}, about {_duration(seconds_left)} left")
 
     def log_total(self, writer: _Writer) -> None:
-        """Log the progress at the end, with the bytes of all files."""
         self._log(self._progress_line(writer, self._total_bytes))
 
     def _progress_line(self, writer: _Writer, bytes_read: int) -> str:
-        """Describe how far the build is after `bytes_read` bytes, and its speed."""
         seconds = max(time.monotonic() - self._start_time, 1e-3)
         return (
             f"tokenized {bytes_read / 1e6:,.1f} of {self._total_bytes / 1e6:,.1f} MB: "

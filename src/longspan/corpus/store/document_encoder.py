@@ -332,7 +332,6 @@ class _Encoder:
         return answer
 
     def end_process(self) -> None:
-        """End the process, also in the middle of a batch."""
         self._worker.end()
         self._worker.connection.close()
 

@@ -83,7 +83,6 @@ def evaluate_saved(
 
 
 def _load_set_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
-    """Load the user's metrics of each set of the run, and of all other documents under ""; --metrics replaces all."""
     entries = (find_set(request.subjects[0].config, name, request.flag_keys) for name in ("", *request.sets))
     if request.metrics:
         return dict.fromkeys((entry.name for entry in entries), load_metrics(request.metrics, "--metrics"))

@@ -163,7 +163,6 @@ class _Link:
 
     @contextmanager
     def replay_attention(self) -> Iterator[None]:
-        """Open a context in which attention gives the outputs of the segment's second run, if these were kept."""
         recording, self._recording = self._recording, None
         with self._forget_attention() if recording is None else recording.recompute():
             yield

@@ -181,7 +181,6 @@ def _add_gradient(total: Tensor | None, gradient: Tensor) -> Tensor:
 
 
 def _take_narrowed_sum(sums: list[Tensor | None], index: int, parameter: Tensor) -> Tensor | None:
-    """Return sum `index` in its parameter's dtype, and drop the wider one from the list, so that it is freed."""
     total, sums[index] = sums[index], None
     return None if total is None else total.to(parameter.dtype)
 

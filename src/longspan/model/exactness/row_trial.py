@@ -80,7 +80,6 @@ class _Rows:
         return _Rows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
 
     def row_numbers(self, rows: int) -> Integers | None:
-        """The numbers of a tensor's rows, which are all or this rank's part of them; None for another size."""
         if rows == len(self.numbers):
             return self.numbers
         return self.numbers.reshape(self.parts, -1)[self.part] if rows * self.parts == len(self.numbers) else None
@@ -157,7 +156,6 @@ class _ObservedPass:
 
     @contextmanager
     def observe_calls(self, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Note and compare calls of these modules; inputs before other hooks, which count as part of their module."""
         with ExitStack() as stack:
             for name, module in {**modules, **layers}.items():
                 note_outputs: Callable[..., Any] = partial(self._note_outputs, name, name in layers)
@@ -208,7 +206,6 @@ class _ObservedPass:
                 self.errors[key] = self._relative_error(x[places[0]], earlier[places[1]], inputs)
 
     def _find_places(self, before: "_ObservedPass", x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Indices of compared rows in a tensor, and in that of the pass before; None if there are none."""
         sizes = len(x), len(earlier)
         if sizes not in self._places:
             here, there = self.rows.row_numbers(sizes[0]), before.rows.row_numbers(sizes[1])

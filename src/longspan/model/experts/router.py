@@ -125,7 +125,6 @@ class RouterStatistics:
 
 
 def _sum_batches(micro_batches: Sequence[RouterSums], experts: int) -> list[float] | Tensor:
-    """Sum (2 E + 1,) over micro-batches and routers: on the device, or zeros on the host if none has run."""
     sums = [router for micro_batch in micro_batches for router in micro_batch.by_router.values()]
     return torch.stack(sums).sum(0) if sums else [0.0] * (2 * experts + 1)
 

@@ -278,7 +278,6 @@ class _SpliceHook:
         self._shard = None
 
     def _take_ahead(self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Note and remove AHEAD, the keyword of calls for later tokens, which the embedding's forward does not know."""
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 

@@ -120,7 +120,6 @@ def _run_convolution(
     shard: object = None,
     **others: Any,
 ) -> Tensor:
-    """Run a causal convolution over the shard: hidden_states (1, C, T), weight (C, W) -> (1, C, T)."""
     x = hidden_states.to(weight.dtype).squeeze(0).t()
     silu = activation in ("silu", "swish")
     y = find_ops(shard, len(hidden_states), len(x)).convolve(x, weight, bias, silu)

@@ -90,7 +90,6 @@ def _apply_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means
 
 
 def _local_means(y: Tensor, groups: int) -> Tensor:
-    """Compute the mean square (…, features) of each feature's group, for groups that lie whole on this rank."""
     means = y.unflatten(-1, (groups, -1)).square().mean(-1)
     return means.repeat_interleave(y.shape[-1] // groups, -1)
 

@@ -315,6 +315,5 @@ def shard_and_view_rows(owner: nn.Module, name: str, rows: EvenRows | FusedRows,
 
 
 def _take_pieces(x: Tensor, dim: int, sizes: list[int], order: list[int]) -> Tensor:
-    """Cut a tensor along `dim` into pieces of these sizes, and join the pieces with the indices `order`."""
     pieces = x.split(sizes, dim)
     return torch.cat([pieces[i] for i in order], dim)

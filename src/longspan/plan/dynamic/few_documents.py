@@ -65,7 +65,6 @@ def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
 
 
 def _items_by_place(items: range | list[int], places: list[int], count: int) -> list[list[int]]:
-    """Return the items of each of `count` places (micro-batches or groups); `places` has the place of each item."""
     return [[item for item, place in zip(items, places, strict=True) if place == p] for p in range(count)]
 
 

@@ -132,7 +132,6 @@ class _Lanes:
         return best, earliest
 
     def _gang_degree(self, lanes: Ints) -> int:
-        """Return the slots of a gang of these lanes: all, or fewer of the last, as many as a degree allows."""
         return self.problem.widest_degree(int(self.width[lanes].sum()))
 
     def _gang_seconds(self, item: int, lanes: Ints) -> float:

@@ -147,7 +147,6 @@ class EncoderShape:
 
 
 def _window_squares(side: int, window: int) -> int:
-    """Return the sum of squared lengths, in patches, of the windows along a side; the last window may be shorter."""
     return side // window * window**2 + (side % window) ** 2
 
 

@@ -161,7 +161,6 @@ def _check_largest_item(table: ItemTable, rows: ModalityRows, planning: EncoderP
 
 
 def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Integers:
-    """Return for each row of the modality's items the number of the wave that encodes it."""
     wave_of_item = np.zeros(len(rows.items), dtype=np.int64)
     for index, micro_batch in enumerate(micro_batches):
         for group in micro_batch.groups:

@@ -275,7 +275,6 @@ def check_first_size(request: Request) -> None:
 
 
 def _heads_text(request: Request) -> str:
-    """Return the query heads in the words of a message."""
     shared = f" (of each rank, {request.heads} / tp {request.tp})" if request.tp > 1 else ""
     return f"{(request.heads or 0) // request.tp} query heads{shared}"
 

@@ -134,7 +134,6 @@ def _speed_section(live: LiveRun) -> str:
 
 
 def _column_chart(live: LiveRun, title: str, name: str, color: int) -> Chart:
-    """Return the chart of the column `name` of the steps, in the page's colour number `color`."""
     events = tuple((step, "") for step, _ in resume_events(live.run))
     unit = "tokens per second" if name == "tokens_per_second" else "seconds"
     curves = column_curves(live.run, name, color)
@@ -217,7 +216,6 @@ def _rank_words(home: dict[str, int], ranks: int) -> str:
 
 
 def _note_section(live: LiveRun) -> str:
-    """Return the notes as a list, each cut to 500 characters, because a note may quote a damaged file."""
     if not live.notes:
         return ""
     return section("Notes", tag("ul", *(tag("li", text(note[:500])) for note in live.notes), class_="notes"))

@@ -76,7 +76,6 @@ class LiveRun:
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 53), 0)
 
     def _steps_key(self) -> object:
-        """Return the value of train.steps in the configuration, of any type; 0 without a section [train]."""
         train = self.run.config.get("train")
         return train.get("steps") if isinstance(train, dict) else 0
 
@@ -169,7 +168,6 @@ class LiveRecords:
             self._saves = [*(save for save in self._saves if save.step < step), Save(step, *figures)][-LAST_SAVES:]
 
     def _add_evaluation(self, row: Mapping[str, Any]) -> None:
-        """Enter an evaluation, in place of an earlier one with the same key; note a row that cannot be read."""
         try:
             if (evaluation := EvalRow.from_row(row)) is not None:
                 self._evaluations[evaluation.record_key] = evaluation
@@ -261,7 +259,6 @@ def _find_checkpoints(path: Path, config: Mapping[str, Any]) -> tuple[tuple[int,
 
 
 def _failure_notes(path: Path) -> Iterator[str]:
-    """Yield a sentence for each folder that a run writes only where something went wrong: hang and memory."""
     if (path / "hang").is_dir():
         yield "a collective failed or timed out; what torch recorded is in the folder hang"
     if (path / "memory").is_dir():

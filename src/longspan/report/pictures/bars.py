@@ -218,7 +218,6 @@ def _stack_groups(
 
 
 def _document_shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]:
-    """Return each document of a group with its share of the bar, longest first: by work, or by rows without a cost."""
     rows = np.asarray(group.laid_out, float)
     work = rows if cost is None else cost.linear_seconds * rows + cost.attention_seconds * rows * rows
     total = float(work.sum()) or 1.0

@@ -75,7 +75,6 @@ class _Canvas:
         self.bottom, self.right = _TOP + slot_height * picture.plan.slots, width - _RIGHT
 
     def x(self, value: float) -> float:
-        """Return the x in pixels of a time in seconds, or of a number of rows."""
         return _LEFT + value * self.x_scale
 
     def panels(self) -> str:
@@ -107,7 +106,6 @@ class _Canvas:
         return rect + self._bar_label(bar, x + width / 2, y + height / 2 + 3.8, width, height)
 
     def _bar_label(self, bar: Bar, x: float, y: float, width: float, height: float) -> str:
-        """Return the longest name of a document that fits into its bar, as text at (x, y); "" if none fits."""
         length = self.plan.lengths[bar.document]
         names = (f"document {bar.document} · {length:,}", f"{bar.document} · {number_text(length)}", f"{bar.document}")
         name = next((n for n in names if width >= 6.4 * len(n) + 6), "")  # pixels of a character, and of both margins

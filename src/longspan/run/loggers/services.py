@@ -83,7 +83,6 @@ class WandbLogger:
 
 
 def _evaluation_key(row: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Step, degree and name of the set: no two evaluations share them."""
     return row["step"], row["cp"], row.get("eval_name", "")
 
 

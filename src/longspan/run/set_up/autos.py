@@ -118,6 +118,5 @@ def model_cost(
 
 
 def _target_share(corpus: Corpus) -> float:
-    """Return the share of all tokens that are predicted; 1 for a corpus that marks no targets."""
     tokens = max(1, int(corpus.lengths.sum()))
     return 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)

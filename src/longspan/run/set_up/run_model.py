@@ -139,7 +139,6 @@ def set_up_model(
 
 
 def _corpus_vocabulary_size(data: RunData, config: RunConfig) -> int:
-    """Return the number of ids of the tokenizer that data.tokenizer names, else data.vocab_size, that of a new one."""
     return data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
 
 

@@ -317,5 +317,4 @@ def _coming_plans(run: TrainingRun) -> list[Plan]:
 
 
 def _evaluation_plan(run: TrainingRun) -> Plan | None:
-    """Make the plan in which the held-out documents are evaluated; None if there are none."""
     return run.evaluation_choice.plan(run.held_out.lengths, run.world.home) if run.held_out else None

@@ -263,7 +263,6 @@ class _Copies:
         return self._copy_pairs(pairs, self._to_device)
 
     def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy into each first tensor, of the host, the second one, which stays until `wait_for_stores`."""
         self._copy_pairs(pairs, self._to_host)
 
     def _copy_pairs(
@@ -285,7 +284,6 @@ class _Copies:
         return arrived
 
     def wait_for_fetch(self, arrived: torch.cuda.Event | None) -> None:
-        """Let what is computed next wait for a bucket to arrive."""
         if arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(arrived)
 
@@ -309,5 +307,4 @@ def _has_numbers(value: Any) -> bool:
 
 
 def _cast_state(value: Tensor, parameter: Tensor, name: str) -> Tensor:
-    """Return a loaded state in the type that torch's `load_state_dict` gives it: the parameter's, except for "step"."""
     return value.to(parameter.dtype) if parameter.is_floating_point() and name != "step" else value

@@ -64,7 +64,6 @@ def _make_pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Par
 
 
 def _shard_like(whole: Tensor, like: DTensor) -> DTensor:
-    """Return this rank's shard of a whole tensor as a DTensor, sharded as `like` is; without communication."""
     mesh, placements = like.device_mesh, like.placements
     local = whole[local_block(whole.shape, mesh, placements)].clone()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())

@@ -64,7 +64,6 @@ class Part:
         return make_sharded_tensor(value, local) if self.whole else self._view_like(value, local)
 
     def _view_like(self, like: Tensor, local: Tensor) -> Tensor:
-        """Return a part's numbers as the optimizer gets them: a DTensor if `like` is one, unless `plain`."""
         return local_dtensor(local, like) if isinstance(like, DTensor) and not self.plain else local
 
 

@@ -95,7 +95,6 @@ class StochasticRounding(Optimizer):
         return state
 
     def _round_value(self, value: Any, parameter: nn.Parameter, key: Key, stream: int) -> Any:
-        """Round an updated float32 tensor of a bfloat16 parameter to bfloat16; counts of steps and the like stay."""
         if not _is_wide(value) or parameter.dtype != torch.bfloat16:
             return value
         return round_by_places(value, key, self._bits.places(parameter), stream)
@@ -106,5 +105,4 @@ def _widen_value(value: Any) -> Any:
 
 
 def _is_wide(value: Any) -> bool:
-    """Return whether a state is a float32 tensor with dims: a moment, not a count of steps."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.dtype == torch.float32

@@ -277,7 +277,6 @@ class _Local:
     """The documents that this rank brings, once it has read them: facts and rows of each."""
 
     def __init__(self) -> None:
-        """Begin without documents: facts and columns of each, and whether any label is another than its token."""
         self._facts, self._documents = list[tuple[int, ...]](), list[dict[str, Integers]]()
         self._names, self._labelled = NamesOfValues(), False
 

@@ -109,7 +109,6 @@ def reading_error(error: Exception, world: World) -> DataError:
 
 
 def _bind_padded(micro_batch: MicroBatch, plan: Plan, world: World) -> SequenceShard:
-    """Bind a micro-batch with padding: to the multiple of rows that the plan needs, and to one row at least."""
     return bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
 
 

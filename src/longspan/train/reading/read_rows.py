@@ -127,7 +127,6 @@ class _Reader:
         names: NamesOfValues,
         depths: int,
     ) -> None:
-        """Begin with arrays for `rows` local rows: one set for the model, and one for each of the `depths`."""
         self._documents, self._vocabulary, self._items = documents, vocabulary, items
         self._names = names
         self._at_depth = [_Arrays(rows) for _ in range(depths + 1)]

@@ -154,7 +154,6 @@ class Encoding:
         )
 
     def _name_part(self, part: str) -> AbstractContextManager[None]:
-        """Return a context in which an error of a collective says what the ranks were doing."""
         return self._world.watch.naming(part, self._world.home.ranks)
 
     def _raise_errors_together(self, errors: Sequence[ModelError | None]) -> None:
@@ -169,7 +168,6 @@ def _last_stage(language_model: nn.Module) -> int:
 
 
 def _batch_items(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> ItemTable:
-    """Return the table of the items in documents of these micro-batches, under their numbers in the whole table."""
     documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
     index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
     if len(index) == len(table):

@@ -57,7 +57,6 @@ class TokenLogProbs:
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:
-        """Where each document's numbers begin in `values`, and where the last one's end (D + 1,)."""
         return np.cumsum((0, *self.lengths))
 
 

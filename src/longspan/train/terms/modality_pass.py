@@ -146,7 +146,6 @@ class _LocalWave:
 
 
 def _smallest_item(wave: MicroBatch, slot: int) -> MicroBatch:
-    """Return a micro-batch of the wave's smallest item on this slot, for a slot that has no item of the wave."""
     rows, item = min(
         (rows, item) for group in wave.groups for item, rows in zip(group.documents, group.lengths, strict=True)
     )
@@ -301,7 +300,6 @@ class ModalityPass:
             shard.derived.add_items(leaf, spliced, added)
 
     def _rows_by_layer(self, rows: Tensor) -> Sequence[Tensor]:
-        """Split rows (n, width · (1 + k)) into those of the embedding and those added after each of k first layers."""
         with torch.set_grad_enabled(self.trains):
             return rows.split(self.width, -1) if self.encoder.deep_layers else (rows,)
 

@@ -138,7 +138,6 @@ def _has_weight_and_eps(norm: nn.Module) -> bool:
 
 
 def _count_groups(norm: nn.Module) -> int:
-    """Return over how many groups of features a norm takes means, from the size or the number of groups; else 1."""
     size, groups = getattr(norm, "group_size", None), getattr(norm, "n_groups", None)
     return norm.weight.numel() // size if isinstance(size, int) else groups if isinstance(groups, int) else 1  # pyright: ignore
 
