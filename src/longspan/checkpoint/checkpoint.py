@@ -168,7 +168,10 @@ def load_checkpoint(
         moments = StoredMoments.of(_names_under("optimizer.", stored))
         drop_absent_moments(path, moments, model, optimizer, tensors, world)
     # These are not read, and go back into the optimizer as they are.
-    hyperparameters = {name: tensors["optimizer"].pop(name) for name in _hyperparameter_names(tensors)}
+    hyperparameters = {
+        name: tensors["optimizer"].pop(name)
+        for name in [name for name in tensors.get("optimizer", {}) if name.startswith(SETTINGS)]
+    }
     try:
         with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks, is_work=True):
             reader = PatientReader(path, metadata, world)
@@ -316,10 +319,6 @@ def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
             f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} that this model has not "
             f"({', '.join(extra[:2]) or 'none'}); load it with the model that it was saved from"
         )
-
-
-def _hyperparameter_names(tensors: Mapping[str, Any]) -> list[str]:
-    return [name for name in tensors.get("optimizer", {}) if name.startswith(SETTINGS)]
 
 
 def _log_nothing(_: str) -> None:

@@ -184,7 +184,6 @@ def _check_value(flag: str, value: str | None, kind: Any) -> None:
 
 
 def _list_type(kind: Any) -> Any:
-    """Return the tuple type of a flag that takes a list, be it only one of several types; None for other flags."""
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return next((option for option in options if get_origin(option) is tuple), None)
 

@@ -104,7 +104,6 @@ def error_line(error: LongspanError) -> str:
 
 
 def _escape_controls(text: str) -> str:
-    """Escape characters that steer a terminal in a text, which may hold names from other people's files."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

@@ -77,7 +77,6 @@ def choose_processes(
 
 
 def _gpu_note(ranks: int, gpus: int) -> str:
-    """Write a note about this host's processes and its idle GPUs; under torchrun only about idle GPUs, "" for none."""
     if has_torchrun():
         advice = f"torchrun --nproc-per-node {gpus} uses all"
         return f"{ranks} of {gpus} GPUs used, {gpus - ranks} idle: {advice}" if ranks < gpus else ""

@@ -169,7 +169,7 @@ class World:
             )
             self.channels.make_parents()
             # As the home's first rank sees them, for every rank must choose alike: slots of a node, and the seed.
-            slots = max(1, _ranks_of_node(len(self.home.ranks)) // self.home.tp)
+            slots = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", len(self.home.ranks))) // self.home.tp)
             reads_nodes = reports is not None and place.rank == self.home.ranks[0]
             nodes = read_nodes(store, prefix, place.size) if reads_nodes else None
             self.node_size: int
@@ -308,11 +308,6 @@ def _node_name() -> str:
     """Name this machine for messages: torchrun's number of the node, if torchrun started this process, and the host."""
     number = os.environ.get("GROUP_RANK")
     return f"host {gethostname()}" if number is None else f"node {number} (host {gethostname()})"
-
-
-def _ranks_of_node(ranks: int) -> int:
-    """Return how many ranks run on this machine: torchrun's LOCAL_WORLD_SIZE, all where it is not set."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def _check_rank_count(home: Layout, size: int) -> None:

@@ -179,14 +179,14 @@ def read_choice_word(value: object, kind: Any) -> object:
 
     This is for keys that hold one of several words.
     """
-    if get_origin(kind) is not Literal or not _is_bool_or_text(value) or str(value).lower() not in ("true", "false"):
+    if (
+        get_origin(kind) is not Literal
+        or not isinstance(value, bool | str)
+        or str(value).lower() not in ("true", "false")
+    ):
         return value
     words = ("full", "modules") if str(value).lower() == "true" else ("none",)
     return next((word for word in words if word in get_args(kind)), value)
-
-
-def _is_bool_or_text(value: object) -> bool:
-    return isinstance(value, bool | str)
 
 
 def _fitting_value(value: object, option: Any) -> object | None:

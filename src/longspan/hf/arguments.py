@@ -79,7 +79,9 @@ class LongspanArguments:
             value = getattr(self, name)
             if value in ("", []) or (value == NOT_GIVEN and name.startswith("eval_")):  # it is not given
                 continue
-            keys[f"{_section_name(name)}.{name}"] = _read_number(value)
+            keys[f"{_section_name(name)}.{name}"] = (
+                int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value
+            )
         with words_of_scripts():
             return load_config(None, keys)
 
@@ -120,8 +122,3 @@ def _section_name(name: str) -> str:
     if name in PARALLEL:
         return "parallel"
     return "train" if name in TRAIN else "run" if name == "machine" else "context"
-
-
-def _read_number(value: Any) -> Any:
-    """Return an integer for a string that is one, as fields for "auto" or a number are strings; others as they are."""
-    return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value

@@ -136,7 +136,11 @@ class FilesPart(StockTrainer):
         """With the groups go the rows of a step, in which data order is counted, and the seed of dropout's masks."""
         optimizer, root = self._torch_optimizer(), Path(output_dir)
         groups = [
-            {key: _as_plain_values(value) for key, value in group.items() if key != "params"}
+            {
+                key: (value.item() if isinstance(value, Tensor) else value)
+                for key, value in group.items()
+                if key != "params"
+            }
             for group in optimizer.param_groups
         ]
         state = {"rows": self._rows_of_step(), "seed": self.world.seed, "groups": groups}
@@ -283,11 +287,6 @@ def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
     finally:
         for index, group in empty:
             optimizer.param_groups.insert(index, group)
-
-
-def _as_plain_values(value: Any) -> Any:
-    """Return a setting of an optimizer as JSON takes it, a tensor as its number; JSON keeps every digit of a float."""
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def _restore_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, Any]]) -> None:

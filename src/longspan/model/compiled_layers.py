@@ -163,7 +163,11 @@ def _compile_layer(layer: nn.Module) -> None:
     run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)
     layer_run = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
     setattr(layer, _IS_COMPILED, True)
-    layer.forward = partial(_run_within_checkpoint, layer_run) if _checkpoints_in_forward(layer) else layer_run
+    layer.forward = (
+        partial(_run_within_checkpoint, layer_run)
+        if (isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer))
+        else layer_run
+    )
 
 
 def _set_up_compiler() -> None:
@@ -208,10 +212,6 @@ def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
 
 def _own_forward(layer: nn.Module) -> Callable[..., Any]:
     return inspect.unwrap(type(layer).forward)
-
-
-def _checkpoints_in_forward(layer: nn.Module) -> bool:
-    return isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
 
 
 class _LayerRun:

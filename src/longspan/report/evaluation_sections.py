@@ -145,7 +145,10 @@ def degrees_table(rows: Sequence[EvalRow]) -> str:
     """
     base, memory = rows[0], any(row.activation_bytes for row in rows)
     names = ("cp", "loss", "perplexity", "tokens", *(["added memory of a GPU"] * memory), "relative difference", "")
-    head = tag("thead", tag("tr", *(tag("th", name, class_=_column_class(name)) for name in names)))
+    head = tag(
+        "thead",
+        tag("tr", *(tag("th", name, class_="minor" if name in ("perplexity", "tokens") else None) for name in names)),
+    )
     table = tag("table", head, tag("tbody", *(_degree_row(row, base, memory=memory) for row in rows)))
     note = (
         f"The weights after step {base.step:,}, the same documents. "
@@ -167,10 +170,6 @@ def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
     # 2 and 3 are perplexity and tokens, which narrow pages leave out
     figures = (tag("td", text(cell), class_="minor" if i in (2, 3) else None) for i, cell in enumerate(cells))
     return tag("tr", *figures, tag("td", verdict[0], class_=verdict[1]))
-
-
-def _column_class(name: str) -> str | None:
-    return "minor" if name in ("perplexity", "tokens") else None
 
 
 def samples_section(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -199,11 +198,11 @@ def _sample_row(row: Mapping[str, Any]) -> str:
 def _image_tags(pictures: Sequence[str]) -> Iterator[str]:
     for i, picture in enumerate(pictures, 1):
         source = f"data:image/png;base64,{picture}"
-        yield f'<img src="{source}" alt="image {i}" class="sample">' if _is_base64(picture) else ""
-
-
-def _is_base64(picture: object) -> bool:
-    return isinstance(picture, str) and picture.replace("+", "").replace("/", "").rstrip("=").isalnum()
+        yield (
+            f'<img src="{source}" alt="image {i}" class="sample">'
+            if (isinstance(picture, str) and picture.replace("+", "").replace("/", "").rstrip("=").isalnum())
+            else ""
+        )
 
 
 def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:

@@ -273,7 +273,11 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     if len(mfu):
         yield "model FLOPs utilisation", f"{100 * np.median(mfu):.1f}%", f"median; {median:.0f} TFLOP/s a device"
     elif len(tflops):
-        yield "model FLOPs", _flops_text(median), "of a device, median of all steps"
+        yield (
+            "model FLOPs",
+            (f"{median:.3g} TFLOP/s" if median >= 1 else f"{1e3 * median:.3g} GFLOP/s"),
+            "of a device, median of all steps",
+        )
     if len(bound) and run.facts is not None:
         detail = f"median: the plan's lower bound, priced for {run.facts.priced_for}, over the time"
         yield "share of the plan's bound", f"{100 * np.median(bound):.0f}%", detail
@@ -286,7 +290,3 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         balance, as_planned = (float(np.median(values)) if len(values) else 1.0 for values in balances)
         detail = f"of the step, median; {100 * np.median(predicted):.0f}% predicted; busiest rank {balance:.2f} of the "
         yield "encoder", f"{100 * np.median(measured):.0f}%", detail + f"mean, {as_planned:.2f} predicted"
-
-
-def _flops_text(tflops: float) -> str:
-    return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"

@@ -146,7 +146,7 @@ def prepare_run_model(
         fused_norms=config.train.fused_norms,
         float8=_float8_products(config, world, training=training),
         compiled=config.train.compiled,
-        segment_layers=_segment_layers(memory),
+        segment_layers=memory.segment_layers if memory is not None and set(memory.measures) != {"none"} else 0,
         mlp_tile_rows=config.train.mlp_tile_rows if memory is None else memory.mlp_tile_rows,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,
@@ -175,11 +175,6 @@ def _memory_options(config: RunConfig, memory: "MemoryPlan | None", *, training:
     if training and checkpointing != "none":
         options |= {"offload_activations": config.train.offload_activations}
     return options | {"activation_checkpointing": checkpointing}
-
-
-def _segment_layers(memory: "MemoryPlan | None") -> int:
-    """Return how many layers a recomputed segment has, as a plan of memory chose; 0 where none recomputes."""
-    return memory.segment_layers if memory is not None and set(memory.measures) != {"none"} else 0
 
 
 def _encoder_home(config: RunConfig, world: World, **settings: Any) -> Any:

@@ -113,11 +113,9 @@ class _Bench:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the bench began."""
         return time.perf_counter() - self.began
 
     def measure_samples(self) -> list[Sample]:
-        """Time everything that a machine has a figure for, part after part."""
         samples = self._time_trials([*self._step_trials(), *self._host_trials()], "steps of a model")
         self.model = None  # its memory is free for what follows
         samples += self._time_trials([*self._attention_trials(), *self._memory_trials()], "attention and memory")
@@ -193,7 +191,6 @@ class _Bench:
         return plan
 
     def _step_call(self, plan: Plan) -> Callable[[], object]:
-        """Return a call that runs a step of this plan over random tokens, without a message for the gradients' sum."""
         self.replicas.prepare(plan)
         random = np.random.default_rng(0)
         documents = [random.integers(0, self.vocabulary, length) for length in plan.lengths]
@@ -241,7 +238,6 @@ class _Bench:
         return 7 * self.shape.query_width * squares
 
     def _memory_trials(self) -> Iterator[Trial]:
-        """Yield passes that read and write numbers in float32."""
         for count in PASS_NUMBERS[self.device]:
             x = torch.zeros(count, device=self.world.device)
             name, counts = f"memory: {8 * count:,} bytes read and written", {"calls": 1, "bytes": 8.0 * count}
@@ -275,7 +271,6 @@ class _Bench:
             yield from self._sizes("across", "point", lambda n: self._shift(ring, n))
 
     def _sizes(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
-        """Yield a trial of one kind of message for each size; `make` gives the call to time, of a size in bytes."""
         for size in MESSAGE_BYTES[self.device]:
             turns = next((count for limit, count in TURNS.items() if size <= limit), 1)
             name, counts = f"{kind} {level}: {size:,} bytes", {"messages": 1, "bytes": float(size)}
@@ -308,7 +303,6 @@ def _attend_both_ways(inputs: tuple[Tensor, Tensor, Tensor], gradient: Tensor, s
 
 
 def _load_timed_model(settings: CalibrationSettings) -> Any:
-    """Load the model that is timed: from a folder, or random weights of a preset at the vocabulary of the bench."""
     if settings.model:
         return load_model(settings.model, dtype=settings.dtype)
     # Tiny presets are made for a vocabulary; published ones bring their own, which is replaced.

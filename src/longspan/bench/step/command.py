@@ -67,7 +67,6 @@ def record_markdown(record: dict[str, Any]) -> str:
 
 
 def _record_title(record: dict[str, Any]) -> str:
-    """Write the title of a record: the model, the ranks, the documents, and every setting that decides a step."""
     shape = record["shape"]
     experts = f", {shape['experts']} experts" if shape["experts"] else ""
     offloaded = " offloaded" if record["offload"] else ""
@@ -84,7 +83,6 @@ def _record_title(record: dict[str, Any]) -> str:
 
 
 def _documents_text(record: dict[str, Any]) -> str:
-    """Write which documents were timed."""
     if record["sequences"]:
         return "one sequence at a time"
     return (
@@ -94,18 +92,15 @@ def _documents_text(record: dict[str, Any]) -> str:
 
 
 def _table_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Write the rows of the record that have figures, in the columns of `_NAMES`."""
     return [_record_row(row, _plan_bytes_text(record)) for row in record["rows"] if "missing" not in row]
 
 
 def _plan_bytes_text(record: dict[str, Any]) -> str:
-    """Write the planned peak of what torch allocates, without the CUDA context and communicators; "" without a plan."""
     memory = record.get("memory")
     return bytes_text(memory["device"]["total"] - memory["device"]["communicators"]) if memory else ""
 
 
 def _memory_text(record: dict[str, Any]) -> str:
-    """Write what layers keep by the plan of memory, what is gathered once or on the host; "" without a plan."""
     if not (memory := record.get("memory")):
         return ""
     gathered = ", weights gathered once" if memory["gathered_once"] else ""
@@ -115,7 +110,6 @@ def _memory_text(record: dict[str, Any]) -> str:
 
 
 def _retries_lines(record: dict[str, Any]) -> list[str]:
-    """Write a line for each row whose allocator ran out and gave cached memory back, with how often it did."""
     return [
         f"{row['name']}: {retries_text(row['allocator_retries'], row['peak_bytes'], row['reserved_bytes'])}"
         for row in record["rows"]
@@ -124,7 +118,6 @@ def _retries_lines(record: dict[str, Any]) -> list[str]:
 
 
 def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
-    """Write the row of one planner: loss, seconds, speed, prediction, FLOPs and memory; "" for what was not planned."""
     planned = "predicted_seconds" in row
     return (
         row["name"],
@@ -142,12 +135,10 @@ def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
 
 
 def _part_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Write the seconds by part of the rows that were profiled."""
     return [(name, *part_cells(profiled)) for name, profiled in _list_profiled_ranks(record)]
 
 
 def _list_profiled_ranks(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """List what was profiled: of each row the first rank, and the busiest one where it computes longer."""
     profiled = list[tuple[str, dict[str, Any]]]()
     for row in record["rows"]:
         if "parts" in row:
@@ -158,7 +149,6 @@ def _list_profiled_ranks(record: dict[str, Any]) -> list[tuple[str, dict[str, An
 
 
 def _kernel_tables(record: dict[str, Any]) -> str:
-    """Write the kernels that take most of the profiled steps, by row and rank."""
     tables = [
         f"Longest kernels of {row_name}:\n\n"
         + markdown_table(KERNEL_TITLES, [(f"`{name}`", *cells) for name, *cells in kernel_rows(profiled)])
@@ -168,7 +158,6 @@ def _kernel_tables(record: dict[str, Any]) -> str:
 
 
 def _missing_text(record: dict[str, Any]) -> str:
-    """Write a line for each peer that did not run, with its reason."""
     return "".join(f"\n- {row['name']}: not available: {row['missing']}" for row in record["rows"] if "missing" in row)
 
 

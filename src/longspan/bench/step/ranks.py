@@ -59,19 +59,16 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
 
 
 def _log_first_rank(rank: int, line: str) -> None:
-    """Print a line to standard error on rank 0 alone."""
     if rank == 0:
         print(line, file=sys.stderr)
 
 
 def _empty_record(settings: StepSettings, world: World) -> dict[str, Any]:
-    """Make a record of settings, machine and versions, without rows."""
     about = {"backend": world.backend, "machine": machine_facts(), "versions": versions()}
     return {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json(), "memory": None, **about, "rows": []}
 
 
 def _planner_cases(settings: StepSettings, world: World) -> Cases:
-    """Yield the cases of every planner over one model, which is freed before a peer makes its own."""
     if settings.planners:
         training = _make_training(settings, world)
         for batch in settings.batches():
@@ -120,7 +117,6 @@ def _make_run_memory(settings: StepSettings, world: World) -> RunMemory:
 
 
 def _memory_cost(settings: StepSettings, memory: MemoryPlan, log: LogLine) -> Cost:
-    """Return the cost by which plans are priced, with the recomputation that the plan of memory chose."""
     gpu, slots = settings.device == "cuda", settings.home.slots
     return find_run_cost(settings.config, settings.configuration, log, gpu=gpu, slots=slots, memory=memory)
 
@@ -135,7 +131,6 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
     losses: list[float] = []
 
     def take_step() -> None:
-        """Take the next step of the run, and note its loss."""
         losses.append(training.take_step(plan, documents, len(losses)).loss)
 
     timings = measure_steps(settings, take_step, training.world)

@@ -134,7 +134,6 @@ class StepSettings:
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
     def _planner_config(self, planner: str) -> RunConfig:
-        """Return the configuration with this planner in place of its own."""
         return replace(self.config, context=replace(self.config.context, planner=planner))
 
     def plan(self, planner: str) -> Plan:
@@ -211,7 +210,6 @@ def make_settings(
 
 
 def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
-    """Choose the planners to compare. Raises ConfigError for others, and where nothing is left to time."""
     names = ", ".join(PLANNERS)
     default = config.context.planner if flags.config else ",".join(PLANNERS)
     planners = tuple(planner for planner in (flags.planners or default).split(",") if planner != "none")
@@ -223,7 +221,6 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
 
 
 def _set_default_model(config: RunConfig, *, gpu: bool) -> RunConfig:
-    """Set a model of a published size on GPUs, where none is named; CPUs keep the configuration's tiny default."""
     model = config.model
     if not gpu or model.source or model.preset:
         return config
@@ -302,7 +299,6 @@ def _check_cap(flags: StepFlags, config: RunConfig) -> None:
 
 
 def _vendor_peak(config: RunConfig) -> float:
-    """Return the vendor's peak in TFLOP/s of this GPU in the dtype of arithmetic; 0 where it is not known."""
     import torch
 
     kind = str(compute_dtype(config.model, "cuda")).removeprefix("torch.")

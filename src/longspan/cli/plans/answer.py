@@ -159,7 +159,6 @@ def _largest_parts(way: Fit) -> dict[str, int]:
 
 
 def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Count the groups of each degree in some plans, and the share of all tokens that they have."""
     groups, tokens = Counter[int](), Counter[int]()
     for row in (row for plan in plans for row in group_counts(plan)):
         groups[row["degree"]] += row["count"]
@@ -422,7 +421,6 @@ def _ways_table(answer: Answer) -> str:
 
 
 def _refusal_line(answer: Answer) -> str:
-    """Write in one line what would fit, and why what was asked does not: the bytes that are missing."""
     run, memory, other = answer.run, answer.ways[0].memory, answer.way_out
     if other is None:
         way_out = f"no number of such GPUs up to {run.gpus.count << DOUBLINGS} would do with these keys"

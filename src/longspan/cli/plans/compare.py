@@ -137,7 +137,6 @@ def run_comparison(flags: CompareFlags) -> int:
 
 
 def _slot_price(flags: CompareFlags, slots: int, mode: str) -> Cost:
-    """Return the cost of one of `slots` slots: the price of a device, whose work the slot's tp ranks share."""
     training = not (flags.evaluation or flags.which_eval_degree)
     return read_price(flags, slots=slots, tp=flags.tp, mode=mode, training=training).shared_by(flags.tp)
 

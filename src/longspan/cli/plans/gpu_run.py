@@ -241,7 +241,6 @@ def can_scale(model: Any) -> bool:
 
 
 def _shared_rope(model: Any) -> dict[str, Any]:
-    """Return the rotary parameters that all layers share, with their `rope_type` ("default": no scaling)."""
     reader = ConfigReader.read_whole(model)
     for name in ("rope_parameters", "rope_scaling"):  # the second in versions of transformers before 5
         value = reader.value(name)
@@ -255,7 +254,6 @@ def _is_nested(rope: Any) -> bool:
 
 
 def _lacks_positions(model: Any) -> bool:
-    """Return whether a hybrid's attention has no rotary positions, so that they limit no document."""
     if not has_mixers(model):
         return False
     reader = ConfigReader.of(model)

@@ -129,7 +129,11 @@ class PairRounds:
 
     def _exchange_objects(self, member: int, value: object, *, sends: bool = True, receives: bool = True) -> Any:
         """Exchange objects with a member: their sizes, and then those that are not None."""
-        packed = _pack_value(value) if sends else torch.empty(0)
+        packed = (
+            (torch.empty(0) if value is None else torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8))
+            if sends
+            else torch.empty(0)
+        )
         size = int(
             self._exchange_tensors(member, torch.tensor(len(packed), device="cpu"), sends=sends, receives=receives)
         )
@@ -143,8 +147,3 @@ class PairRounds:
         works += [self._group.send([sent], peer, self._tag)] if sent is not None and sent.numel() else []
         for work in works:
             work.wait(timedelta(seconds=self._limit()))
-
-
-def _pack_value(value: object) -> Tensor:
-    """Return the pickled bytes of a value; none of None."""
-    return torch.empty(0) if value is None else torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

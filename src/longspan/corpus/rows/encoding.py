@@ -129,14 +129,12 @@ def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
     if not isinstance(values, list):
         raise RowError(f"{name} is {type_name(values)}; give a list of integers: {preview(values)}")
     # Of other entries than numbers, such as lists of different lengths, numpy may fail to make an array.
-    array = np.asarray(values) if _are_numbers(values) else None
+    array = (
+        np.asarray(values) if all(isinstance(value, int | float | np.number | np.bool_) for value in values) else None
+    )
     if array is None or (len(array) and array.dtype.kind not in "iub"):  # numpy makes floats of an empty list
         raise RowError(f"{name} holds something else than integers; give a list of integers: {preview(values)}")
     return array.astype(np.int64)
-
-
-def _are_numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int | float | np.number | np.bool_) for value in values)
 
 
 def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.NDArray[np.int64]:
@@ -238,7 +236,10 @@ class RowEncoding:
             return [BadRow(row.where, str(error), error.masked)]
         except LongTextError as error:
             return [BadRow(row.where, str(error))]
-        return [_masked_row(row) if _has_no_target(sample) else sample for sample in samples]
+        return [
+            _masked_row(row) if (sample.labels is not None and not (sample.labels[1:] != NO_TARGET).any()) else sample
+            for sample in samples
+        ]
 
     def _encode_by_kind(self, row: Row) -> list[Sample]:
         """Prompt and completion as lists of messages are one conversation, in which the messages of the prompt are no
@@ -298,10 +299,6 @@ class RowEncoding:
         if media and self.kind == "input_ids":
             raise RowError("images stand beside input_ids; give text or messages, whose placeholders are made here")
         return bare_values, media
-
-
-def _has_no_target(sample: Sample) -> bool:
-    return sample.labels is not None and not (sample.labels[1:] != NO_TARGET).any()
 
 
 def _masked_row(row: Row) -> BadRow:

@@ -31,7 +31,11 @@ def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
     message, whose parts lack keys with null: templates ask whether a part has a key.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        hint = "; from and value are called role and content here" if _is_sharegpt(message) else ""
+        hint = (
+            "; from and value are called role and content here"
+            if (isinstance(message, dict) and {"from", "value"} <= message.keys())
+            else ""
+        )
         raise RowError(f"{name} needs an object with a string role; found {preview(message)}{hint}")
     content = message.get("content")
     if isinstance(content, list):
@@ -111,10 +115,6 @@ def read_json_value(value: Any, name: str) -> Any:
         return value if not isinstance(value, str) else parse_json(value) if value.strip() else None
     except ValueError as error:
         raise RowError(f'"{name}" is a string that is no JSON: {error}') from error
-
-
-def _is_sharegpt(message: Any) -> bool:
-    return isinstance(message, dict) and {"from", "value"} <= message.keys()
 
 
 class Field(NamedTuple):

@@ -76,7 +76,7 @@ def draw_copy(
     # The CPU's generator is always forked; these are others, and the type is theirs: without any it has no effect.
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(_short_seed(path, seed))
+        torch.manual_seed(zlib.crc32(path.encode()) ^ (seed * 0x9E3779B1 % 2**32))
         drawn.apply(initialise)  # children before parents, as transformers does
     if _list_unset(drawn):  # parameters that the model's function leaves to their module's constructor
         for inner in drawn.modules():
@@ -107,7 +107,3 @@ def _fill_class_defaults(module: nn.Module) -> None:
     new_module = type(module)(**({"dtype": torch.float32} if any(p.name == "dtype" for p in arguments) else {}))
     for name in unset:
         module.get_parameter(name).copy_(new_module.get_parameter(name))
-
-
-def _short_seed(path: str, seed: int) -> int:
-    return zlib.crc32(path.encode()) ^ (seed * 0x9E3779B1 % 2**32)  # an odd factor: no two seeds below 2**32 are one

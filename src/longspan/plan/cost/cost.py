@@ -542,11 +542,9 @@ def _network_seconds(cost: Cost, rows: Rows, around: Floats, computed: Floats) -
     back = keys * np.where(copies > 1, network.gradient_share / network.block_share, 1.0)
 
     def step(size: Floats) -> Floats:
-        """Return the seconds of a message to the next member of a ring, for which all wait where it crosses hosts."""
         return np.where(is_inside, inside.point.seconds(size), across.point.seconds(size))
 
     def exchange(sent: Floats, members: Floats) -> Floats:
-        """Return the seconds in which a member sends bytes to each of so many, inside its host and across."""
         near = np.minimum(together, members)
         return np.maximum(inside.exchange.seconds(sent * (near - 1)), across.exchange.seconds(sent * (members - near)))
 

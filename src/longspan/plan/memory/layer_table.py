@@ -193,7 +193,6 @@ class LayerTable:
 
     @property
     def _has_gate(self) -> bool:
-        """Whether MLPs and experts have three products; families without a gate have `mlp_hidden_act`."""
         return self.read.value("mlp_hidden_act") is None
 
     def mlp(self, width: float) -> Part:

@@ -115,7 +115,6 @@ def _infer_types(read: ConfigReader, layers: int) -> list[str]:
 
 
 def _is_mamba2(read: ConfigReader) -> bool:
-    """Return whether this is Mamba 2 itself, whose layers are mixers and nothing else."""
     return bool(read.count("state_size") and read.count("num_heads"))
 
 
@@ -279,7 +278,6 @@ def _dense_mlp_width(read: ConfigReader) -> int:
 
 
 def _latent_sizes(read: ConfigReader) -> tuple[int, int]:
-    """Return how many numbers a head's query or key has, and how many its value has."""
     return read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim"), read.count("v_head_dim")
 
 

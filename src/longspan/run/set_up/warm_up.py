@@ -299,7 +299,10 @@ COMING, COMING_DYNAMIC = 32, 4  # steps whose plans are looked at; dynamic plans
 def warm_up_run(run: TrainingRun, log: LogLine, starts: Starts) -> None:
     """Warm up on GPUs if steps are left; entered by all ranks. `starts` notes how long the plans took."""
     if needs_warm_up(run.world) and run.done < run.config.train.steps:
-        plans, evaluation = _coming_plans(run), _evaluation_plan(run)
+        plans, evaluation = (
+            _coming_plans(run),
+            (run.evaluation_choice.plan(run.held_out.lengths, run.world.home) if run.held_out else None),
+        )
         starts.end_part("coming plans")
         warm_up(run, plans, evaluation, log)
 
@@ -314,7 +317,3 @@ def _coming_plans(run: TrainingRun) -> list[Plan]:
     count = COMING if run.choice.has_one_degree else COMING_DYNAMIC
     planner = make_step_planner(run.choice, run.order, run.world.home)
     return [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
-
-
-def _evaluation_plan(run: TrainingRun) -> Plan | None:
-    return run.evaluation_choice.plan(run.held_out.lengths, run.world.home) if run.held_out else None

@@ -96,7 +96,6 @@ class ComingSteps:
         return plans, [full_plan(config, self.home, max(rows, multiple), self.heads)]
 
     def _heaviest_steps(self) -> list[int]:
-        """Return the step with the longest document and the step with most tokens, which may be one step."""
         steps = range(self.first, min(self.last, self.first + MOST_STEPS))
         lengths = {step: self.lengths_of_step(step) for step in steps}
         if not lengths:
@@ -190,14 +189,12 @@ class RunMemory:
     def _choose_plan(
         self, config: RunConfig, ahead: ComingSteps, budget: MemoryBudget
     ) -> tuple[list[Plan], MemoryPlan]:
-        """Choose the fastest plan of memory in which the plans of coming steps fit; returns these of the steps too."""
         steps, limit = ahead.fullest_plans(config, self._plan_cost())
         fixed = fixed_keys(config, gpu=self.gpu)
         plans = [*steps, *limit]
         return steps, choose_memory(self.model, ahead.home, plans, self.settings, budget, self.machine, fixed=fixed)
 
     def _plan_cost(self, memory: MemoryPlan | None = None) -> Cost:
-        """Return the cost by which plans are made, under a plan of memory if there is one, without logging anything."""
         slots, share = self.ahead.home.slots, self.target_share
         return find_run_cost(
             self.config, self.model, lambda line: None, gpu=self.gpu, slots=slots, target_share=share, memory=memory
