@@ -399,7 +399,7 @@ class SequenceShard(Immutable):
             raise LayoutError(f"scatter got {x.shape[0]} rows, the micro-batch has {self.tokens} packed rows")
         _check_fill(fill, x.dtype)
         local = x[self.rows.clamp(min=0).to(x.device)] if self.tokens else x.new_zeros((self.local_rows, *x.shape[1:]))
-        if not self._has_padding():
+        if not any(part.index < 0 or part.group.pad_to is not None for part in self.parts):
             return local
         is_padding = (self.rows < 0).to(x.device).view(-1, *[1] * (x.ndim - 1))
         return local.masked_fill(is_padding, fill)
@@ -422,9 +422,6 @@ class SequenceShard(Immutable):
             self.derived._set(packed_order=(starts, order))
             return order
         return self.derived.packed_order[1]
-
-    def _has_padding(self) -> bool:
-        return any(part.index < 0 or part.group.pad_to is not None for part in self.parts)
 
     def __repr__(self) -> str:
         return f"SequenceShard(slot {self.slot}, {self.local_rows} of {self.tokens} rows, {len(self.parts)} parts)"

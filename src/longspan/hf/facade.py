@@ -264,7 +264,8 @@ class Facade:
     def _answer_logits(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:
         """Return logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels; V is the vocab_size."""
         width = self.inner_model.config.get_text_config().vocab_size
-        table = self._empty_table(rows, width)
+        device = next(self.inner_model.parameters()).device
+        table = torch.zeros((*rows.shape, width), dtype=self.inner_model.dtype, device=device)
         log_probs = torch.zeros(rows.shape, dtype=torch.float64, device=table.device)
         for document, place, values in zip(rows.documents, rows.places, logits, strict=True):
             table[place.row, place.start : place.stop] = values[:, :width]
@@ -280,10 +281,6 @@ class Facade:
         # Attributes, and no entries of the dict: a Trainer takes all entries but the loss for predictions.
         vars(out).update(log_probs=leaf, label_mask=_label_mask(labels))
         return out
-
-    def _empty_table(self, rows: BatchDocuments, width: int) -> Tensor:
-        parameter = next(self.inner_model.parameters())
-        return torch.zeros((*rows.shape, width), dtype=self.inner_model.dtype, device=parameter.device)
 
 
 def _label_mask(labels: Any) -> Tensor:

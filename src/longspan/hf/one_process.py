@@ -129,7 +129,7 @@ class OneProcess:
 
     def _patch_libraries(self) -> None:
         """Patch transformers and accelerate so that they see one process, and refuse a stock trainer meanwhile."""
-        PartialState._shared_state.update(self._state_of_one_process())
+        PartialState._shared_state.update({"num_processes": 1, "distributed_type": DistributedType.NO})
         make_stock, save_stock = Trainer.__init__, Trainer.save_model
         set_up = TrainingArguments.__dict__["_setup_devices"]
         one = self
@@ -163,9 +163,6 @@ class OneProcess:
         self._patch(TrainingArguments, "_setup_devices", devices)
         self._patch(TrainingArguments, "world_size", size)
         self._patch(PartialState, "wait_for_everyone", lambda state: one.world.control.barrier("accelerate"))
-
-    def _state_of_one_process(self) -> dict[str, Any]:
-        return {"num_processes": 1, "distributed_type": DistributedType.NO}
 
     def _patch(self, owner: Any, name: str, value: Any) -> None:
         self._patched.append((owner, name, owner.__dict__[name]))

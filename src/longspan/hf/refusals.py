@@ -111,7 +111,8 @@ def refuse_kind(maybe_wrapped: Any) -> None:
     refuse_quantized(model)
     config = getattr(model, "config", None)
     causal = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is ForCausalLMLoss
-    if not causal or getattr(config, "is_encoder_decoder", False) or not _has_head(model):
+    head: Any = getattr(model, "get_output_embeddings", None)
+    if not causal or getattr(config, "is_encoder_decoder", False) or head is None or head() is None:
         raise ModelError(
             f"{name} is no causal language model, which a longspan trainer needs; use an AutoModelForCausalLM"
         )
@@ -164,11 +165,6 @@ def refuse_search(*_: Any, **__: Any) -> NoReturn:
         "hyperparameter_search is not run by a longspan trainer: start one process group for each trial, such as one "
         "torchrun with its own arguments"
     )
-
-
-def _has_head(model: Any) -> bool:
-    head: Any = getattr(model, "get_output_embeddings", None)
-    return head is not None and head() is not None
 
 
 def _dropout_text(model: nn.Module) -> str:

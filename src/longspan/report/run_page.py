@@ -25,7 +25,6 @@ from longspan.report.evaluation_sections import (
 from longspan.report.markup import section, tag, text
 from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
 from longspan.report.run_folder import MTP_LOSS, RunFolder, last_evaluations
-from longspan.run.facts import RunFacts
 
 
 def finite(values: np.ndarray) -> np.ndarray:
@@ -134,7 +133,9 @@ def run_sections(run: RunFolder) -> Iterator[str]:
     """Yield the parts of the page in order; the configuration comes last."""
     yield _run_header(run)
     if run.facts is not None:
-        yield section("The run", _fact_list(run.facts))
+        facts = (item for item in run.facts.lines() if item[0] != "report")
+        lines = (tag("dt", text(name)) + tag("dd", text(words)) for name, words in facts)
+        yield section("The run", tag("dl", *lines, class_="said"))
     yield _figure_cards(run)
     yield section("Loss", *chart_at_both_widths(partial(loss_chart, run)))
     yield from evaluation_sections(run)
@@ -211,11 +212,6 @@ def configuration_parts(run: RunFolder) -> Iterator[str]:
         yield "evaluated by dynamic plans"
     elif value("context", "eval_context_parallel_size"):
         yield f"evaluated at cp {value('context', 'eval_context_parallel_size')}"
-
-
-def _fact_list(facts: RunFacts) -> str:
-    lines = (tag("dt", text(name)) + tag("dd", text(words)) for name, words in facts.lines() if name != "report")
-    return tag("dl", *lines, class_="said")
 
 
 def _figure_cards(run: RunFolder) -> str:

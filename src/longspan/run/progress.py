@@ -88,7 +88,11 @@ class ProgressDisplay:
             return
         if not self._plain:
             self._advance_bar(row)
-        elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps) or self._is_line_due(row):
+        elif (
+            row["step"] % self._log_every == 0
+            or row["step"] in (1, self._steps)
+            or (time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS)
+        ):
             self.log(
                 "  ".join(filter(None, (self._step_text(row), *_step_figures(row), self._remaining_time(row["step"]))))
             )
@@ -135,10 +139,6 @@ class ProgressDisplay:
 
     def _begin_work(self, work: str, *, again: bool = False) -> None:
         self._work, self._begun = work, self._begun if again else time.monotonic()
-
-    def _is_line_due(self, row: Mapping[str, Any]) -> bool:
-        """Return whether the last line would be older than LINE_SECONDS after another step as long as this one."""
-        return time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
 
     def _log_while_quiet(self) -> None:
         """Write a line whenever there has been none for LINE_SECONDS, until the display ends."""

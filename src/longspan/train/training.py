@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -204,7 +203,9 @@ def make_optimizer(
     choice = OptimizerChoice.of(config.train)
     if choice.name not in OPTIMIZERS:
         check_sharded_update(choice, model, world)
-    rates = _encoder_rates(config, model)
+    rates = None
+    if isinstance(model, MultimodalModel) and config.encoder.lr:
+        rates = {"encoders": config.encoder.lr, "language_model": config.train.lr}
     if config.train.stochastic_rounding:
         optimizer = build_rounding_optimizer(choice, model, world, rates)
     else:
@@ -213,12 +214,6 @@ def make_optimizer(
         group["initial_lr"] = group["lr"]
     on_host = config.train.offload_states if memory is None else memory.offload_states
     return offload_states(optimizer, world) if on_host else optimizer
-
-
-def _encoder_rates(config: RunConfig, model: nn.Module) -> dict[str, float] | None:
-    if not isinstance(model, MultimodalModel) or not config.encoder.lr:
-        return None
-    return {"encoders": config.encoder.lr, "language_model": config.train.lr}
 
 
 @dataclass(frozen=True)

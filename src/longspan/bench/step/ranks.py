@@ -17,12 +17,10 @@ from longspan.bench.step.settings import StepSettings
 from longspan.bench.timing import profile_in_turn, time_in_turn
 from longspan.cli.machine import machine_facts
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine
 from longspan.data.document import synthetic_documents
 from longspan.model.execution import model_execution
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import refuse_randomness
-from longspan.plan import Cost, MemoryPlan
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.profile import seconds_computing
@@ -101,7 +99,10 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     if text := mixers_text(model_execution(model), world.device, config.context.partition):
         log(text)
     optimizer = make_optimizer(config, world, model, memory=memory)
-    cost = settings.cost if memory is None else _memory_cost(settings, memory, log)
+    cost = settings.cost
+    if memory is not None:
+        gpu, slots = settings.device == "cuda", settings.home.slots
+        cost = find_run_cost(settings.config, settings.configuration, log, gpu=gpu, slots=slots, memory=memory)
     return Training(config, world, model, optimizer, cost, memory=memory)
 
 
@@ -114,11 +115,6 @@ def _make_run_memory(settings: StepSettings, world: World) -> RunMemory:
     heads = query_heads(settings.configuration)
     ahead = ComingSteps(lambda step: batches[step], settings.home, heads, 0, len(batches), settings.planners)
     return RunMemory(config=settings.config, model=settings.configuration, ahead=ahead, gpu=world.device.type == "cuda")
-
-
-def _memory_cost(settings: StepSettings, memory: MemoryPlan, log: LogLine) -> Cost:
-    gpu, slots = settings.device == "cuda", settings.home.slots
-    return find_run_cost(settings.config, settings.configuration, log, gpu=gpu, slots=slots, memory=memory)
 
 
 def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:

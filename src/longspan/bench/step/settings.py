@@ -133,13 +133,12 @@ class StepSettings:
         """Return the settings of what is timed together: these, or one of each sequence that is timed alone."""
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
-    def _planner_config(self, planner: str) -> RunConfig:
-        return replace(self.config, context=replace(self.config.context, planner=planner))
-
     def plan(self, planner: str) -> Plan:
         """Plan the documents by one of the planners, at the cost that its configuration gives, without weights."""
         choice = PlanChoice.training(
-            self._planner_config(planner), cost=self.cost, heads=query_heads(self.configuration)
+            replace(self.config, context=replace(self.config.context, planner=planner)),
+            cost=self.cost,
+            heads=query_heads(self.configuration),
         )
         return choice.plan(self.lengths, self.home)
 

@@ -6,7 +6,6 @@ copies them to theirs. Only rows that are sums of several take more. Nothing wai
 exchanged.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -62,7 +61,8 @@ def moves_on_device(moves: RowMoves, device: torch.device) -> DeviceMoves:
     rows = _rows_by_name(moves, arriving, direct)
     further_pairs = [(_pool_places(source, moves, arriving), target) for source, target in moves.further_addends]
     pairs = [*moves.folds, *further_pairs]
-    tensors = _copy_indices_to_device([*rows.values(), *chain.from_iterable(pairs)], device)
+    arrays = [*rows.values(), *chain.from_iterable(pairs)]
+    tensors = to_device(np.concatenate(arrays), device).split([len(array) for array in arrays])
     index = dict(zip(rows, tensors, strict=False))
     pairs_there = list(zip(tensors[len(rows) :: 2], tensors[len(rows) + 1 :: 2], strict=True))
     return DeviceMoves(
@@ -127,11 +127,6 @@ def _direct_indices(moves: RowMoves, arriving: int) -> tuple[Integers, Integers]
     # rows of x by place in the pool, any row where another arrives
     stays = np.concatenate([np.zeros(arriving, dtype=np.int64), moves.stays])
     return stays[np.maximum(moves.places, 0)], in_order
-
-
-def _copy_indices_to_device(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
-    joined = to_device(np.concatenate(arrays), device)
-    return list(joined.split([len(array) for array in arrays]))
 
 
 def _as_slice(rows: Integers) -> slice | None:

@@ -180,7 +180,8 @@ class RowImages:
         processor wrote, and some for each image or video.
         """
         places = np.flatnonzero(ids == placeholder)
-        counts = [self._count_placeholders(medium.text, placeholder) for medium in shown]
+        engine = self.tokenizer.set_parsing(True).engine
+        counts = [engine.encode(m.text, add_special_tokens=False).ids.count(placeholder) for m in shown]
         if len(places) != sum(counts) or not all(counts):
             raise RowError(
                 f"{plural(len(places), 'placeholder')} (token id {placeholder}) for "
@@ -235,10 +236,6 @@ class RowImages:
             return Shown(name, file, self.processor.text(size, images), self.processor.grid(size))
         except DataError as error:
             raise RowError(f"{name}: {error}") from error
-
-    def _count_placeholders(self, text: str, placeholder: int) -> int:
-        ids = self.tokenizer.set_parsing(True).engine.encode(text, add_special_tokens=False).ids
-        return ids.count(placeholder)
 
 
 def _is_video(shown: Shown) -> bool:

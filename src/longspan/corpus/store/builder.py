@@ -30,7 +30,6 @@ from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut
 from longspan.errors import DataError, plural
 from longspan.files import name_file_in_errors
 from longspan.launch.launch import usable_cores
-from longspan.layout import Integers
 
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
@@ -273,13 +272,15 @@ class _Writer:
 
     def write_rows(self, encoded: Encoded) -> None:
         """Write the documents of the next rows; offsets go on from the tokens written so far."""
+        # A text is a row: a file and a position there.
+        begins = np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1) != 0
         values = {  # of all columns that a corpus can have; this one may lack some
             "lengths": encoded.lengths,
             "origins": encoded.files,
             "targets": encoded.targets,
             "source_of": self._source_of_file[encoded.files],
             "offsets": self.tokens + np.cumsum(encoded.lengths) - encoded.lengths,
-            "texts": self._texts + _text_numbers(encoded),
+            "texts": self._texts + np.cumsum(begins) - 1,
         }
         if self._images is not None:  # before the columns grow: `images` count documents from 0 in these rows
             self._images.append(encoded.images, self._columns["lengths"].count)
@@ -317,11 +318,6 @@ class _Writer:
             bad=tuple(notes.bad),
             left_out=LeftOut(**notes.left_out),
         )
-
-
-def _text_numbers(encoded: Encoded) -> Integers:
-    begins = np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1) != 0
-    return np.cumsum(begins) - 1
 
 
 def _initial_manifest(recipe: Recipe) -> Manifest:

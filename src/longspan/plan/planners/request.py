@@ -144,15 +144,13 @@ class Request(PlanOptions):
             return
         longest = max(self.lengths)
         too_long = sum(length > self.rows * cp for length in self.lengths)
+        rows = -(-longest // (cp * self.row_multiple)) * self.row_multiple
         multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
         raise LongDocumentError(
             f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
             f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({plural(too_long, 'such document')}); "
-            f"raise max_tokens_per_slot to {self._least_cap(longest, cp)}, {limit or 'raise cp'}, or cut the document"
+            f"raise max_tokens_per_slot to {rows}, {limit or 'raise cp'}, or cut the document"
         )
-
-    def _least_cap(self, longest: int, cp: int) -> int:
-        return -(-longest // (cp * self.row_multiple)) * self.row_multiple
 
     def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
         """Return a group of these slots and documents, with the request's types, sizes and partition.

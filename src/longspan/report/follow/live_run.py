@@ -72,12 +72,10 @@ class LiveRun:
         The first positive number in run.json, summary.json and config.toml counts, if it is below 2^53, up to which
         a browser holds whole numbers exactly.
         """
-        values = [self.run.facts.steps if self.run.facts else 0, self.run.summary.get("steps"), self._steps_key()]
-        return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 53), 0)
-
-    def _steps_key(self) -> object:
         train = self.run.config.get("train")
-        return train.get("steps") if isinstance(train, dict) else 0
+        key = train.get("steps") if isinstance(train, dict) else 0
+        values = [self.run.facts.steps if self.run.facts else 0, self.run.summary.get("steps"), key]
+        return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 53), 0)
 
     def state_sentence(self) -> str:
         """Return where the run is, or what came of it, in a sentence without a full stop.

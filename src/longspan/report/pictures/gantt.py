@@ -13,7 +13,7 @@ from longspan.plain_text import number_text, ranges_text, seconds_text
 from longspan.plan import Cost, Group, Plan
 from longspan.report.chart import ticks
 from longspan.report.markup import label, tag
-from longspan.report.pictures.bars import Bar, Panel, PlanBars, Summary, Unit, group_times, plan_bars
+from longspan.report.pictures.bars import Bar, PlanBars, Summary, Unit, group_times, plan_bars
 
 WIDTH, NARROW = 1120, 400  # of the picture on a page, and on a page of a telephone
 _LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12
@@ -181,15 +181,12 @@ class _Canvas:
         for index, panel in enumerate(self.picture.panels):
             middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
             parts.append(tag("path", class_="barrier", d=f"M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}"))
-            name = self._panel_name(index, panel)
+            name = f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
             # 6.2 pixels a character, and 8 between names
             if middle - last_name_x >= 6.2 * len(name) + 8 and self.plan.mode == "lockstep":
                 parts.append(label(name, middle, _TOP - 9, "middle"))
                 last_name_x = middle
         return "".join(parts)
-
-    def _panel_name(self, index: int, panel: Panel) -> str:
-        return f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
 
 
 def _tooltip_data(plan: Plan, bars: Sequence[Bar], cost: Cost) -> dict[str, object]:
