@@ -316,7 +316,10 @@ class DocumentStream:
         part begins at a new mark: how many documents and tokens of each source are used.
         """
         mark = self._marks[number]
-        runs = [self._next_run(source, mark) for source in range(len(self.sources))]
+        runs = list[_Run]()
+        for source, candidates in enumerate(self._candidates):
+            ids = self.sources[source].ids(mark.documents[source], candidates)
+            runs.append(_Run(ids, mark.tokens[source] + self._document_ends(ids)))
         shares = [run.tokens / source.weight for run, source in zip(runs, self.sources, strict=True)]
         end_share = min(share[-1] for share in shares)
         counts = [int(np.searchsorted(share, end_share)) for share in shares]
@@ -340,10 +343,6 @@ class DocumentStream:
         self._marks.append(mark)
         self._places.append(sum(mark.documents))
         self._tokens.append(sum(mark.tokens))
-
-    def _next_run(self, source: int, mark: _Mark) -> "_Run":
-        ids = self.sources[source].ids(mark.documents[source], self._candidates[source])
-        return _Run(ids, mark.tokens[source] + self._document_ends(ids))
 
     def _document_ends(self, ids: Integers) -> Integers:
         ends = np.zeros(len(ids) + 1, dtype=np.int64)

@@ -127,7 +127,9 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
     import transformers
 
     if name not in PRESETS:
-        raise ModelError(f"unknown model preset {name!r}{_nearest_preset(name)}; presets: {', '.join(PRESETS)}")
+        nearest = get_close_matches(name, PRESETS, n=1, cutoff=0.4)
+        hint = f", did you mean {nearest[0]!r}?" if nearest else ""
+        raise ModelError(f"unknown model preset {name!r}{hint}; presets: {', '.join(PRESETS)}")
     preset = PRESETS[name]
     values = dict(preset.values)
     if not preset.rows:  # its embedding has as many rows as the tokenizer has ids
@@ -143,8 +145,3 @@ def _check_vocab_size(name: str, vocab_size: int | None) -> int:
     if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:
         raise ModelError(f"vocab_size is {vocab_size!r}; preset {name} needs an integer of at least 1")
     return int(vocab_size)
-
-
-def _nearest_preset(name: str) -> str:
-    matches = get_close_matches(name, PRESETS, n=1, cutoff=0.4)
-    return f", did you mean {matches[0]!r}?" if matches else ""

@@ -114,7 +114,7 @@ def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Seque
     """
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name, part in linears.items() if part != LANGUAGE_MODEL or name.startswith(layers)]
-    names = sorted({_name_ending(name) for name in inside})
+    names = sorted({name if (last := name.rpartition(".")[2]).isdigit() else last for name in inside})
     if experts := _expert_names(model, names):
         warnings.warn(
             f"the adapter leaves out {', '.join(experts)}, which peft takes for the experts of a "
@@ -129,11 +129,6 @@ def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Seque
         return targets
     place = "its decoder layers" if LANGUAGE_MODEL in parts else " and ".join(parts)
     raise ModelError(f"{type(model).__name__} has no nn.Linear in {place} for an adapter; name lora.targets")
-
-
-def _name_ending(name: str) -> str:
-    last = name.rpartition(".")[2]
-    return name if last.isdigit() else last
 
 
 def _exclusion_pattern(

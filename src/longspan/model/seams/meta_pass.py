@@ -161,7 +161,8 @@ def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, p
     `class_draws` are those that a small copy showed, used if the passes show none. An adapter's own dropout is not
     counted: each rank drops inputs of its own rows.
     """
-    rates = _layerdrop_rates(model)
+    keys = model.config.get_text_config().to_dict()
+    rates = {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
     training = _run_mode(model, training=True, judged=probe and not rates)
     left_out = tuple(f"{key} {rate:g}" for key, rate in rates.items())
     draws = (*_draw_words(_training_draws(model, training)), *left_out) or class_draws
@@ -213,12 +214,6 @@ def _cause_text(error: Exception) -> str:
             "pass shows whether its layers attend"
         )
     return "the error is its forward's own; with probe=False its first pass shows whether its layers attend"
-
-
-def _layerdrop_rates(model: PreTrainedModel) -> dict[str, float]:
-    """By the keys of a configuration. Ranks that leave out different layers would wait for each other for ever."""
-    keys = model.config.get_text_config().to_dict()
-    return {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
 
 
 def _training_draws(model: PreTrainedModel, training: _Pass) -> Counter[str]:

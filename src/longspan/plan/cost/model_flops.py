@@ -43,7 +43,10 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
     """
     pairs = sum(_window_pairs(length, length) for length in lengths)
     in_windows = sum(_window_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
-    in_chunks = sum(_chunk_pairs(length, shape.chunk) for length in lengths) if shape.chunk_layers else 0
+    in_chunks = 0
+    for length in lengths if shape.chunk_layers else ():
+        chunks, last_rows = divmod(length, shape.chunk)
+        in_chunks += chunks * _window_pairs(shape.chunk, shape.chunk) + _window_pairs(last_rows, last_rows)
     pairs_of_layers = (shape.layers - shape.window_layers - shape.chunk_layers) * pairs
     pairs_of_layers += shape.window_layers * in_windows + shape.chunk_layers * in_chunks
     scans = 3 * shape.mixer_layers * shape.mixer.scan_flops if shape.mixer else 0
@@ -55,11 +58,6 @@ def _window_pairs(length: int, window: int) -> int:
     """Count the visible pairs of one document: each row sees itself and up to window - 1 before it."""
     seen = min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
-
-
-def _chunk_pairs(length: int, chunk: int) -> int:
-    chunks, last_rows = divmod(length, chunk)
-    return chunks * _window_pairs(chunk, chunk) + _window_pairs(last_rows, last_rows)
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
