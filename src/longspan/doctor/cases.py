@@ -213,9 +213,9 @@ def plan_case(
         cap = -(-max(lengths) // home.slots) + 8
         return plan_dynamic(lengths, home, options=options, targets=targets, max_tokens_per_slot=cap)
 
-    def make_group(slots: tuple[int, ...], documents: Sequence[int]) -> Group:
+    def make_group(slots: Sequence[int], documents: Sequence[int]) -> Group:
         of_group = tuple(lengths[d] for d in documents)
-        return Group(slots, tuple(documents), of_group, case.cp_comm_type, partition=case.partition)
+        return Group(tuple(slots), tuple(documents), of_group, case.cp_comm_type, partition=case.partition)
 
     made = tuple(MicroBatch(tuple(make_group(*group) for group in groups)) for groups in batches)
     return Plan(home.slots, lengths, made, targets=targets, row_multiple=row_multiple).check()

@@ -304,9 +304,9 @@ _MOST = 6  # kinds of layers that each get a layer; of more kinds, layers that s
 
 
 class LayerChoice(NamedTuple):
-    """The layers, of `count`, that a small copy has; `layer_value` gives the values of a configuration for them."""
+    """The layers, `of` so many, that a small copy has; `layer_value` gives the values of a configuration for them."""
 
-    count: int
+    of: int
     layers: tuple[int, ...]
 
     def layer_value(self, name: str, value: Any) -> Any:
@@ -317,19 +317,19 @@ class LayerChoice(NamedTuple):
         these layers are chosen. The index at which experts end becomes the last index. A table by layer, or a list with
         one entry for each layer, keeps the entries of the chosen layers.
         """
-        if name in LAYER_COUNTS and value == self.count:
+        if name in LAYER_COUNTS and value == self.of:
             return len(self.layers)
         if name in _INDICES and isinstance(value, list | tuple):
             return [index for index, layer in enumerate(self.layers) if layer in value]
         if name in _FIRST and isinstance(value, int):
             return sum(layer < value for layer in self.layers)
         if name in _LAST and isinstance(value, int):
-            return sum(layer >= self.count - value for layer in self.layers)
+            return sum(layer >= self.of - value for layer in self.layers)
         if name == "moe_layer_end_index" and isinstance(value, int):
             return len(self.layers) - 1
         if name == "per_layer_config" and isinstance(value, Mapping):
             return {index: value[key] for index, layer in enumerate(self.layers) for key in value if int(key) == layer}
-        if isinstance(value, list | tuple) and len(value) == self.count and self.count > 1:
+        if isinstance(value, list | tuple) and len(value) == self.of and self.of > 1:
             return [value[layer] for layer in self.layers]
         return value
 
@@ -338,7 +338,7 @@ def choose_layers(values: Mapping[str, Any], least: int = 2) -> LayerChoice:
     """Choose the first layer of every kind, and further ones up to `least`.
 
     >>> choose_layers({"num_hidden_layers": 8, "layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 3})
-    LayerChoice(count=8, layers=(0, 5))
+    LayerChoice(of=8, layers=(0, 5))
 
     A kind is what a configuration's values become for a layer alone. If there are more than six kinds, layers are
     chosen that show each of these values at least once. Periods become two (`small_periods`), so that four layers show

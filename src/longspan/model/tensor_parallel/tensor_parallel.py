@@ -279,7 +279,7 @@ def _split_head_and_embedding(
     embedding_fits = embedding is not None and embedding.weight.shape[0] % tp == 0
     if head is not None and head_fits and styles.get(id(head)) in tp_style.GATHERED:
         split_and_gather_columns(head, world)
-        if tied:
+        if embedding is not None and tied:
             embedding.weight = head.weight
     if embedding is not None and embedding_fits and styles.get(id(embedding)) == tp_style.EMBEDDING and not tied:
         slice_parameter(embedding, "weight", 0, world)

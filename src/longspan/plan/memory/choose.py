@@ -104,7 +104,9 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
             offload_states=offload_states,
             gathered_once=gathered_once,
         )
-        yield from ((changed, slow, fast) for i, fast in enumerate(words) for slow in words[i:])
+        for i, fast in enumerate(words):
+            for slow in words[i:]:
+                yield changed, slow, fast
 
 
 def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[MemoryNeeds, Measure, Measure]]:

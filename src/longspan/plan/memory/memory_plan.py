@@ -168,7 +168,8 @@ class MemoryNeeds:
 
         Raises PlanError for a word that is no measure, and for another number of words than layers.
         """
-        settings, known = self.places[0].settings, {str(word): word for word in MEASURES}
+        settings = self.places[0].settings
+        known: dict[str, Measure] = {str(word): word for word in MEASURES}
         layer_words = (measures,) * self.layers if isinstance(measures, str) else tuple(measures)
         if unknown := [word for word in layer_words if word not in known]:
             raise PlanError(f"a layer keeps {unknown[0]!r}; use one of {', '.join(MEASURES)}")
@@ -176,7 +177,7 @@ class MemoryNeeds:
             raise PlanError(
                 f"{len(layer_words)} measures were given for {self.layers} layers, depths included; give one a layer"
             )
-        words = tuple(known[word] for word in layer_words)
+        words: tuple[Measure, ...] = tuple(known[word] for word in layer_words)
         moments = (moment for place in self.places for moment in place.moments(self.loads, words))
         hosts = (place.host_bytes(self.loads, words) for place in self.places)
         return MemoryPlan(
