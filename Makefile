@@ -13,6 +13,8 @@ WORKERS ?= 2
 # The range in which pip finds a build without CUDA on the machines that have one; TORCH=torch takes the newest.
 TORCH  ?= torch>=2.11,<2.14
 VLM    ?= runs/vlm
+# Every process would compile longspan anew in an environment that writes no bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train vlm docs test test-all test-gpu test-oldest predictions check format types wheel wheel-demo recipes recipes-check bench size clean help
 

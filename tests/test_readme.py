@@ -1,4 +1,4 @@
-"""README's first block runs as it stands, with a tiny model and short chats in place of downloads."""
+"""README's commands run as they stand, with a tiny model and short chats for downloads; its figures are recorded."""
 
 import re
 import shlex
@@ -14,18 +14,22 @@ from longspan.cli.main import main
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_first_block_runs(
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_commands_for_gpus_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    block = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
-    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
-    verbs = [words[:2] for words in commands]
-    assert verbs[:3] == [["pip", "install"], ["hf", "download"], ["python", "bench/data/made_chats.py"]]
-    folder, made = commands[1][-1], commands[2][2]
+    commands = [
+        shlex.split(line, comments=True)
+        for line in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)[1].splitlines()
+    ]
+    assert [words[:2] for words in commands[:2]] == [["pip", "install"], ["hf", "download"]]
+    folder = commands[1][-1]
     monkeypatch.chdir(tmp_path)
     lengths = ["--chats", "12", "--shortest", "64", "--longest", "300", "--vocabulary", "400"]
-    subprocess.run([sys.executable, str(ROOT / "bench/data/made_chats.py"), made, *lengths], check=True)
-    tokenizer = AutoTokenizer.from_pretrained(f"{made}/tokenizer")
+    subprocess.run([sys.executable, str(ROOT / "bench/data/made_chats.py"), ".", *lengths], check=True)
+    tokenizer = AutoTokenizer.from_pretrained("tokenizer")
     tokenizer.save_pretrained(folder)
     sizes = {
         "hidden_size": 64,
@@ -36,8 +40,19 @@ def test_the_first_block_runs(
     }
     config = Qwen3Config(**sizes, num_key_value_heads=2, vocab_size=len(tokenizer), max_position_embeddings=1 << 18)
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    for words in commands[3:]:
+    plan = re.search(r"`longspan (plan .*?)`", README)
+    assert plan is not None and main(shlex.split(plan[1])) == 0
+    for words in commands[2:]:
         assert words.pop(0) == "longspan"
-        ranks = ["--world", "2", "--device", "cpu"] if words[0] in ("train", "eval") else []
+        ranks = ["--world", "2", "--device", "cpu"] if words[0] == "train" else []
         assert main([*words, *ranks]) == 0, capsys.readouterr()
     assert (tmp_path / "exported/model.safetensors").is_file()
+
+
+def test_figures_of_speed_are_recorded() -> None:
+    rows = re.findall(r"^\| \d+K \| ([\d,]+) \| ([\d,]+) \| \[.*?\]\((.*?)\)", README, re.M)
+    assert len(rows) == 3
+    for ours, theirs, record in rows:
+        lines = (ROOT / record).read_text().splitlines()
+        assert any(f"| {ours} |" in line and "longspan" in line for line in lines)
+        assert any(f"| {theirs} |" in line and "Hugging Face" in line for line in lines)

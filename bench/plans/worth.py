@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few rows of few slots")
     parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
     parser.add_argument("--draw", type=Path, help="compute nothing: read this record")
-    parser.add_argument("--tables", action="store_true", help="print the tables that README.md and docs repeat")
+    parser.add_argument("--tables", action="store_true", help="print the tables that docs repeat")
     parser.add_argument("--plot", type=Path, help="an .svg file for the picture")
     flags = parser.parse_args()
     source = flags.draw or flags.out

@@ -1,4 +1,4 @@
-"""The record of `worth.py` as a page, the tables that README.md and docs/planning.md repeat."""
+"""The record of `worth.py` as a page, the tables that docs/planning.md repeats."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -219,14 +219,13 @@ def _sensitive_cells(row: Row) -> tuple[str, ...]:
 
 
 def tables_of_pages(record: Row) -> Iterator[str]:
-    """The tables of README.md and of docs/planning.md: gains, weights, published, emulated, regrets."""
+    """The tables of docs/planning.md: gains, weights, published, emulated, regrets."""
     gains: list[Sequence[str]] = []
     for name in NAMES:
         for gbps in NETWORKS:
             of_slots = {row["slots"]: f"{row['gain']:.2f}" for row in select(record, **usual(lengths=name, gbps=gbps))}
             gains.append((SHORT[name], f"{gbps:g} GB/s", *(of_slots[slots] for slots in SLOTS)))
     yield _joined(("lengths", "between hosts", *(f"{slots:,} GPUs" for slots in SLOTS)), gains)
-    yield _joined(("between hosts", *(SHORT[name] for name in NAMES)), list(_readme_rows(record)))
     weights_rows: list[Sequence[str]] = []
     for weights in WEIGHTS:
         of_gbps = {row["gbps"]: row for row in select(record, **usual(lengths="lognorm", slots=64, weights=weights))}
@@ -259,18 +258,6 @@ def tables_of_pages(record: Row) -> Iterator[str]:
         moved = f"{max(row['moved'] for row in rows):.0%}"
         regrets.append((f"{int(slots):,}", moved, most, f"{changed} of {len(rows)}"))
     yield _joined(("slots", "rows that move, at most", "longer by, at most", "another best degree"), regrets)
-
-
-def _readme_rows(record: Row) -> Iterator[Sequence[str]]:
-    """One host of 8, and two sizes of a cluster on each network."""
-
-    def cell(name: str, slots: Sequence[int], gbps: float) -> str:
-        rows = (select(record, **usual(lengths=name, slots=count, gbps=gbps))[0] for count in slots)
-        return ", ".join(f"{row['gain']:.2f}" for row in rows)
-
-    yield ("one host of 8", *(cell(name, (8,), 50.0) for name in NAMES))
-    for gbps in NETWORKS:
-        yield (f"{gbps:g} GB/s a GPU", *(cell(name, (64, 1024), gbps) for name in NAMES))
 
 
 def _joined(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
