@@ -113,6 +113,7 @@ LAZY = [
     "longspan.model",
     "longspan.mtp",
     "longspan.multimodal",
+    "longspan.plan",
     "longspan.report",
     "longspan.train",
 ]

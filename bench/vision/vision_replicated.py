@@ -15,7 +15,7 @@ from longspan.layout import Layout, Partition
 from longspan.plan import Cost, Group, MicroBatch
 from longspan.plan.items import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave
 from longspan.plan.items.encoding_plan import find_needed_rows
-from longspan.plan.timeline import Timeline, timeline
+from longspan.plan.step_times import Timeline, timeline
 from longspan.train.terms import encoders as encoding
 
 

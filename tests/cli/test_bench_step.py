@@ -20,7 +20,6 @@ from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.errors import ConfigError
 from longspan.model.presets import preset_config
-from longspan.plan import Cost
 from longspan.run.profile import PARTS, kind_of, merge_intervals, seconds_by_part
 from longspan.testing import run_ranks
 from tests.train.small import small_config
@@ -31,10 +30,9 @@ def settings(*words: str, ranks: int = 2, backend: str = "gloo") -> StepSettings
 
 
 def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, cost = tmp_path / "records" / "s.json", tmp_path / "cost.json"
-    cost.write_text(json.dumps(Cost(linear_seconds=1e-4).to_json()))
+    out = tmp_path / "records" / "s.json"
     words = ["--world", "2", "--lengths", "40,24,9,7", "--repeats", "1", "--warmup", "0", "--out", str(out)]
-    words += ["--context.max_tokens_per_slot", "40", "--run.machine", str(cost)]
+    words += ["--context.max_tokens_per_slot", "40", "--run.machine", "h200"]
     words += ["--train.activation_checkpointing", "full", "--train.fused_norms", "off", "--profile"]
     assert bench_step([*words, "--json"], peer_cases) == 0
     record = json.loads(capsys.readouterr().out)

@@ -342,17 +342,3 @@ def test_images_are_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ):
         assert main([*words, *more]) == 2 and message in capsys.readouterr().err
     assert main([*words[:-2], "--images", "1x1"]) == 2 and "give its --model FOLDER" in capsys.readouterr().err
-
-
-def test_images_whose_tokens_see_each_other_cost_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    vision = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    vision |= {"image_size": 64, "patch_size": 2}
-    whole = VISION_LANGUAGE | {"model_type": "gemma3", "vision_config": vision}
-    (tmp_path / "config.json").write_text(json.dumps(whole))
-    words = ["plan", "--same", "8x4096", "--slots", "8", "--json", "--model", str(tmp_path)]
-    seconds = list[float]()
-    for images in ([], ["--images", "16x256"]):
-        assert main([*words, *images]) == 0
-        seconds.append(json.loads(capsys.readouterr().out)["predicted_seconds"])
-    pair = 14 * 32 * 128 * 36 / Machine.known("H200").attention_flops_per_second
-    assert seconds[1] - seconds[0] == pytest.approx(pair * 16 * 256 * 255 / 2, rel=1e-6)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longspan.plan import Cost, Group, Machine, MicroBatch, Plan, predicted_seconds, slot_rows, timeline
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.plan.timeline import GroupTable
+from longspan.plan.step_times import GroupTable
 from tests.plan.cases import bounded, plans
 
 LENGTHS = (5295, 682, 3599, 1484, 2912, 800, 9000)

@@ -15,7 +15,7 @@ from longspan.config.file import load_config, to_toml
 from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, plan_dynamic
+from longspan.plan import Link, Machine, Plan, plan_dynamic
 from longspan.run.checks import check_config
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
@@ -81,7 +81,9 @@ def groups_across(plan: Plan, node_size: int) -> list[tuple[int, ...]]:
 
 
 def test_a_run_on_two_hosts_keeps_its_groups_inside_them(tmp_path: Path) -> None:
-    slow = Cost(linear_seconds=1e-3, inside_bytes_per_second=1e12, across_bytes_per_second=1e5)  # a host's own links
+    links = {"inside": Link.of(0.0, 1e12), "across": Link.of(0.0, 1e5)}  # only a host's own are fast
+    rates = {"product_flops_per_second": 1e8, "attention_flops_per_second": 1e8, "micro_batch_seconds": 0.0}
+    slow = replace(Machine.cpus(), **rates, **links)
     (tmp_path / "machine.json").write_text(json.dumps(slow.to_json()))
     few = {"train__steps": 2, "train__eval_every": 0, "data__eval_documents": 0, "train__tokens_per_step": 64}
     config = small_config(tmp_path, context__planner="dynamic", run__machine=str(tmp_path / "machine.json"), **few)

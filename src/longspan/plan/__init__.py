@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from longspan.plan.planners.fixed import plan_padded as plan_padded
     from longspan.plan.planners.options import PlanOptions as PlanOptions
     from longspan.plan.shape.model_shape import ModelShape as ModelShape
-    from longspan.plan.timeline import Timeline as Timeline
-    from longspan.plan.timeline import predicted_seconds as predicted_seconds
-    from longspan.plan.timeline import slot_rows as slot_rows
-    from longspan.plan.timeline import timeline as timeline
+    from longspan.plan.step_times import Timeline as Timeline
+    from longspan.plan.step_times import predicted_seconds as predicted_seconds
+    from longspan.plan.step_times import slot_rows as slot_rows
+    from longspan.plan.step_times import timeline as timeline
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

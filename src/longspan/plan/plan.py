@@ -2,7 +2,7 @@
 
 A Plan is made from document lengths only and is the same on every rank and host. Planners (`planners/`, `dynamic/`)
 make it; `comm.bind` turns one of its micro-batches into what a rank does. This module decides nothing and prices
-nothing (`cost/`, `timeline.py`); it checks that a plan is sound and prints it. Whether a model can run a plan (heads,
+nothing (`cost/`, `step_times.py`); it checks that a plan is sound and prints it. Whether a model can run a plan (heads,
 layers) is checked in `attention`.
 """
 
@@ -23,7 +23,7 @@ from longspan.plan.cost.bound import lower_bound_seconds
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode
 from longspan.plan.plan_json import read_plan_fields
-from longspan.plan.timeline import Timeline, slot_rows, timeline
+from longspan.plan.step_times import Timeline, slot_rows, timeline
 
 NO_MACHINE = "no machine: seconds only say how the parts of plans compare"
 

@@ -19,7 +19,7 @@ from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKi
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.timeline import predicted_seconds
+from longspan.plan.step_times import predicted_seconds
 
 TYPES = ("a2a", "p2p")  # of hybrids; all_gather takes more memory the longer the documents are, which is not weighed
 CLOSE = 1.02  # of the fastest: of ways so close the first is taken, contiguous before zigzag and a2a before p2p

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from longspan.plan import Cost, Group, Machine, MicroBatch
 from longspan.plan.hierarchy import level_sizes
-from longspan.plan.timeline import GroupTable
+from longspan.plan.step_times import GroupTable
 from tests.plan.cases import bounded
 from tests.plan.shape.test_model_shape import QWEN3_8B
 

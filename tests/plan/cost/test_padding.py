@@ -12,7 +12,7 @@ from longspan.plan import Cost, CostSettings, Group, Machine, MicroBatch, PlanOp
 from longspan.plan.cost.machine import LOGIT_BYTES
 from longspan.plan.micro_batch import PARTITIONS, Mode, PartitionKind
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
-from longspan.plan.timeline import GroupTable
+from longspan.plan.step_times import GroupTable
 from tests.plan.test_dynamic_optimum import QWEN3_30B_A3B as MIXTURE
 
 H200 = Machine.known("H200")

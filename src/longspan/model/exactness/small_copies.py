@@ -100,16 +100,22 @@ def make_tiny_model(
 
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
-    settings = {"dtype": torch.float32, "experts_implementation": "eager", "trust_remote_code": False}
+    settings = {"dtype": torch.float32, "experts_implementation": "eager"}
     automatic: Any = AutoModelForImageTextToText if images or reads_images_alone(config) else AutoModelForCausalLM
     if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         automatic = AutoModel  # of a text model inside a wrapper
+
+    def make(attention: str) -> PreTrainedModel:
+        return automatic.from_config(
+            deepcopy(config), attn_implementation=attention, trust_remote_code=False, **settings
+        )
+
     try:
-        return automatic.from_config(deepcopy(config), attn_implementation=attention, **settings)
+        return make(attention)
     except ValueError as error:
         if "does not support" not in str(error):
             raise
-        return automatic.from_config(deepcopy(config), attn_implementation="eager", **settings)
+        return make("eager")
 
 
 def reads_images_alone(config: PreTrainedConfig) -> bool:

@@ -27,7 +27,7 @@ from longspan.plan.hierarchy import level_sizes
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKind
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.timeline import GroupTable, timeline
+from longspan.plan.step_times import GroupTable, timeline
 
 SAME = 1e-9  # relative; of types as fast as each other every host takes the first
 

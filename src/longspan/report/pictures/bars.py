@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from longspan.plan import Cost, Group, MicroBatch, Plan
-from longspan.plan.timeline import GroupTable, slot_rows
+from longspan.plan.step_times import GroupTable, slot_rows
 
 Unit = Literal["seconds", "rows"]
 

@@ -27,7 +27,7 @@ from longspan.model.compiled_layers import graphs_text
 from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.model.prepared import vocabulary_size
 from longspan.plan import Group, MicroBatch, Plan
-from longspan.plan.timeline import slot_rows
+from longspan.plan.step_times import slot_rows
 from longspan.run.run_data import TrainingRun
 from longspan.train.memory.device_memory import peak_memory_bytes
 from longspan.train.memory.slot_rows import SlotRowsError
