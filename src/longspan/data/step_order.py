@@ -229,9 +229,9 @@ class PackOrder:
     >>> packs.lengths_of_step(0)[:3]
     [5120, 3072, 811]
 
-    Packs are cut from the endless stream of epochs, so each has `pack_to` tokens, and the last one of an epoch
-    continues in the next; in a run of epochs it is shorter, and the last one of its step. `evaluation` are the
-    documents that `order` holds out: they are not packed.
+    Packs are cut from the stream of epochs, so each has `pack_to` tokens. The last one of an epoch is shorter, and the
+    last one of its step; with several sources, and where a step is longer than an epoch, it continues in the next.
+    `evaluation` are the documents that `order` holds out: they are not packed.
 
     A cut inside a span of `uncut` is moved back to its start, and the next pack begins there: packs have at most
     `pack_to` tokens, and fewer if a span does not fit.
@@ -245,9 +245,11 @@ class PackOrder:
         self.evaluation: tuple[int, ...] = order.evaluation
         self.texts, self.held_out_texts = order.texts, order.held_out_texts
         self._across, packs, self.ends = across, max(1, tokens_per_step // pack_to), ENDLESS
-        self.epoch, self.may_repeat = self.stream.tokens, True
+        self.epoch, self.may_repeat = self.stream.tokens, order.may_repeat
         if order.ends != ENDLESS:
             self.ends = EpochEnds(self.stream.tokens, self.stream.tokens_before(order.ends.last))
+        elif not order.may_repeat:
+            self.ends = ENDLESS._replace(size=self.stream.tokens)
         self._borders = (
             EqualBorders(pack_to, packs, self.ends)
             if uncut is None
