@@ -134,8 +134,8 @@ def search_candidate(problem: Problem, steps: int) -> Candidate:
 
 def _best_first(problem: Problem, table: "DegreeTable") -> tuple[Candidate, Settings]:
     """The numbers of micro-batches are the fewest, some more, and multiples that are launched anyway. A large problem
-    is tried with the steepest durations of every number and slack, then with less steep ones of the best two, then
-    with other limits: with all of them a step is 0.4 % shorter at most (bench/plans/planner.py).
+    is tried with two steepnesses of every number and slack, then with the others of the best number and slack, then
+    with other limits.
     """
     multiple, few = problem.request.micro_batch_multiple, problem.has_few_items
     counts = [problem.least_micro_batches + more for more in range(MORE_MICRO_BATCHES + 1)]
@@ -151,8 +151,8 @@ def _best_first(problem: Problem, table: "DegreeTable") -> tuple[Candidate, Sett
 
     if len(problem.tokens) + problem.least_micro_batches * len(problem.blocks) < LARGE:
         return best_with(counts, STEEPNESS, slacks, limits)[:2]
-    count, _, slack, _ = best_with(counts, STEEPNESS[-1:], slacks, limits[-1:])[2]
-    _, steepness, _, _ = best_with([count], STEEPNESS[:-1], [slack], limits[-1:])[2]
+    count, _, slack, _ = best_with(counts, STEEPNESS[1::2], slacks, limits[-1:])[2]
+    _, steepness, _, _ = best_with([count], STEEPNESS[::2], [slack], limits[-1:])[2]
     return best_with([count], [steepness], [slack], limits[:-1])[:2]
 
 
