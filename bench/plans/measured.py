@@ -78,11 +78,6 @@ class Measured:
         return "H100" if self.record.endswith("H100") else "H200"
 
     @property
-    def is_calibrated(self) -> bool:
-        """Whether it is predicted by a machine that was calibrated where it was measured."""
-        return "nodes" in self.record
-
-    @property
     def is_layer(self) -> bool:
         """Whether it is one layer's attention, not a whole step."""
         return self.settings.startswith("one layer")

@@ -1,8 +1,8 @@
 """A stronger lower bound than that of a plan: it also knows that caps force groups to be wide, and what that costs.
 
-Like that one it is computed from the lengths alone and shares no code with the planners or with the evaluation of
-plans. It shows how much of a plan's distance from area and longest document no plan could avoid. It is stronger where
-documents need much of the cluster, where `min_cp` forces short documents apart, or where the network is slow.
+Like that one it is computed from the lengths alone, without the planners. It shows how much of a plan's distance from
+area and longest document no plan could avoid. It is stronger where documents need much of the cluster, where `min_cp`
+forces short documents apart, or where the network is slow.
 """
 
 import math

@@ -112,7 +112,7 @@ def test_a_large_image_shortens_its_own_pack_alone() -> None:
     packs = PackOrder(order, pack_to=160, tokens_per_step=640, across=True, uncut=spans)
     tokens = [length for step in range(20) for length in packs.lengths_of_step(step)]
     assert 160 > np.mean(tokens) > 0.95 * 160
-    assert sum(length < 160 - 5 for length in tokens) <= 2 * (20 * 640 // lengths.sum() + 1)  # and at an epoch's end
+    assert sum(length < 160 - 5 for length in tokens) <= 2 * (20 * 640 // lengths.sum()) + 1  # and at an epoch's end
 
 
 def _spans(document: int, parts: list[tuple[int, int]]) -> list[tuple[int, int, int]]:

@@ -325,9 +325,7 @@ def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segm
 
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
-    """Every document has as many numbers as a document of `longest` positions has chunks, so that no two chunks share
-    one.
-    """
+    """Every document has as many numbers as one of `longest` positions has chunks, so that no two chunks share one."""
     first_chunk, end_chunk = segments.start // chunk, -(-segments.stop // chunk)
     number, run = expand_runs(first_chunk, end_chunk), np.repeat(np.arange(len(segments)), end_chunk - first_chunk)
     start = np.maximum(segments.start[run], number * chunk)

@@ -168,10 +168,8 @@ def load_checkpoint(
         moments = StoredMoments.of(_names_under("optimizer.", stored))
         drop_absent_moments(path, moments, model, optimizer, tensors, world)
     # These are not read, and go back into the optimizer as they are.
-    hyperparameters = {
-        name: tensors["optimizer"].pop(name)
-        for name in [name for name in tensors.get("optimizer", {}) if name.startswith(SETTINGS)]
-    }
+    settings = [name for name in tensors.get("optimizer", {}) if name.startswith(SETTINGS)]
+    hyperparameters = {name: tensors["optimizer"].pop(name) for name in settings}
     try:
         with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks, is_work=True):
             reader = PatientReader(path, metadata, world)

@@ -68,7 +68,7 @@ def _write_trace_files(folder: Path, rank: int) -> None:
 
 
 def _call_with_patience(work: Callable[[], str | None]) -> str | None:
-    """Behind a stuck device `work` may never return, and then only this thread waits for it."""
+    """Behind a stuck device `work` may never return, and then only a thread of its own waits for it."""
     results = list[str | None]()
 
     def run() -> None:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pieces, encode_with_spans
+from longspan.corpus.rows.sample import any_of_pattern
 from longspan.errors import DataError, short_text
 from longspan.files import read_json
 from longspan.layout import Integers
@@ -212,7 +213,7 @@ class TextTokenizer:
     @cached_property
     def _special_pattern(self) -> re.Pattern[str] | None:
         names = {token.content for token in self.engine.get_added_tokens_decoder().values() if token.special}
-        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+        return any_of_pattern(names)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the files for transformers' AutoTokenizer: those that it was read from, or two for a trained one.

@@ -317,9 +317,9 @@ class DocumentStream:
         """
         mark = self._marks[number]
         runs = list[_Run]()
-        for source, candidates in enumerate(self._candidates):
-            ids = self.sources[source].ids(mark.documents[source], candidates)
-            runs.append(_Run(ids, mark.tokens[source] + self._document_ends(ids)))
+        for source, used, tokens, n in zip(self.sources, mark.documents, mark.tokens, self._candidates, strict=True):
+            ids = source.ids(used, n)
+            runs.append(_Run(ids, tokens + self._document_ends(ids)))
         shares = [run.tokens / source.weight for run, source in zip(runs, self.sources, strict=True)]
         end_share = min(share[-1] for share in shares)
         counts = [int(np.searchsorted(share, end_share)) for share in shares]

@@ -78,12 +78,17 @@ class Case:
         """Which answer of the stock model the case is compared with: dtype, with losses of routers, with images."""
         return self.dtype, self.router_losses, self.encoder > 0
 
+    @property
+    def unit(self) -> int:
+        """What the ranks of its home are a multiple of."""
+        return self.tp * self.pp * self.ep
+
     def home(self, ranks: int) -> Layout:
         """Return the home of this case over the largest number of these ranks that tp x pp x ep divides.
 
         Raises LayoutError where they are too few.
         """
-        unit = self.tp * self.pp * self.ep
+        unit = self.unit
         if ranks < unit:
             raise LayoutError(
                 f"tp {self.tp} x pp {self.pp} x ep {self.ep} need {unit} ranks, and there are {ranks}; "
@@ -128,8 +133,7 @@ def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("floa
             Case(ep=2, cp=2, plan="several", router_losses=True),
         ]
         # Under a2a the smaller last group would have to deal out the heads to another number of slots.
-        units = {case: case.cp if "a2a" in case.cp_comm_type else case.tp * case.pp * case.ep for case in cases}
-        cases = [case for case, unit in units.items() if ranks % unit == 0]
+        cases = [case for case in cases if ranks % (case.cp if "a2a" in case.cp_comm_type else case.unit) == 0]
     return tuple(replace(case, dtype=dtype) for dtype in dtypes for case in cases)
 
 

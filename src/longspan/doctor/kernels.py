@@ -52,8 +52,8 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     for (size, value_size, window, softcap), calls_of_kind in kinds.items():
         # One head of each: the choice of a kernel depends neither on how many there are, nor on chunks of keys.
         call = AttendCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
+        sizes = f"heads of {size}" + ("" if value_size == size else f" with values of {value_size}")
         features = {
-            f"heads of {size}" + ("" if value_size == size else f" with values of {value_size}"): True,
             "a window": window is not None,
             "a soft cap": softcap is not None,
             "sinks": calls_of_kind[0].sinks,
@@ -63,9 +63,11 @@ def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
             local = f"{choose_kernel(call).name} {here}"
         except AttentionError as error:
             local = f"none {here}: {error}"
-        gpu_kernels = [k.name + (f" (needs {k.needs})" if k.needs != "nothing" else "") for k in list_gpu_kernels(call)]
-        on_gpus = "" if device.type == "cuda" else ", else ".join(gpu_kernels) or "none"
-        text = ", ".join(feature for feature, is_asked in features.items() if is_asked)
+        on_gpus = ""
+        if device.type != "cuda":
+            words = [k.name + (f" (needs {k.needs})" if k.needs != "nothing" else "") for k in list_gpu_kernels(call)]
+            on_gpus = ", else ".join(words) or "none"
+        text = ", ".join([sizes, *(feature for feature, is_asked in features.items() if is_asked)])
         lines.append(KernelLine(text, len(calls_of_kind), local, on_gpus))
     return tuple(lines)
 

@@ -79,9 +79,9 @@ class LongspanArguments:
             value = getattr(self, name)
             if value in ("", []) or (value == NOT_GIVEN and name.startswith("eval_")):  # it is not given
                 continue
-            keys[f"{_section_name(name)}.{name}"] = (
-                int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value
-            )
+            if isinstance(value, str) and value.lstrip("-").isdigit():  # fields for "auto" or a number are strings
+                value = int(value)
+            keys[f"{_section_name(name)}.{name}"] = value
         with words_of_scripts():
             return load_config(None, keys)
 

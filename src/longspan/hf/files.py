@@ -137,7 +137,7 @@ class FilesPart(StockTrainer):
         optimizer, root = self._torch_optimizer(), Path(output_dir)
         groups = [
             {
-                key: (value.item() if isinstance(value, Tensor) else value)
+                key: value.item() if isinstance(value, Tensor) else value
                 for key, value in group.items()
                 if key != "params"
             }

@@ -37,8 +37,8 @@ class PreferencesPart(StockTrainer):
     """Precomputing of a reference's log-probabilities, under the plan of evaluation."""
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """The first rank reads and writes TRL's cache of them; other ranks, which may see another disk, take its
-        content.
+        """The first rank reads and writes TRL's cache of the reference's log-probabilities; other ranks, which may see
+        another disk, take its content.
         """
         self._refuse_reference()
         self._prepare_once()

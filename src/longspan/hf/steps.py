@@ -381,8 +381,8 @@ class StepsPart(StockTrainer):
         return move_to_device(data, self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
 
     def _run_ahead(self, batches: Sequence[Any]) -> None:
-        """If the Trainer's loss then has other coefficients, `_finish_step` runs the step again. A step without
-        targets, or with a batch without labels, has no cross entropy and does not run ahead.
+        """The step has the coefficients of the cross entropy; if the Trainer's loss has others, `_finish_step` runs it
+        again. A step without targets, or with a batch without labels, has no cross entropy and does not run ahead.
         """
         step, self._next_step = self._next_step, None
         if step is None or not step.has_batches(batches):
@@ -428,7 +428,9 @@ class StepsPart(StockTrainer):
                 self._next_step = self._read_coming_step(batches, None if items is None else float(items))
 
     def _finish_step(self) -> None:
-        """Raises NonFiniteError if they are not finite. After another loss than the guessed one no step runs ahead."""
+        """Raises NonFiniteError for coefficients that are not finite. After a loss that was not guessed no step runs
+        ahead.
+        """
         calls, self._facade.called = self._facade.called, []
         guessed, self._guessed_documents = self._guessed_documents, ()
         cut, self._was_cut_short = self._was_cut_short, False

@@ -89,7 +89,7 @@ class GivenArguments:
         return self._bound.arguments.get(name, default)
 
     def _default_arguments(self) -> TrainingArguments:
-        """TRL's trainers have a class of their own for them (SFTConfig), and name the folder by model and class."""
+        """TRL's trainers have arguments of a class of their own (SFTConfig), and name the folder by model and class."""
         hints = _signature(self._stock).parameters["args"].annotation
         classes = _argument_classes(hints, self._stock)
         config = next((kind for kind in classes if kind is not TrainingArguments), TrainingArguments)

@@ -260,9 +260,9 @@ def _layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
     # The last layer that runs while stand-ins replace all others. If not even the model with all its layers runs on
     # meta tensors, failures with stand-ins show nothing, and the last layer is copied.
     runs = partial(_runs_on_meta, model, outputs)
-    shows_nothing = runs([last_layer]) or not runs(range(last_layer + 1))
+    copies_last = runs([last_layer]) or not runs(range(last_layer + 1))
     earlier = range(last_layer - 1, -1, -1)
-    index = last_layer if shows_nothing else next((i for i in earlier if runs([i])), last_layer)
+    index = last_layer if copies_last else next((i for i in earlier if runs([i])), last_layer)
     # With `of_tokens` the module around the layers runs again, to make the arguments of a depth's layer of its tokens.
     # A layer other than the last gets its arguments in this way too, whatever they depend on.
     of_tokens = index != last_layer or depends_on_parameters(noted_layers[index].note.call)

@@ -163,11 +163,9 @@ def _compile_layer(layer: nn.Module) -> None:
     run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)
     layer_run = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
     setattr(layer, _IS_COMPILED, True)
-    layer.forward = (
-        partial(_run_within_checkpoint, layer_run)
-        if (isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer))
-        else layer_run
-    )
+    # In transformers 5.23 the class's forward runs the checkpoint; in 5.17 the call does.
+    in_forward = isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
+    layer.forward = partial(_run_within_checkpoint, layer_run) if in_forward else layer_run
 
 
 def _set_up_compiler() -> None:

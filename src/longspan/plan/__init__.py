@@ -1,6 +1,5 @@
 """Plans of a step: which slots work together on which documents (Plan), what that costs (Cost), and the planners that
-make one from document lengths only. Integers and numpy; no torch. Names are imported on first
-use (PEP 562).
+make one from document lengths only. Integers and numpy; no torch. Names are imported on first use (PEP 562).
 
 >>> from longspan.layout import Layout
 >>> plan = plan_fixed([900, 300, 20], Layout(ranks=8), cp=4, max_tokens_per_slot=512)

@@ -147,9 +147,7 @@ def _list_as_tuple(value: Any) -> Any:
 
 
 def _read_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
-    """A list is the number of its kind, then its slots as a list, or the first slot and how many there are, then
-    documents.
-    """
+    """A row is the number of its kind, its slots as a list, or the first slot and their number, and its documents."""
     for number, first, *numbers in rows:
         is_list = isinstance(first, list)
         slots: tuple[int, ...] = _list_as_tuple(first) if is_list else tuple(range(first, first + numbers[0]))

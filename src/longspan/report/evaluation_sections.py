@@ -197,12 +197,8 @@ def _sample_row(row: Mapping[str, Any]) -> str:
 
 def _image_tags(pictures: Sequence[str]) -> Iterator[str]:
     for i, picture in enumerate(pictures, 1):
-        source = f"data:image/png;base64,{picture}"
-        yield (
-            f'<img src="{source}" alt="image {i}" class="sample">'
-            if (isinstance(picture, str) and picture.replace("+", "").replace("/", "").rstrip("=").isalnum())
-            else ""
-        )
+        if isinstance(picture, str) and picture.replace("+", "").replace("/", "").rstrip("=").isalnum():  # else markup
+            yield f'<img src="data:image/png;base64,{picture}" alt="image {i}" class="sample">'
 
 
 def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]:

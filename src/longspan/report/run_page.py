@@ -225,7 +225,7 @@ def _figure_cards(run: RunFolder) -> str:
 
 
 def _small_figures(run: RunFolder) -> Iterator[str]:
-    """Two left over make a row of two; one left over makes two rows of two with the three before."""
+    """Charts stand three a row; two left over make a row of two, one makes two rows of two with the three before."""
     events = tuple((step, "") for step, _ in resume_events(run))
     charts = [replace(chart, events=events) for chart in small_charts(run)]
     halves = {0: 0, 1: 4, 2: 2}[len(charts) % 3] if len(charts) > 1 else 0
@@ -271,7 +271,7 @@ def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     elif len(tflops):
         yield (
             "model FLOPs",
-            (f"{median:.3g} TFLOP/s" if median >= 1 else f"{1e3 * median:.3g} GFLOP/s"),
+            f"{median:.3g} TFLOP/s" if median >= 1 else f"{1e3 * median:.3g} GFLOP/s",
             "of a device, median of all steps",
         )
     if len(bound) and run.facts is not None:

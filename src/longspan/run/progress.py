@@ -91,7 +91,7 @@ class ProgressDisplay:
         elif (
             row["step"] % self._log_every == 0
             or row["step"] in (1, self._steps)
-            or (time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS)
+            or time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
         ):
             self.log(
                 "  ".join(filter(None, (self._step_text(row), *_step_figures(row), self._remaining_time(row["step"]))))

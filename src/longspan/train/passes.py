@@ -306,7 +306,6 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> Sta
     ids = to_device(batch.ids, passes.world.device)[None]
 
     def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
-        """If `total` is None, the pass only counts the loads of routers, and its loss is zero."""
         if total is None:
             return part(**arguments, row_loss=lambda hidden, _: hidden.new_zeros((), dtype=torch.float64))
         loss = part(**arguments, **_future_ids(passes, batch), row_loss=passes.row_loss(batch))

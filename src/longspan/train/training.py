@@ -153,7 +153,7 @@ def prepare_run_model(
 
 
 def _float8_products(config: RunConfig, world: World, *, training: bool) -> str:
-    """An evaluation multiplies none where some rank's device cannot; `prepare` refuses training there."""
+    """An evaluation multiplies nothing in float8 where a rank's device cannot; `prepare` refuses training there."""
     float8 = config.train.float8
     if float8 and not training and world.control.any_rank(bool(device_lack(world.device))):
         return ""

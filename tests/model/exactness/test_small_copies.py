@@ -14,7 +14,6 @@ from tests.versions import transformers_before
 
 LONGEST = 96  # tokens of the longest document of a proof
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "truncate": False}
-_SLIDING_5_OF_6 = [("full" if (i + 1) % 6 == 0 else "sliding") + "_attention" for i in range(62)]
 
 REAL: dict[str, dict[str, Any]] = {
     "qwen3-8b": {

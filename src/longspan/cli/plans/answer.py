@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.plans.compare import CompareFlags
+from longspan.cli.plans.compare import NOTHING_POSSIBLE, CompareFlags
 from longspan.cli.plans.fit import (
     BY_HAND,
     DOUBLINGS,
@@ -40,7 +40,6 @@ from longspan.plan.memory.bytes import Bytes, gib_text
 from longspan.plan.ways import plan_type_text
 from longspan.run.checks import check_config, check_files
 
-NOTHING_FITS = 2  # status
 PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of one degree and of dynamic ones
 GATHERS = "parallel.reshard_after_forward"
 LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
@@ -359,7 +358,7 @@ def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: boo
             Path(write).write_text("\n".join([WRITTEN, *_key_lines(answer)]) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {write}: {error.strerror}") from error
-    return NOTHING_FITS if compare and not fits else 0
+    return NOTHING_POSSIBLE if compare and not fits else 0
 
 
 def _answer_lines(answer: Answer) -> Iterator[str]:
@@ -391,7 +390,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     )
     if max(max(plan.lengths) for plan in best.plans) != answer.longest:
         yield f"the longest document that fits: {answer.longest:,} tokens"
-    yield from (*answer.notes, "", "the keys to write (--write FILE makes a file of them that longspan train takes):")
+    yield from (*answer.notes, "", "the keys, as a file of longspan train (longspan plan --write FILE writes it):")
     yield from _key_lines(answer)
 
 

@@ -83,7 +83,7 @@ class PlanningFlags(SourceFlags):
     more; 0: no limit, as if memory had none."""
     weights: float = 0.0
     """With free mode: parameters that are sharded over the slots (8.19e9 for Qwen3-8B); their gathering before a step
-    and the sum of their gradients after it are added to its seconds. 0: those of the cost file, else none."""
+    and the sum of their gradients after it are added to its seconds. 0: none."""
     dp_replicate: int = 1
     """With --weights: copies of them (HSDP), each sharded over slots / copies."""
     json: Switch = False

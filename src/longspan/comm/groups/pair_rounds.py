@@ -129,11 +129,9 @@ class PairRounds:
 
     def _exchange_objects(self, member: int, value: object, *, sends: bool = True, receives: bool = True) -> Any:
         """Exchange objects with a member: their sizes, and then those that are not None."""
-        packed = (
-            (torch.empty(0) if value is None else torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8))
-            if sends
-            else torch.empty(0)
-        )
+        packed = torch.empty(0)
+        if sends and value is not None:
+            packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = int(
             self._exchange_tensors(member, torch.tensor(len(packed), device="cpu"), sends=sends, receives=receives)
         )

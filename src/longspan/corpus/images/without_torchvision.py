@@ -110,7 +110,7 @@ def _class_name(folder: Path) -> str:
     """processor_config.json goes before preprocessor_config.json, and an ending "Fast" is dropped."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    settings = [_read_json(folder / name) for name in (*PROCESSOR_FILES[1::-1], "tokenizer_config.json")]
+    settings = [_read_json(folder / name) for name in (NESTED, LEGACY, "tokenizer_config.json")]
     class_name = next((values["processor_class"] for values in settings if values.get("processor_class")), None)
     class_name = class_name or PROCESSOR_MAPPING_NAMES.get(_read_json(folder / "config.json").get("model_type", ""))
     if class_name is None:

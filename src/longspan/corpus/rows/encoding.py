@@ -237,7 +237,7 @@ class RowEncoding:
         except LongTextError as error:
             return [BadRow(row.where, str(error))]
         return [
-            _masked_row(row) if (sample.labels is not None and not (sample.labels[1:] != NO_TARGET).any()) else sample
+            _masked_row(row) if sample.labels is not None and (sample.labels[1:] == NO_TARGET).all() else sample
             for sample in samples
         ]
 

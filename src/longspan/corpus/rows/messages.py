@@ -33,7 +33,7 @@ def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         hint = (
             "; from and value are called role and content here"
-            if (isinstance(message, dict) and {"from", "value"} <= message.keys())
+            if isinstance(message, dict) and {"from", "value"} <= message.keys()
             else ""
         )
         raise RowError(f"{name} needs an object with a string role; found {preview(message)}{hint}")

@@ -71,9 +71,9 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
     try:
         model = _make_small_model(kind, config)
         outs: list[Tensor] = []
+        ids, positions = torch.arange(_ROWS)[None], torch.full((1, _ROWS), 3)
         for seed in (1, 2):
             torch.manual_seed(seed)
-            ids, positions = torch.arange(_ROWS)[None], torch.full((1, _ROWS), 3)
             with torch.no_grad():
                 outs.append(model(input_ids=ids, position_ids=positions, use_cache=False)[0])
         draws = not torch.equal(*outs)

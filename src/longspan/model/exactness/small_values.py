@@ -200,8 +200,8 @@ class _Rules:
         hidden size where one divides the other (and are at least 8), else they are three quarters of it; what is left
         are small numbers, which stay.
         """
-        small, hidden, expand = self.small_hidden, self.hidden, self.values.get("mamba_expand") or 0
-        expand = expand or self.values.get("expand") or 2
+        small, hidden = self.small_hidden, self.hidden
+        expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
         derived = {
             **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), expand * small // 16),
             "mamba_d_ssm": expand * small,

@@ -165,7 +165,7 @@ def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]
 
 
 def _expert_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """In transformers 4 these names were linears of single experts."""
+    """Those of `names` that peft takes for fused experts: in transformers 4 they were linears of single experts."""
     import peft
 
     try:

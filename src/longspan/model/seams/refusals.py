@@ -87,7 +87,7 @@ def find_set_forwards(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
 
 
 def _defining_module(function: Any) -> str:
-    """`functools.wraps` copies `__module__` from the wrapped function, but not these."""
+    """By its globals: `functools.wraps` copies `__module__` from the wrapped function, but not these."""
     return function.__globals__["__name__"] if isinstance(function, FunctionType) else ""
 
 

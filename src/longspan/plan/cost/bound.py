@@ -75,8 +75,8 @@ def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, 
     A document of L rows, more than the cap, needs n = ⌈L / cap⌉ slots or more. Its group has at least L / cap slots for
     these rows, each of which waits for the latency of n − 1 steps of a ring, or of one message under other types. Its
     rows go to n − 1 other slots at the least under `p2p` and `all_gather`; under `a2a` (n − 1) / n of them leave their
-    slot once. Attention hides messages of a ring alone. Of types that may be
-    rings or exchanges, "auto" and `a2a+p2p`, only the latency counts, and no bytes.
+    slot once. Attention hides messages of a ring alone. Of types that may be rings or exchanges, "auto" and `a2a+p2p`,
+    only the latency counts, and no bytes.
     """
     if not (rows > cap).any():
         return 0.0

@@ -51,8 +51,8 @@ def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
 
 
 def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
-    """One way gives every micro-batch equal work. The other cuts the sorted items into parts of equal rows, so that the
-    longest are together; an item is in the part that holds its middle row. Micro-batches without items are left out.
+    """Items are divided in two ways: into equal work, and, sorted, into parts of equal rows, so that the longest are
+    together; an item is in the part that holds its middle row. Micro-batches without items are left out.
     """
     tokens: list[int] = problem.tokens.tolist()
     middle = np.cumsum(problem.tokens) - problem.tokens // 2

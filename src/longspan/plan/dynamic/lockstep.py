@@ -14,7 +14,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate, product
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from longspan.plan.micro_batch import Group, MicroBatch
 STEEPNESS = (0.0, 0.4, 0.7, 1.0)
 SLACK = (1.005, 1.03)
 SLACK_OF_FEW = (*SLACK, 1.07, 1.15, 1.3, 1.6)
+Limits = tuple[tuple[float, float], ...]
 LIMITS, LIMITS_OF_FEW = ((0.15, 0.8), (0.5, 0.4)), ((0.0, 0.0), (0.15, 0.4))  # share and reach: see `Settings`
 # What random changes choose from.
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5, 0.8)
@@ -37,9 +38,6 @@ CLASSES = 192  # different lengths, above which nearly equal ones share their de
 LITTLE_MORE = 1.03  # slot seconds of a document at a high degree, against those at its best
 GAP_LOST = 0.3  # share of a gap that is taken for lost although short documents could fill it
 SHARE_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # short documents that a bin's slots may share
-
-
-FirstChoice = tuple[int, float, float, tuple[float, float]]  # micro-batches, steepness, slack, share and reach
 
 
 class Settings(NamedTuple):
@@ -141,19 +139,25 @@ def _best_first(problem: Problem, table: "DegreeTable") -> tuple[Candidate, Sett
     counts = [problem.least_micro_batches + more for more in range(MORE_MICRO_BATCHES + 1)]
     counts = sorted({*counts, *(-(-count // multiple) * multiple for count in counts)})
     slacks, limits = (SLACK_OF_FEW, LIMITS_OF_FEW) if few else (SLACK, LIMITS)
-    tried = list[tuple[Candidate, Settings, FirstChoice]]()
+    tried = list[tuple[Candidate, Settings, tuple[int, float, float]]]()  # the last: count, steepness, slack
 
-    def best_with(*choices: Sequence[Any]) -> tuple[Candidate, Settings, FirstChoice]:
-        for count, steepness, slack, limit in product(*choices):
-            settings = Settings(slack * _first_durations(problem, table, count, steepness), *limit)
-            tried.append((place_items(problem, table, settings), settings, (count, steepness, slack, limit)))
-        return min(tried, key=lambda of: of[0].seconds)
+    def try_first(counts: Sequence[int], steepnesses: Sequence[float], slacks: Sequence[float], limits: Limits) -> None:
+        for count, steepness in product(counts, steepnesses):
+            durations = _first_durations(problem, table, count, steepness)
+            for slack, limit in product(slacks, limits):
+                settings = Settings(slack * durations, *limit)
+                tried.append((place_items(problem, table, settings), settings, (count, steepness, slack)))
+        tried.sort(key=lambda of: of[0].seconds)  # stable: of equal ones the first stays the first
 
     if len(problem.tokens) + problem.least_micro_batches * len(problem.blocks) < LARGE:
-        return best_with(counts, STEEPNESS, slacks, limits)[:2]
-    count, _, slack, _ = best_with(counts, STEEPNESS[1::2], slacks, limits[-1:])[2]
-    _, steepness, _, _ = best_with([count], STEEPNESS[::2], [slack], limits[-1:])[2]
-    return best_with([count], [steepness], [slack], limits[:-1])[:2]
+        try_first(counts, STEEPNESS, slacks, limits)
+    else:
+        try_first(counts, STEEPNESS[1::2], slacks, limits[-1:])
+        count, _, slack = tried[0][2]
+        try_first([count], STEEPNESS[::2], [slack], limits[-1:])
+        count, steepness, slack = tried[0][2]
+        try_first([count], [steepness], [slack], limits[:-1])
+    return tried[0][:2]
 
 
 def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepness: float) -> Floats:
@@ -363,8 +367,8 @@ class _Placing:
         return self.table.item_seconds[inside, rows, np.searchsorted(self.table.degrees, width)]
 
     def _take_slots(self, item: int, micro_batch: int, width: int, prices: tuple[float, float]) -> None:
-        """`prices` are its seconds across nodes and within one. A last block that has taken in a smaller last node has
-        slots of both.
+        """`prices` are the item's seconds across nodes and within one; a last block that has taken in a smaller last
+        node has slots of both, which are across nodes.
         """
         parts, problem = self.free[micro_batch].take_slots(width), self.problem
         seconds = prices[len(parts) == 1 and problem.shares_node(*parts[0])]
@@ -374,8 +378,8 @@ class _Placing:
         self.long.append(LongDocument(micro_batch, item, parts, rows, seconds))
 
     def _place_late(self, item: int) -> None:
-        """One that fits a bin is placed with the short ones later. Any other makes a micro-batch longer, or a new one,
-        whichever wastes least.
+        """A long document that fits a bin is placed with the short ones later. Any other makes a micro-batch longer, or
+        a new one, whichever wastes least.
         """
         if self.problem.tokens[item] <= self.problem.widest_run * self.problem.cap:
             self.unplaced.append(item)

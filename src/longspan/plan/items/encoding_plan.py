@@ -93,9 +93,7 @@ class ModalityPlan:
 
 @lru_cache(maxsize=8)
 def _plan_encoding(counts: tuple[int, ...], planning: EncoderPlanning) -> Plan:
-    """Every row of an item sees all rows of the item, so that contiguous shares have equal attention, as zigzag ones
-    do.
-    """
+    """Every row of an item sees all rows of it, so that contiguous shares have equal attention, as zigzag ones do."""
     return plan_dynamic(
         counts,
         planning.home,

@@ -179,7 +179,7 @@ def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
 
 
 def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    """For a plan without a cap the rows of the fullest slot stand in.
+    """A panel is as wide as the cap, or as the rows of the fullest slot in a plan without a cap.
 
     `cost` is not read; it is there because both layouts are called alike.
     """

@@ -299,10 +299,8 @@ COMING, COMING_DYNAMIC = 32, 4  # steps whose plans are looked at; dynamic plans
 def warm_up_run(run: TrainingRun, log: LogLine, starts: Starts) -> None:
     """Warm up on GPUs if steps are left; entered by all ranks. `starts` notes how long the plans took."""
     if needs_warm_up(run.world) and run.done < run.config.train.steps:
-        plans, evaluation = (
-            _coming_plans(run),
-            (run.evaluation_choice.plan(run.held_out.lengths, run.world.home) if run.held_out else None),
-        )
+        plans = _coming_plans(run)
+        evaluation = run.evaluation_choice.plan(run.held_out.lengths, run.world.home) if run.held_out else None
         starts.end_part("coming plans")
         warm_up(run, plans, evaluation, log)
 

@@ -40,8 +40,6 @@ from longspan.train.plans.run_cost import find_run_cost, read_run_machine
 
 UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of them
 HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading documents, and for saving
-
-
 MOST_STEPS = 1024  # whose documents are looked at
 FEW_STEPS = 4  # for which plans are made that are priced as those of the run
 

@@ -136,9 +136,7 @@ class _Reader:
         return first._replace(deeper=tuple(deeper))
 
     def read_run(self, document: int, start: int, stop: int, row: int, *, length: int) -> None:
-        """Tokens after them are read too, one for the last label and one more for each depth, as far as there are
-        any.
-        """
+        """Tokens after `stop` are read too: one for the last label and one for each depth, as far as there are any."""
         end = min(stop + len(self._at_depth), length)  # no tokens follow a document's end
         # True at the placeholders of items, which are neither inputs nor targets.
         hidden = None if self._items is None else self._items.placeholder_mask(document, start, end)

@@ -133,7 +133,9 @@ class TokenLoss:
     def _losses_and_slopes(
         self, targets: BatchTargets, log_probs: Tensor, part: slice, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """After an error in an earlier chunk both are 0, as for one in this chunk: the step raises at its end."""
+        """After an error in an earlier chunk losses and slopes are 0, as for one in this chunk: the step raises at its
+        end.
+        """
         zeros = log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
         if self.error is not None:
             return zeros
