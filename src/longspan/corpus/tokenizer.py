@@ -22,7 +22,6 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pieces, encode_with_spans
-from longspan.corpus.rows.sample import any_of_pattern
 from longspan.errors import DataError, short_text
 from longspan.files import read_json
 from longspan.layout import Integers
@@ -39,6 +38,11 @@ def copy_tokenizer_files(source: Path, target: Path) -> None:
     """
     for name in (*TOKENIZER_FILES, *PROCESSOR_FILES):
         _replace_with_copy(source / name, target / name)
+
+
+def any_of_pattern(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
+    """Return a pattern for any of these names, the longest first; None if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
 
 class RunFolderFiles:

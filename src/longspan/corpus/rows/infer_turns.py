@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from longspan.corpus.rows.messages import Field, replace_field, texts_of_messages
-from longspan.corpus.rows.sample import RowError, Unseen, any_of_pattern, map_strings, preview, strings
+from longspan.corpus.rows.sample import RowError, Unseen, map_strings, preview, strings
 from longspan.corpus.rows.template import ChatTemplate, Message, Rendered
+from longspan.corpus.tokenizer import any_of_pattern
 
 _HARMLESS = "Z"
 _WORDS = ("Zq0user", "Zq1assistant", "Zq2user", "Zq3assistant")

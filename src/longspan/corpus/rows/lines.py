@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.kinds import rows_hold
-from longspan.corpus.rows.sample import Row, Sample, Turns, any_of_pattern
-from longspan.corpus.tokenizer import TextTokenizer
+from longspan.corpus.rows.sample import Row, Sample, Turns
+from longspan.corpus.tokenizer import TextTokenizer, any_of_pattern
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import SHORTEST, LeftOut
 from longspan.errors import plural

@@ -19,9 +19,9 @@ from longspan.corpus.images.processor import Grid, Processor, load_processor
 from longspan.corpus.images.without_torchvision import VideoProcessor, processor_digest
 from longspan.corpus.rows.named_media import PARTS, check_counts, kinds_by_name, kinds_named, name_pattern
 from longspan.corpus.rows.row_media import RowMedia
-from longspan.corpus.rows.sample import RowError, Sample, any_of_pattern, check_strings, require_string
+from longspan.corpus.rows.sample import RowError, Sample, check_strings, require_string
 from longspan.corpus.rows.template import ChatTemplate
-from longspan.corpus.tokenizer import TextTokenizer
+from longspan.corpus.tokenizer import TextTokenizer, any_of_pattern
 from longspan.data.document import NO_TARGET
 from longspan.data.images import SampleImage, join_paths, join_stamps
 from longspan.errors import DataError, plural

@@ -50,11 +50,6 @@ def check_characters(text: str, name: str) -> None:
         ) from error
 
 
-def any_of_pattern(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
-    """Return a pattern for any of these names, the longest first; None if there are none."""
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
-
-
 def check_strings(value: Any, name: str, special: re.Pattern[str] | None) -> None:
     """Raise RowError for a string in a value that has a lone surrogate, or a name of a token that `special` matches.
 
