@@ -22,7 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from longspan.bench.record import open_record, origin_text, write_record
+from bench.begun import open_record
+
+from longspan.bench.record import origin_text, write_record
 from longspan.comm import run_local
 from tests.attention.parity import DEGREES, DTYPES, REFUSED, WAYS, Combination, run, whole
 

@@ -22,7 +22,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+from bench.begun import open_record
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
@@ -30,7 +33,7 @@ from longspan.attention import KERNELS, AttendCall, Mask
 from longspan.attention.call import Saved
 from longspan.attention.kernels.table import Kernel
 from longspan.attention.tiles import Launch, Tile, Tiling
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 
 SMALL = (700, 1, 323)
 SHARES = (96, 64, 32, 24, 19, 13, 6, 2)  # of 256, documents of a packed case

@@ -11,16 +11,20 @@ themselves, without other documents beside them.
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+from bench.begun import open_record
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.plain_text import markdown_table
 
 TITLES = ("heads", "documents", "rows each", "burst ms", "TFLOP/s", "sustained ms", "TFLOP/s", "burst over sustained")

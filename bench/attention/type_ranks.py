@@ -18,10 +18,11 @@ from bench.attention.type_cases import (
     sinks_of,
     tensors_of,
 )
+from bench.begun import missing_row
 from torch import Tensor
 
 from longspan.attention import AttendCall, Mask, choose_kernel
-from longspan.bench.record import missing_row, write_unfinished
+from longspan.bench.record import write_unfinished
 from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.layout import Layout

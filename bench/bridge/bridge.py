@@ -20,13 +20,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.begun import open_record
 from bench.processes.emulated_nodes import run_on_nodes
 from bridge_host import plan_rows
 from bridge_layouts import CASES, bytes_table
 from bridge_record import as_markdown
 from bridge_time import BridgeSettings, measure
 
-from longspan.bench.record import open_record, write_record
+from longspan.bench.record import write_record
 from longspan.cli.processes import choose_processes, has_torchrun, is_reporting, run_on_ranks
 
 

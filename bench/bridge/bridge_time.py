@@ -6,6 +6,7 @@ launched everything is apart from it. On CPUs times are whole calls.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,9 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import numpy as np
 import torch
 import torch.distributed as dist
+from bench.begun import open_record
 from bridge_gather import GatherBridge
 from bridge_layouts import CASES, BridgeCase, with_rows
 from bridge_plain import PlainExchange, components, equal_counts
@@ -23,7 +27,7 @@ from bridge_record import as_markdown
 from torch import Tensor
 
 from longspan import Bridge, Exchange, World
-from longspan.bench.record import open_record, write_record
+from longspan.bench.record import write_record
 from longspan.bench.timing import profile_run, time_run
 
 WARMUP = 3

@@ -23,11 +23,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import numpy as np
 import torch
+from bench.begun import open_record
 from process_memory import resident, sampled
 
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings

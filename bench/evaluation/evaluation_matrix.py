@@ -24,9 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.begun import open_record
 from bench.matrix_flags import matrix_flags
 
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.comm import run_local
 from tests.evaluation.matrix import (
     DTYPES,

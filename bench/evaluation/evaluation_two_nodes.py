@@ -19,11 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
+from bench.begun import open_record
 from bench.processes.emulated_nodes import run_on_nodes
 
 from longspan import Layout, World, evaluate, load_model, plan_fixed, prepare, run_step
 from longspan.bench.layers import change_layer_count
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.data.document import synthetic_documents
 from longspan.model.presets import preset_config
 from longspan.plain_text import markdown_table

@@ -10,16 +10,20 @@ in float64 on one rank. The record is written after each part; a second run goes
 """
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+from bench.begun import open_record
 from mixer_designs import Layer, baseline, errors, flags_of, layers, ours, scan_alone
 from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World, bind, plan_fixed
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.comm import SequenceShard
 from longspan.testing import run_ranks
 

@@ -9,18 +9,22 @@ besides is the wire, and waiting for each other. Efficiency: alone over member. 
 queued, which hide behind the GPU's unless they are longer.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+from bench.begun import open_record
 from mixer_designs import Layer, flags_of, layers, ours, scan_alone
 from torch import Tensor
 
 from longspan import Group, Layout, MicroBatch, World
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.comm import SequenceShard
 from longspan.errors import ConfigError
 from longspan.ssm.chains import Chains, chains_by_shard

@@ -26,10 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
+from bench.begun import open_record
 from bench.processes.end_processes import end_with_workers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.data.step_order import StepOrder
 from longspan.plain_text import markdown_table
 from longspan.plan.distributions import sample_lengths

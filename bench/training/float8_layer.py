@@ -11,17 +11,21 @@ adds: rows of the input and of the gradient, rows and columns of the weight. Wit
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+from bench.begun import missing_row, open_record
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longspan.bench.layers import change_layer_count
-from longspan.bench.record import missing_row, open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config

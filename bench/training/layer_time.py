@@ -12,18 +12,22 @@ input are from those of the layer as it runs, relative to their norm.
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+from bench.begun import open_record
 from torch import Tensor
 from transformers import Gemma3TextConfig, PreTrainedConfig
 
 from longspan import Layout, World, bind, load_model, plan_fixed, prepare
 from longspan.bench.layers import change_layer_count
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.model.layers import decoder_layers, decoder_model
 from longspan.model.presets import preset_config
 from longspan.model.weights.hf_folder import read_configuration

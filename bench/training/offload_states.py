@@ -10,15 +10,19 @@ bytes of moments over the step's seconds, each way.
 
 import argparse
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+from bench.begun import open_record
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.plain_text import markdown_table
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.offload_states import OffloadedStates

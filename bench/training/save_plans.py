@@ -10,16 +10,20 @@ are written and nothing travels. Seconds grow with ranks times tensors: few tens
 
 import argparse
 import pickle
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+from bench.begun import open_record
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.checkpoint.metadata import metadata_text
 from longspan.checkpoint.save_plan import CachedPlanner, PlanCache
 from longspan.plain_text import markdown_table

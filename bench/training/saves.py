@@ -12,15 +12,19 @@ import argparse
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+from bench.begun import open_record
 
 from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.comm import run_local
 from longspan.plain_text import markdown_table
 from longspan.train import CheckpointSaver, build_optimizer

@@ -13,10 +13,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.begun import missing_row
 from bench.training.hf_peer import PEER, open_peer_step
 from bench.training.packed_peer import PACKED_PEER, open_packed_step
 
-from longspan.bench.record import missing_row
 from longspan.bench.step.command import main
 from longspan.bench.step.ranks import Cases, measure_steps, rows_note
 from longspan.bench.step.settings import StepSettings

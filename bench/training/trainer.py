@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import traceback
 from contextlib import suppress
@@ -25,8 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import numpy as np
 import torch
+from bench.begun import missing_row
 from bench.training.trainer_steps import (
     VOCABULARY,
     StepClock,
@@ -39,7 +43,6 @@ from bench.training.trainer_steps import (
 )
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from longspan.bench.record import missing_row
 from longspan.comm import World
 from longspan.config.file import load_config
 from longspan.hf import LongspanArguments, with_longspan

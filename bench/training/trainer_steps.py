@@ -7,11 +7,15 @@ import argparse
 import gc
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+from bench.begun import open_record
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -19,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from longspan.bench.layers import change_layer_count
-from longspan.bench.record import open_record, origin_text, write_record
+from longspan.bench.record import origin_text, write_record
 from longspan.model.presets import preset_config
 from longspan.plain_text import markdown_table
 

@@ -14,19 +14,23 @@ each part; a second run goes on with what is missing.
 
 import argparse
 import statistics
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+from bench.begun import open_record
 from torch.optim import Optimizer
 from vision_cases import CASES, Made, Sizes, VisionDocuments
 from vision_record import text_of
 from vision_replicated import replicated
 
 from longspan import EncoderHome, Layout, MultimodalModel, Plan, World, load_model, plan_dynamic, plan_fixed, prepare
-from longspan.bench.record import open_record, write_record
+from longspan.bench.record import write_record
 from longspan.bench.timing import time_run
 from longspan.doctor.stock import whole_float64
 from longspan.plan import Cost, Machine, PlanOptions

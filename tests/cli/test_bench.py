@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from bench.begun import open_record
 
 from longspan.bench.benches import BENCHES, SCRIPTS, BenchFlags
-from longspan.bench.record import open_record, write_record
+from longspan.bench.record import write_record
 from longspan.cli.main import main
 from longspan.errors import ConfigError
 
