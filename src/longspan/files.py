@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longspan.errors import ConfigError
-
 
 def as_json(value: Mapping[str, Any], indent: int | None = None) -> str:
     """Return a record as JSON.
@@ -93,15 +91,6 @@ def _free_bytes_text(error: OSError) -> str:
     path = Path(str(error.filename or ".")).absolute()
     nearest = next((folder for folder in (path, *path.parents) if folder.exists()), None)
     return "" if nearest is None else f" ({shutil.disk_usage(nearest).free:,} bytes are free)"
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Write a file that the user has named. Raises ConfigError where it cannot be written."""
-    try:
-        with name_file_in_errors(Path(path)):
-            Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {os_error_text(error)}") from error
 
 
 def write_durably(path: Path, text: str, *, named: Path | None = None) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from longspan.bench.benches import BenchFlags
+from longspan.cli.flags import write_text
 from longspan.cli.machine import machine_text
 from longspan.cli.processes import is_reporting
-from longspan.files import write_text
 
 
 def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdown: str) -> None:

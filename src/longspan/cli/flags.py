@@ -11,6 +11,7 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from io import StringIO
 from itertools import takewhile
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -32,6 +33,7 @@ from longspan.config.sections import (
     TrainConfig,
 )
 from longspan.errors import ConfigError
+from longspan.files import name_file_in_errors, os_error_text
 
 Flags = TypeVar("Flags")
 _BOOLEANS = ("true", "false", "True", "False")
@@ -100,6 +102,15 @@ def check_least(flags: Any, **least: int) -> None:
     for name, number in least.items():
         if (value := getattr(flags, name)) < number:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; give an integer of at least {number}")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file that a flag names. Raises ConfigError where it cannot be written."""
+    try:
+        with name_file_in_errors(Path(path)):
+            Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {os_error_text(error)}") from error
 
 
 def flag_types(kind: type) -> dict[str, Any]:

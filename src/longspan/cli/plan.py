@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.cli.flags import check_least, parse_flags
+from longspan.cli.flags import check_least, parse_flags, write_text
 from longspan.cli.plans.answer import answer_gpu_question
 from longspan.cli.plans.compare import CompareFlags, check_comparison_flags, run_comparison
 from longspan.cli.plans.lengths import read_lengths
@@ -158,10 +158,7 @@ def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
     if flags.trace:
         texts[flags.trace] = chrome_trace(plan)
     for path, text in texts.items():
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        write_text(path, text)
     return [*flags.plot, *([flags.trace] if flags.trace else [])]
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from longspan.bench.benches import BenchFlags
 from longspan.bench.calibrate.fit import Calibration, fit_samples
 from longspan.bench.calibrate.trials import CalibrationSettings, Measured, calibrate_ranks
-from longspan.cli.flags import Switch, parse_flags
+from longspan.cli.flags import Switch, parse_flags, write_text
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import is_reporting, run_on_ranks
 from longspan.errors import ConfigError, plural
@@ -83,10 +83,7 @@ def main(argv: Sequence[str]) -> int:
     measured = run_on_ranks(calibrate_ranks, (settings,), ranks)
     if is_reporting():
         calibration = fit_machine(measured, settings)
-        try:
-            Path(flags.out).write_text(json.dumps(calibration.machine.to_json(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {flags.out}: {error.strerror}") from error
+        write_text(flags.out, json.dumps(calibration.machine.to_json(), indent=1) + "\n")
         record = make_record(calibration, measured, settings, ["longspan", "bench", "calibrate", *argv])
         print(json.dumps(record, indent=1) if flags.json else calibration_text(record))
         print(f"wrote {flags.out}", file=sys.stderr if flags.json else sys.stdout)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longspan.cli.flags import write_text
 from longspan.errors import ConfigError, plural
 from longspan.evaluation.result import comparison_table
 from longspan.evaluation.saved.results import (
@@ -47,21 +48,14 @@ def check_writable(file: str, out: str) -> None:
 def write_documents(results: Sequence[SubjectResult], file: Path) -> None:
     """Write the loss of every document, one JSON object a line."""
     lines = (json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in document_rows(results))
-    _write_text(file, "".join(lines))
+    write_text(file, "".join(lines))
 
 
 def write_result_folder(results: Sequence[SubjectResult], record: dict[str, Any], folder: Path) -> None:
     """Write the results to a folder: results.json, documents.jsonl and report.html."""
-    _write_text(folder / "results.json", as_json(record, indent=1) + "\n")
+    write_text(folder / "results.json", as_json(record, indent=1) + "\n")
     write_documents(results, folder / "documents.jsonl")
-    _write_text(folder / "report.html", eval_page(json_values(record)))
-
-
-def _write_text(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {os_error_text(error)}") from error
+    write_text(folder / "report.html", eval_page(json_values(record)))
 
 
 HELD_OUT = "held out"  # how tables call the documents of a run

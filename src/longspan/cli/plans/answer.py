@@ -9,9 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
+from longspan.cli.flags import write_text
 from longspan.cli.plans.compare import NOTHING_POSSIBLE, CompareFlags
 from longspan.cli.plans.fit import (
     BY_HAND,
@@ -33,7 +33,7 @@ from longspan.cli.processes import is_reporting
 from longspan.config.defaults import encoder_default, resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
 from longspan.config.sections import RunConfig, section_kinds
-from longspan.errors import ConfigError, PlanError, plural
+from longspan.errors import PlanError, plural
 from longspan.plain_text import seconds_text, text_table
 from longspan.plan import EncoderLoad, EncoderShape, Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.bytes import Bytes, gib_text
@@ -354,10 +354,7 @@ def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: boo
     else:
         print("\n".join(_answer_lines(answer)))
     if write and fits:
-        try:
-            Path(write).write_text("\n".join([WRITTEN, *_key_lines(answer)]) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {write}: {error.strerror}") from error
+        write_text(write, "\n".join([WRITTEN, *_key_lines(answer)]) + "\n")
     return NOTHING_POSSIBLE if compare and not fits else 0
 
 
