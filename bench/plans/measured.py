@@ -16,7 +16,7 @@ from typing import Any
 from longspan import Group, Layout, plan_dynamic, plan_fixed, plan_padded
 from longspan.model.presets import preset_config
 from longspan.plan import AttentionCall, Cost, CostSettings, EncoderLoad, EncoderShape, Machine, PlanOptions
-from longspan.plan.cost.cost_changes import Recomputation
+from longspan.plan.cost.machine import Recomputation
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.ways import plan_evaluation
 

@@ -11,7 +11,7 @@ from longspan.attention.members import Members
 from longspan.attention.tiles import Mask, tiles_between
 from longspan.comm.shard import ShardPart
 from longspan.layout import Partition, Segments
-from longspan.plan.cost.type_price import is_narrow
+from longspan.plan.cost.type_price import fetched_share
 from tests.attention.test_tiles import assert_one_launch, seen, whole
 from tests.mutation import mutated
 
@@ -119,7 +119,7 @@ NARROW = [((4096,), 8, 256, True), ((4096,), 8, 512, True), ((4096,), 8, 1024, T
 
 @pytest.mark.parametrize(("lengths", "degree", "chunk", "narrow"), [*NARROW, ((4096,), 1, 64, False)])
 def test_chunks_are_narrow_where_less_is_sent_than_round_a_ring(lengths, degree, chunk, narrow):
-    assert is_narrow(lengths, degree, None, chunk) == narrow
+    assert (fetched_share(lengths, degree, None, chunk) < 1) == narrow
 
 
 def test_a_chunk_of_the_longest_document_is_none():

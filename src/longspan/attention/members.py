@@ -18,7 +18,7 @@ from longspan.comm import Channel, ShardPart, to_device, world_of
 from longspan.layout import Segments
 from longspan.layout.segments import Integers, expand_runs, segments_from_runs
 from longspan.layout.spans import NO_SPANS, Spans
-from longspan.plan.cost.type_price import is_narrow
+from longspan.plan.cost.type_price import fetched_share
 from longspan.plan.memory.bytes import count_head_groups
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
@@ -206,7 +206,7 @@ class Members:
     @cached_property
     def has_narrow_window(self) -> bool:
         """Return whether members send each other just the rows that are seen, instead of blocks around a ring."""
-        return is_narrow(self.part.group.lengths, self.degree, self.mask.window, self.mask.chunk)
+        return fetched_share(self.part.group.lengths, self.degree, self.mask.window, self.mask.chunk) < 1
 
     @cached_property
     def window_rows(self) -> WindowRows:

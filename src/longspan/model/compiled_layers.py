@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from types import FunctionType, MethodType
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,8 @@ from longspan.model.layers import decoder_layers, expert_modules
 from longspan.model.mtp.depths import MtpBlocks, model_depths
 from longspan.model.seams.forwards.norms import runs_in_one_pass, use_class_norms
 from longspan.model.seams.mixers import find_mixers, run_outside_graphs
-from longspan.plan.cost.cost_changes import COMPILED_WIDTH
+from longspan.plan.cost.machine import Compiled, resolve_compiled_parts
 
-Compiled = Literal["auto", "layers", "modules", "none"]
 BACKEND = "inductor"
 RECOMPILES = 64  # kinds of layers that share a class, in training and in evaluation
 _IS_COMPILED = "is_compiled_layer"
@@ -49,7 +48,7 @@ _FUNCTIONS = (FunctionType, MethodType)
 def read_compiled_parts(word: bool | str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
     """Return what `compiled` stands for: True is "modules", False "none", "auto" a choice for this model and device.
 
-    "auto" is "layers" on GPUs for models of COMPILED_WIDTH features or more without tensor parallelism, else "none".
+    "auto" is "layers" on GPUs for models of 2,048 features or more without tensor parallelism, else "none".
     Raises ModelError for an unknown word.
 
     >>> read_compiled_parts("auto", model, torch.device("cpu"))
@@ -60,9 +59,9 @@ def read_compiled_parts(word: bool | str, model: nn.Module, device: torch.device
         raise ModelError(f"compiled is {word!r}; use {', '.join(map(repr, get_args(Compiled)))}, True or False")
     if word == "auto":
         # Another class of model is refused later, by `check_model`.
-        can_compile = device.type == "cuda" and tp == 1 and isinstance(model, PreTrainedModel)
-        config: Any = getattr(model, "config", None)
-        return "layers" if can_compile and config.get_text_config().hidden_size >= COMPILED_WIDTH else "none"
+        if device.type != "cuda" or not isinstance(model, PreTrainedModel):
+            return "none"
+        return resolve_compiled_parts("auto", hidden=model.config.get_text_config().hidden_size, tp=tp)
     return cast(Compiled, word)
 
 

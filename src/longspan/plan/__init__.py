@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from longspan.plan.cost.bound import Bound as Bound
     from longspan.plan.cost.bound import lower_bound_seconds as lower_bound_seconds
     from longspan.plan.cost.cost import Cost as Cost
-    from longspan.plan.cost.cost_changes import CostSettings as CostSettings
     from longspan.plan.cost.links import Link as Link
+    from longspan.plan.cost.machine import CostSettings as CostSettings
     from longspan.plan.cost.machine import Machine as Machine
     from longspan.plan.cost.model_flops import model_flops as model_flops
     from longspan.plan.cost.model_flops import peak_tflops as peak_tflops

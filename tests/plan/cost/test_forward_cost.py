@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, ModelShape
-from longspan.plan.cost.cost_changes import with_recomputation
+from longspan.plan.cost.machine import with_recomputation
 from tests.plan.cases import bounded
 
 MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -9,8 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longspan.plan import Cost
-from longspan.plan.cost.cost_changes import with_recomputation
-from longspan.plan.cost.machine import LAYER_BYTES, LOGIT_BYTES, UPDATE_BYTES, Machine
+from longspan.plan.cost.machine import LAYER_BYTES, LOGIT_BYTES, UPDATE_BYTES, Machine, with_recomputation
 from longspan.plan.shape.model_shape import ModelShape
 
 CONFIG = Qwen3Config(

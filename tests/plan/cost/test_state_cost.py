@@ -12,7 +12,7 @@ from longspan.comm import ShardPart
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Group, Machine, ModelShape, plan_dynamic, plan_fixed
-from longspan.plan.cost.cost_changes import with_recomputation
+from longspan.plan.cost.machine import with_recomputation
 from longspan.plan.cost.state_cost import StateCost, busiest_ratio
 from longspan.ssm import state_bytes
 from longspan.ssm.chains import Chains

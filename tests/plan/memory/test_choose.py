@@ -18,7 +18,7 @@ from longspan.plan import (
     choose_memory,
     plan_fixed,
 )
-from longspan.plan.cost.cost_changes import CostSettings
+from longspan.plan.cost.machine import CostSettings
 from longspan.plan.memory.choose import fit_fewest_layers, memory_choices
 from longspan.plan.memory.seconds import MemoryPrices, seconds_beyond_settings
 from longspan.plan.shape.model_shape import QWEN3_8B

@@ -20,8 +20,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.cost.cost import DEFAULT_COST
-from longspan.plan.cost.cost_changes import CostSettings
-from longspan.plan.cost.machine import Machine, is_known, read_machine
+from longspan.plan.cost.machine import CostSettings, Machine, is_known, read_machine
 from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
 from longspan.train.plans.own import call_planner, check_planner, own_cost
 

@@ -138,6 +138,11 @@ class Cost:
         """Return the fields that are numbers of seconds or bytes, by name."""
         return {f.name: getattr(self, f.name) for f in _constant_fields()}
 
+    @property
+    def forward_shares(self) -> dict[str, float]:
+        """What forward takes of both passes, by the name of a constant."""
+        return FORWARD_SHARES | ({"ring_bytes": self.network.block_share} if self.network else {})
+
     def forward_only(self) -> "Cost":
         """Return the cost of forward passes only, as in an evaluation: measured, or by `FORWARD_SHARES`.
 
@@ -147,8 +152,7 @@ class Cost:
         """
         if self.passes == "forward":
             return self
-        shares = FORWARD_SHARES | ({"ring_bytes": self.network.block_share} if self.network else {})
-        shared = {name: value * shares.get(name, 1.0) for name, value in self.constants().items()}
+        shared = {name: value * self.forward_shares.get(name, 1.0) for name, value in self.constants().items()}
         constants = self.forward.constants() if self.forward else shared
         source = self.source and f"{self.source}; {FORWARD_ALONE}"
         states, forward_states = self.states and self.states.forward_only(), self.forward and self.forward.states

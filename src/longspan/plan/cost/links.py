@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from longspan.errors import PlanError
+from longspan.layout import Floats
 
-Floats = NDArray[np.float64]
 Level = Literal["inside", "across"]
 LEVELS: tuple[Level, ...] = ("inside", "across")
 KINDS = ("exchange", "gather", "point")
@@ -23,7 +23,7 @@ KINDS = ("exchange", "gather", "point")
 SOCKET_SPEEDS = {"exchange": 1.5, "gather": 1.0, "point": 0.7}
 # Speeds of each kind inside a host over that of messages from slot to slot, of H200s (bench/records/predictions.md).
 INSIDE_SPEEDS = {"exchange": 7 / 9, "gather": 1.14}
-SLOWEST_CARD = 10e9  # bytes a second and slot: a network that is slower goes through sockets, unless told otherwise
+SLOWEST_CARD = 10e9  # bytes a second and slot: a network that is slower goes through sockets
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,6 @@ class Link:
     def of(cls, seconds: float, bytes_per_second: float, speeds: dict[str, float] | None = None) -> "Link":
         """Make a link of one latency in seconds and one speed; `speeds` are factors of the speed by kind (None: 1)."""
         return cls(**{kind: Wire(seconds, bytes_per_second * (speeds or {}).get(kind, 1.0)) for kind in KINDS})
-
-    @classmethod
-    def host_link(cls, seconds: float, bytes_per_second: float, network: str = "") -> "Link":
-        """Make a link of this speed between hosts: through "sockets", or a "card" for each slot; "": by the speed."""
-        if network not in ("", "sockets", "card"):
-            raise PlanError(f"network is {network!r}; use 'sockets' or 'card' (one for each slot)")
-        slow = network == "sockets" or (not network and bytes_per_second < SLOWEST_CARD)
-        return cls.of(seconds, bytes_per_second, SOCKET_SPEEDS if slow else None)
 
     def wires(self) -> dict[str, Wire]:
         """Return the wires by kind."""

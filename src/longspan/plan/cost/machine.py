@@ -1,31 +1,26 @@
-"""Machine: what a device and its network sustain, as one value; the only place where prices of a machine stand.
+"""Machine: what a device and its network sustain; the only place where prices of a machine stand.
 
-`Machine.cost` makes the `Cost` of a model on it, `Machine.attention_seconds` the price of one call of attention under
-every communication type, by which "auto" is resolved. `longspan bench calibrate` measures a machine and writes it to
-a file; `Machine.known` holds figures of GPUs that were measured here, or follow from data sheets.
+`Machine.cost` makes the `Cost` of a model on it, by the settings of a run; `Machine.attention_seconds` prices one call
+of attention under every communication type, by which "auto" is resolved.
 """
 
 import dataclasses
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from longspan.errors import ConfigError, LongspanError, PlanError, plural
 from longspan.files import read_json
 from longspan.plan.check import check_choice, check_count, check_number
 from longspan.plan.cost.cost import Cost, price_shape
-from longspan.plan.cost.cost_changes import (
-    CostSettings,
-    recomputation_share,
-    resolve_compiled_parts,
-    with_recomputation,
-)
-from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, Level, Link, Network
+from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, SLOWEST_CARD, SOCKET_SPEEDS, Level, Link, Network
 from longspan.plan.cost.state_cost import StateCost
 from longspan.plan.cost.type_price import AttentionCall, TypePrice, price_types
 from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape
+
+Recomputation = Literal["none", "exchanged", "selective", "full"]
+Compiled = Literal["auto", "layers", "modules", "none"]
 
 VERSION = 2  # of the file
 # Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across; GiB.
@@ -50,6 +45,52 @@ SHARDED_LAUNCHES = 0.3  # of a layer's launches, that FSDP2 adds in every micro-
 FORWARD_LAUNCHES = 1 / 4  # a forward pass alone, of a layer's launches (evaluations-2xH100.md)
 RECOMPUTED_PASSES = 0.75  # passes over memory of a layer that runs forward twice, over those of both passes
 FORWARD_PASSES = 1 / 6  # the same of a forward pass alone, which keeps nothing (evaluations-2xH100.md)
+# Features from which "auto" compiles: at 1,024 and 8,192 rows a slot a step takes 1.04 s compiled and 0.99 s not
+# (bench/records/first-steps-2xH200), as a layer's kernels take less than the host.
+_COMPILED_WIDTH = 2048
+
+
+def resolve_compiled_parts(word: Compiled, *, hidden: int, tp: int) -> Compiled:
+    """Return what of layers is compiled on GPUs, where "auto" leaves the choice to the width and tensor parallelism.
+
+    >>> resolve_compiled_parts("auto", hidden=4096, tp=1), resolve_compiled_parts("auto", hidden=4096, tp=2)
+    ('layers', 'none')
+    """
+    if word == "auto":
+        return "layers" if tp == 1 and hidden >= _COMPILED_WIDTH else "none"
+    return word
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostSettings:
+    """What of a run changes the time of a model: the second argument of `Machine.cost`.
+
+    `recomputation` of `recomputed_layers` layers (0: all), `frozen` weights under adapters, `depths` of multi-token
+    prediction, `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` slots that share experts, and only
+    `forward` passes. FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in
+    `dp_replicate` copies, gathers them for every micro-batch's forward pass, again for its backward pass unless
+    `gathered_once`, and sums gradients. `weight_ranks` of a slot share its weights (0: those of tp). In `free` mode
+    they are gathered and summed once a step, also over copies: `Cost.with_closing` prices that. Only the `target_share`
+    of the rows predict a token: others have no logits. Layers multiply in `float8` but for gradients of weights, and
+    are `compiled` as in [train] on GPUs.
+    """
+
+    recomputation: Recomputation = "none"
+    recomputed_layers: int = 0
+    frozen: bool = False
+    depths: int = 0
+    bytes_per_number: int = 2
+    tp: int = 1
+    ep: int = 1
+    shards: int = 0
+    free: bool = False
+    weight_ranks: int = 0
+    dp_replicate: int = 1
+    gathered_once: bool = False
+    target_share: float = 1.0
+    float8: bool = False
+    compiled: Compiled = "none"
+    forward: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,19 +205,16 @@ class Machine:
             source="",
         )
 
-    def with_link(
-        self, level: Level, *, bytes_per_second: float, seconds: float | None = None, network: str = ""
-    ) -> "Machine":
+    def with_link(self, level: Level, *, bytes_per_second: float, seconds: float | None = None) -> "Machine":
         """Return this machine with another link "inside" a host or "across" hosts; bytes a second are those of a slot.
 
-        `seconds` is the latency of a message (None: that of the link so far). `network`, read of an across link only,
-        is "card", one for each slot, or "sockets", over which kinds of messages differ in speed
-        (`links.SOCKET_SPEEDS`); "": sockets below 10 GB/s.
+        `seconds` is the latency of a message (None: that of the link so far). Across hosts a link below 10 GB/s goes
+        through sockets, over which kinds of messages differ in speed (`links.SOCKET_SPEEDS`).
         """
         check_choice("level of a link", level, LEVELS)
         latency = getattr(self, level).point.latency if seconds is None else seconds
-        make = partial(Link.host_link, network=network) if level == "across" else Link.of
-        return replace(self, **{level: make(latency, bytes_per_second)})
+        speeds = SOCKET_SPEEDS if level == "across" and bytes_per_second < SLOWEST_CARD else None
+        return replace(self, **{level: Link.of(latency, bytes_per_second, speeds)})
 
     @property
     def sharding_bytes_per_second(self) -> float:
@@ -353,44 +391,18 @@ class Machine:
 
         Hosts have `node_size` slots (None: the machine's). Of a2a+p2p the group's sizes count, or the fastest pair.
         """
-        prices: dict[str, TypePrice] = {}
-        for price in self._type_prices(group, call, node_size):
-            kind = price.cp_comm_type
-            if kind not in prices or price.seconds < prices[kind].seconds:
-                prices[kind] = price
-        return prices
-
-    def fastest_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
-        """Return the price of the type that takes least time, which "auto" stands for.
-
-        There always is one: p2p takes any heads.
-        """
-        if group.degree == 1:
-            return TypePrice("p2p", (1, 1), 0.0, 0.0)
-        return min(self._type_prices(group, call, node_size), key=lambda price: price.seconds)
-
-    def explain_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> tuple[str, ...]:
-        """Explain why `fastest_type` is chosen: a line of the group, one for each type and levels, and the choice."""
-        if group.degree == 1:
-            return ("one member holds all rows: nothing is communicated",)
-        prices = sorted(self._type_prices(group, call, node_size), key=lambda price: bool(price.impossible))
-        best, size = min(prices, key=lambda price: price.seconds), node_size or self.node_size
-        limits = {"window": call.window, "chunk": call.chunk}
-        head = (
-            f"{group.degree} members on {plural(len({slot // size for slot in group.slots}), 'node')} of {size} slots; "
-            f"{plural(len(group.lengths), 'document')} of {sum(group.lengths)} rows together, {max(group.lengths)} at "
-            f"most; {call.heads} query and {call.kv_heads} key/value heads"
-        ) + "".join(f", {name} {limit}" for name, limit in limits.items() if limit is not None)
-        return (head, *map(str, prices), f"{best.name} is chosen: it is the fastest")
-
-    def _type_prices(self, group: Group, call: AttentionCall, node_size: int | None) -> list[TypePrice]:
-        """Price a call under all types by the cost of a model of one layer with nothing but this call."""
-        heads, kv_heads = call.heads, call.kv_heads
-        queries, keys = heads * call.width // 2, kv_heads * call.width // 2
-        shape = ModelShape(layers=1, weights=0, query_width=queries, key_width=keys, heads=heads, kv_heads=kv_heads)
-        cost = self._shape_cost(shape, call.bytes_per_number)
+        # A model of one layer with nothing but this call.
+        queries, keys = call.heads * call.width // 2, call.kv_heads * call.width // 2
+        widths = {"query_width": queries, "key_width": keys, "heads": call.heads, "kv_heads": call.kv_heads}
+        cost = self._shape_cost(ModelShape(layers=1, weights=0, **widths), call.bytes_per_number)
         cost = cost if call.passes == "both" else cost.forward_only()
         return price_types(cost, group, call, node_size or self.node_size)
+
+    def fastest_type(self, group: Group, call: AttentionCall, *, node_size: int | None = None) -> TypePrice:
+        """Return the price of the type that takes least time, which "auto" stands for; p2p takes any heads."""
+        if group.degree == 1:
+            return TypePrice("p2p", (1, 1), 0.0, 0.0)
+        return min(self.attention_seconds(group, call, node_size=node_size).values(), key=lambda price: price.seconds)
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures by name, for a JSON document; `from_json` gives an equal machine back."""
@@ -415,6 +427,45 @@ class Machine:
         links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
         fields["assumed_parts"] = tuple(fields["assumed_parts"])
         return cls(**fields | links)
+
+
+def with_recomputation(
+    cost: Cost, shape: ModelShape, kind: Recomputation, layers: int = 0, *, frozen: bool = False
+) -> Cost:
+    """Return a model's cost if `layers` layers (0: all) run forward again in backward, by what they keep of attention.
+
+    Layers of "selective" keep its output and the log-sum-exp, those of "exchanged" also what `a2a` types exchanged, and
+    those of "full" nothing; "none" runs no layer again.
+
+    Forward is a third of what a layer's weights take (2 FLOPs of 6), and of "full" 2 products in attention of 7, one of
+    the ring's two passes and a third of its bytes, and one of two exchanges of heads. Under "selective" an exchange has
+    the queries, keys and values once more. torch stops before the last product of a dense layer, from which nothing is
+    kept. Of `frozen` weights gradients are not computed: 2 FLOPs of 6. An evaluation recomputes nothing.
+    """
+    if kind == "none" and not frozen:
+        return cost
+    share = recomputation_share(shape, kind, layers)
+    full, selective = (share if kind == word else 0.0 for word in ("full", "selective"))  # shares of the layers
+    keys = shape.key_width / max(1, shape.query_width + shape.key_width)  # of what is exchanged
+    scans = cost.states.scan_seconds if cost.states else 0.0
+    recomputed_share = share * shape.recomputed_weights / shape.weights
+    repeated = ("attention_seconds", "ring_step_seconds", "ring_bytes", "merge_seconds", "copy_seconds")
+    shares = cost.forward_shares
+    weight_factor = 1 + (recomputed_share - frozen) * 2 / 6
+    return replace(
+        cost,
+        linear_seconds=(cost.linear_seconds - scans) * weight_factor + scans * (1 + share / 3),
+        real_row_seconds=cost.real_row_seconds * weight_factor,
+        **{name: getattr(cost, name) * (1 + full * shares[name]) for name in repeated},
+        exchange_bytes=cost.exchange_bytes * (1 + full / 2 + selective * (1 + keys) / 4),
+        states=cost.states and cost.states.with_recomputation(share),
+        forward=cost.forward_only(),
+    )
+
+
+def recomputation_share(shape: ModelShape, kind: Recomputation, layers: int) -> float:
+    """Return the share of a model's layers that run forward twice, if `layers` of them do (0: all); 0 under "none"."""
+    return min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
 
 
 def is_known(name: str) -> bool:

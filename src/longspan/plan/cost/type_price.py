@@ -12,7 +12,6 @@ from typing import Literal
 
 import numpy as np
 
-from longspan.layout import Integers
 from longspan.plan.check import check_choice, check_count
 from longspan.plan.cost.cost import Cost, Rows, price_attention
 from longspan.plan.cost.state_cost import busiest_ratio
@@ -93,18 +92,22 @@ class TypePrice:
         )
 
 
-def price_types(cost: Cost, group: Group, call: AttentionCall, node_size: int) -> list[TypePrice]:
-    """Price all types by the cost of one layer, of a2a+p2p for the group's sizes or every pair that its degree has.
+def price_types(cost: Cost, group: Group, call: AttentionCall, node_size: int) -> dict[str, TypePrice]:
+    """Price all types by the cost of one layer, of a2a+p2p for the group's sizes or the fastest pair of its degree.
 
     A prime degree has no two levels: its a2a+p2p has one member that exchanges heads, and so is a ring. A number of
     query heads that the exchanging members do not divide makes a type impossible.
     """
     degree, sizes = group.degree, group.hierarchical_context_parallel_sizes
     inner = [sizes[0]] if sizes else [i for i in range(2, degree) if degree % i == 0] or [1]
-    ways = [("a2a", degree), ("p2p", 1), ("all_gather", 1), *(("a2a+p2p", i) for i in inner)]
     nodes = [slot // node_size for slot in group.slots]
     together = min(nodes.count(node) for node in nodes)
-    return [_price_type(cost, kind, exchanging, group, call, together) for kind, exchanging in ways]
+    prices: dict[str, TypePrice] = {}
+    for kind, exchanging in (("a2a", degree), ("p2p", 1), ("all_gather", 1), *(("a2a+p2p", i) for i in inner)):
+        price = _price_type(cost, kind, exchanging, group, call, together)
+        if kind not in prices or price.seconds < prices[kind].seconds:
+            prices[kind] = price
+    return prices
 
 
 def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: AttentionCall, together: int) -> TypePrice:
@@ -118,11 +121,6 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
     sizes = (inner, around) if kind != "all_gather" else (1, degree)
     if call.heads % inner:
         return TypePrice(kind, sizes, math.inf, math.inf, f"{call.heads} query heads do not divide by {inner}")
-    sent = 1.0
-    if kind != "all_gather" and is_narrow(group.lengths, around, call.window, call.chunk):
-        lengths = np.asarray(group.lengths, dtype=np.int64)
-        foreign = foreign_rows(lengths, around, call.window, call.chunk)
-        sent = float(foreign.sum()) / ((around - 1) * int(lengths.sum()))
     tokens, squares = sum(laid_out), sum(length * length for length in laid_out)
     typical = squares / max(1, tokens)
     counts = np.array([tokens, call.squares(laid_out), degree, together, squares, sizes[1]], dtype=np.float64)
@@ -136,34 +134,25 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
         busiest=1.0 if even else busiest_ratio(group.partition, rows, causal, ring),
         typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
         window=call.window or math.inf,
-        sent=sent,
+        sent=1.0 if kind == "all_gather" else fetched_share(group.lengths, around, call.window, call.chunk),
     )
     computed, shown = price_attention(dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner), price)
     exposed = float(shown) if degree > 1 else 0.0
     return TypePrice(kind, sizes, float(computed) + exposed, exposed)
 
 
-def is_narrow(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> bool:
-    """Return whether a member sees so few rows of the others that sending only those is cheaper than a ring.
+def fetched_share(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> float:
+    """Return the share of a ring's rows that members send if they send only what others see; 1.0 where a ring is used.
 
-    The answer depends only on lengths, so it is the same on every member. The mask is narrow if `foreign_rows` are at
-    most half of the rows that a ring would send, and at most twice the rows of the members: a ring holds that many
-    rows of others.
+    It depends on lengths only, so it is the same on every member. Members send what is seen where that is at most half
+    of a ring's rows, and at most twice the rows of the members: a ring holds that many rows of others.
+
+    A document has at most 2 · degree runs, which here count as equally long. Under a window each run sees window − 1
+    rows before it, and under chunks the rows from the start of its first row's chunk on.
     """
     if degree == 1 or (window is None and chunk is None):
-        return False
+        return 1.0
     rows = np.asarray(lengths, dtype=np.int64)
-    foreign = foreign_rows(rows, degree, window, chunk)
-    return int(foreign.sum()) <= min((degree - 1) / 2, 2) * int(rows.sum())
-
-
-def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | None) -> Integers:
-    """Return, for documents of these rows, a bound on the rows of others that a ring's members see together.
-
-    Without limits each member sees all rows. A document has at most 2 · degree runs, which here count as equally long.
-    Under a window each run sees window − 1 rows before it, and under chunks the rows from the start of its first row's
-    chunk on.
-    """
     foreign = (degree - 1) * rows
     if window is not None:
         before_run = min(window - 1, int(rows.max()))  # a huge window must not overflow
@@ -171,4 +160,5 @@ def foreign_rows(rows: Integers, degree: int, window: int | None, chunk: int | N
     if chunk is not None:
         starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
         foreign = np.minimum(foreign, (starts % chunk).sum(1))
-    return foreign
+    seen_rows, member_rows = int(foreign.sum()), int(rows.sum())
+    return seen_rows / ((degree - 1) * member_rows) if seen_rows <= min((degree - 1) / 2, 2) * member_rows else 1.0

@@ -7,7 +7,7 @@ configuration; tests/plan/memory counts the same on real models by what their op
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from longspan.plan.cost.cost_changes import resolve_compiled_parts
+from longspan.plan.cost.machine import resolve_compiled_parts
 from longspan.plan.head_split import head_split
 from longspan.plan.memory.bytes import count_exchange_slices, count_head_groups
 from longspan.plan.memory.loads import SlotLoad

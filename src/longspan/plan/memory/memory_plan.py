@@ -7,8 +7,7 @@ from typing import Any
 
 from longspan.errors import PlanError, plural
 from longspan.layout import Layout
-from longspan.plan.cost.cost_changes import CostSettings, Recomputation
-from longspan.plan.cost.machine import Machine
+from longspan.plan.cost.machine import CostSettings, Machine, Recomputation
 from longspan.plan.memory.bytes import Bytes, gib_text
 from longspan.plan.memory.loads import SlotLoad, slot_loads
 from longspan.plan.memory.parameters import ModelNumbers, make_stages

@@ -10,8 +10,7 @@ from statistics import mean
 from typing import Any
 
 from longspan.plan.cost.cost import Cost
-from longspan.plan.cost.cost_changes import CostSettings, Recomputation
-from longspan.plan.cost.machine import SHARDING_SHARE, Machine
+from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
 from longspan.plan.memory.loads import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.settings import MEASURES, Measure

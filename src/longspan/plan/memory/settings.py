@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from longspan.errors import PlanError
 from longspan.plan.check import check_count
-from longspan.plan.cost.cost_changes import Compiled
+from longspan.plan.cost.machine import Compiled
 
 Measure = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
 # What a decoder layer keeps from its forward to its backward pass, fastest first: all; its input, attention's output

@@ -12,8 +12,7 @@ from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name
 from longspan.config.sections import RunConfig, key_checkpointing
 from longspan.errors import PlanError
 from longspan.plan import Cost
-from longspan.plan.cost.cost_changes import CostSettings
-from longspan.plan.cost.machine import Machine, read_machine
+from longspan.plan.cost.machine import CostSettings, Machine, read_machine
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.train.plans.own import own_cost
 
