@@ -97,19 +97,16 @@ def test_kinds_of_groups() -> None:
 def test_every_slot_meets_every_kind(slots: int) -> None:
     plans = [plan_fixed(LENGTHS, Layout(slots), cp=slots, max_tokens_per_slot=1024)]
     plans.append(plan_dynamic(LENGTHS, Layout(slots), max_tokens_per_slot=400 if slots > 1 else 1024))
-    work = warm_up_plans(plans, plans[1], in_flight=2)
+    training, evaluation = warm_up_plans(plans, plans[1], in_flight=2)
     kinds = {kind_of_group(group) for plan in plans for batch in plan.micro_batches for group in batch.groups}
     for slot in range(slots):
-        groups = [group for batch in work.kinds_of_training.micro_batches for group in batch.groups]
+        groups = [group for batch in training.micro_batches for group in batch.groups]
         assert {kind_of_group(group) for group in groups if slot in group.slots} == kinds
-    assert work.kinds == len(kinds) and len(work.kinds_of_training.micro_batches) % 2 == 0
-    assert work.kinds_of_training.max_tokens_per_slot is None and work.mixed is None  # of the first plan: one kind
+    assert len(training.micro_batches) % 2 == 0 and training.max_tokens_per_slot is None
     most = max(int(plan.timeline().rows.max()) for plan in plans)
-    rows = work.kinds_of_training.timeline().rows.max(1)
+    rows = training.timeline().rows.max(1)
     assert rows[0] == rows[1] == most == rows.max()
-    assert work.evaluation is not None and work.evaluation.micro_batches[0].lengths in [
-        batch.lengths for batch in plans[1].micro_batches
-    ]
+    assert evaluation.micro_batches[0].lengths in [batch.lengths for batch in plans[1].micro_batches]
 
 
 def test_only_the_largest_micro_batch_is_run_whole() -> None:
@@ -122,17 +119,10 @@ def test_only_the_largest_micro_batch_is_run_whole() -> None:
         warm_up_plans([plan], Plan(4, batch.lengths, (batch,), targets=batch.lengths[0] - 1), in_flight=1)
         for batch in evaluations
     )
-    assert shorter.mixed is not None and shorter.evaluation is not None and longer.evaluation is not None
-    first, *others = shorter.kinds_of_training.micro_batches
+    first, *others = shorter[0].micro_batches
     assert first.lengths == batches[0].lengths
-    others += [*shorter.mixed.micro_batches, *shorter.evaluation.micro_batches]
-    assert max(n for batch in others for n in batch.lengths) == 2048
-    kinds, mixed = (
-        [{kind_of_group(group) for group in batch.groups} for batch in list_of]
-        for list_of in (batches, shorter.mixed.micro_batches)
-    )
-    assert mixed == kinds
-    assert longer.evaluation.lengths[0] == 90_000  # which may not fit
+    assert max(n for batch in [*others, *shorter[1].micro_batches] for n in batch.lengths) == 2048
+    assert longer[1].lengths[0] == 90_000  # which may not fit
 
 
 def test_the_smallest_group_of_a_kind_is_laid_on_all_slots() -> None:
@@ -145,8 +135,6 @@ def test_the_smallest_group_of_a_kind_is_laid_on_all_slots() -> None:
         [(0, 1), (2, 3)],
         [(3, 4)],
     ]
-    (kind,) = [kind for kind, group in groups.items() if group.degree == 1]
-    assert [group.degree for group in smallest_group_of_each_kind([plan], leave_out=[kind]).values()] == [2]
 
 
 @pytest.mark.parametrize("planner", ["fixed", "dynamic"])

@@ -1,19 +1,15 @@
 """The warm-up of a run on GPUs: before step 1, compile kernels and allocate memory on all ranks, with synthetic
 documents.
 
-Some costs arise once: FlashAttention-4 and Triton compile for each kind of group, NCCL connects each pair of ranks,
-CUDA loads each kernel, and the allocator requests memory from the driver. The largest micro-batch of the coming plans
-runs first, whole: that the run fits is seen there, and all others fit into its memory. What follows only compiles and
-connects, with documents that are cut short: each kind of group in these plans, once on all slots; the micro-batches of
-the first plan in which groups of several kinds run next to each other; the forward passes that evaluation adds.
-Gradients are cleared. Weights, moments, learning rate, random numbers and every later loss are the same as without a
-warm-up.
+FlashAttention-4 and Triton compile for each kind of group, NCCL connects each pair of ranks, and the allocator requests
+memory from the driver. The largest micro-batch of the coming plans runs first, whole: that the run fits is seen there.
+What follows has documents that are cut short: each kind of group in these plans, once on all slots, and the forward
+passes that evaluation adds. Weights, moments, random numbers and every later loss are as without a warm-up.
 """
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 
@@ -43,56 +39,32 @@ from longspan.train.training import Training
 MANY = 256
 SHORT_STEP, SHORT = 8, 128  # chunks of up to SHORT rows are told apart in units of SHORT_STEP rows
 LONG = 4 * SHORT  # rows to which chunks are cut: their kernels are those of any longer ones
+CONNECTED = 16  # slots, at most, of which every pair is connected where plans are dynamic
+COMING, COMING_DYNAMIC = 32, 4  # steps whose plans are looked at; dynamic plans take a while each
 
 
-class GroupKind(NamedTuple):
-    """The properties of a group that its kernels and messages depend on; the number of rows is not one."""
-
-    degree: int
-    cp_comm_type: str | tuple[str, ...]
-    sizes: tuple[int, int] | None
-    partition: str
-    documents: int  # 0 where there is one, 1 where there are several, 2 above MANY
-    whole: int  # documents of which every member holds a part of each chunk: 0, 1, or 2 for several
-    short: int  # rows of the longest chunk, in units of SHORT_STEP; 0 where it has more than SHORT rows
-
-
-def kind_of_group(group: Group) -> GroupKind:
-    """Return the kind of a group: the warm-up runs the smallest group of each kind.
+def kind_of_group(group: Group) -> tuple[object, ...]:
+    """Return what the kernels and messages of a group depend on, as the number of its rows is not.
 
     >>> kind_of_group(Group(slots=(0, 1), documents=(0,), lengths=(4096,)))
-    GroupKind(degree=2, cp_comm_type='p2p', sizes=None, partition='zigzag', documents=0, whole=1, short=0)
-
-    Groups of one kind start the same kernels and send the same kinds of messages. Kernels differ with the number of
-    documents (one, several, more than MANY), with how many of them have a row in every chunk (none, one, several), and,
-    if the longest chunk is short, with its rows in units of SHORT_STEP.
+    (2, 'p2p', None, 'zigzag', 0, 1, 0)
     """
     rows, chunks = group.laid_out, 2 * group.degree
     longest_chunk = -(-max(rows) // chunks)
-    return GroupKind(
-        degree=group.degree,
-        cp_comm_type=group.cp_comm_type,
-        sizes=group.hierarchical_context_parallel_sizes,
-        partition=group.partition,
-        documents=(len(rows) > 1) + (len(rows) > MANY),
-        whole=min(2, sum(n >= chunks for n in rows)),
-        short=-(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0,
-    )
+    messages = group.degree, group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition
+    documents = (len(rows) > 1) + (len(rows) > MANY)  # one, several, more than MANY
+    whole = min(2, sum(n >= chunks for n in rows))  # of which each member has a part of every chunk: none, one, several
+    return *messages, documents, whole, -(-longest_chunk // SHORT_STEP) if longest_chunk <= SHORT else 0
 
 
-def smallest_group_of_each_kind(plans: Iterable[Plan], leave_out: Iterable[GroupKind] = ()) -> dict[GroupKind, Group]:
-    """Return the group with the fewest rows of each kind in these plans, by kind, large groups first.
-
-    Kinds to leave out are those that another part of the warm-up runs.
-    """
-    smallest: dict[GroupKind, Group] = {}
+def smallest_group_of_each_kind(plans: Iterable[Plan]) -> dict[tuple[object, ...], Group]:
+    """Return the group with the fewest rows of each kind in these plans, by kind, large groups first."""
+    smallest: dict[tuple[object, ...], Group] = {}
     for plan in plans:
         for group in (group for batch in plan.micro_batches for group in batch.groups):
             kind = kind_of_group(group)
             if kind not in smallest or group.rows_per_slot < smallest[kind].rows_per_slot:
                 smallest[kind] = group
-    for kind in leave_out:
-        smallest.pop(kind, None)
     return dict(sorted(smallest.items(), key=lambda item: -item[1].rows_per_slot))
 
 
@@ -113,11 +85,6 @@ def shorten_group(group: Group) -> Group:
     if group.pad_to is not None:
         return group
     return replace(group, lengths=tuple(min(n, 2 * group.degree * LONG) for n in group.lengths))
-
-
-def shorten_batch(batch: MicroBatch) -> MicroBatch:
-    """Return a micro-batch of the same kinds of groups on the same slots, with documents that are cut short."""
-    return MicroBatch(tuple(map(shorten_group, batch.groups)))
 
 
 def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
@@ -156,93 +123,64 @@ def make_plan(batches: Sequence[MicroBatch], like: Plan) -> Plan:
     ).check()
 
 
-CONNECTED = 16  # slots, at most, of which every pair is connected where plans are dynamic
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    """The plans that a warm-up runs, in order, and the number of kinds of groups in them."""
-
-    kinds_of_training: Plan
-    mixed: Plan | None  # groups of several kinds next to each other
-    evaluation: Plan | None
-    kinds: int
-
-
 def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, log: LogLine) -> None:
     """Run the warm-up of these plans of coming steps and of evaluation; entered by all ranks, with the same plans.
 
     A rank that runs out of memory raises SlotRowsError; the others raise CommError, which quotes it.
     """
-    started, device = time.perf_counter(), training.world.device
-    work = warm_up_plans(plans, evaluation, in_flight=training.world.home.pp * training.config.parallel.vpp)
-    kinds, steps = plural(work.kinds, "kind") + " of groups", plural(len(plans), "coming step")
-    log(f"compiling kernels and finding memory: {kinds} in {steps}{' and evaluation' if evaluation else ''}")
+    started, world = time.perf_counter(), training.world
+    coming = [*plans, *([evaluation] if evaluation else [])]
+    work = warm_up_plans(plans, evaluation, in_flight=world.home.pp * training.config.parallel.vpp)
+    kinds, steps = plural(len(smallest_group_of_each_kind(coming)), "kind"), plural(len(plans), "coming step")
+    log(f"compiling kernels and finding memory: {kinds} of groups in {steps}{' and evaluation' if evaluation else ''}")
     try:
         allocate_adam_states(training.optimizer)
-        _connect_slots(training, [*plans, *([evaluation] if evaluation else [])])
-        for plan in (work.kinds_of_training, work.mixed):
-            if plan is not None:
-                _run_plan(training, plan, backward=True)
-        if work.evaluation is not None:
-            _run_plan(training, work.evaluation, backward=False)
+        _connect_slots(training, coming)
+        for i, plan in enumerate(work):
+            _run_plan(training, plan, backward=i == 0)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise _out_of_memory_error(training, work, error) from error
+        raise SlotRowsError(
+            f"rank {world.rank} ran out of memory before step 1, in a micro-batch of up to {work[0].most_rows:,} rows "
+            f"of a slot ({str(error).partition('. ')[0]}); context.max_tokens_per_slot is "
+            f"{training.config.context.max_tokens_per_slot}: lower it, recompute activations "
+            "(train.activation_checkpointing), or start more processes"
+        ) from error
     finally:
         training.model.zero_grad(set_to_none=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    training.world.control.barrier("end of the warm-up")
+    peak = f"at most {peak_memory_bytes(world.device) / 2**30:.1f} GiB"
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+        peak += f" of {torch.cuda.memory_reserved(world.device) / 2**30:.1f} GiB reserved"
+    world.control.barrier("end of the warm-up")
     if text := graphs_text():
         log(text)
-    log(f"kernels compiled and memory found in {time.perf_counter() - started:.1f} s: {_peak_memory_text(device)}")
+    log(f"kernels compiled and memory found in {time.perf_counter() - started:.1f} s: {peak} on the first rank")
 
 
-def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> WarmUp:
-    """Return the warm-up of some plans, with `in_flight` copies of the largest micro-batch.
+def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> list[Plan]:
+    """Return the warm-up of some plans of training, and of that of evaluation if there is one.
 
-    A pipeline holds `in_flight` micro-batches at once, so the peak of memory is reached too. Micro-batches that mix
-    kinds of groups are those of the first plan.
+    Each begins with its largest micro-batch, of which training has as many copies as a pipeline holds micro-batches at
+    once (`in_flight`), so that the peak of memory is reached. That of evaluation, which keeps less of a row, is cut
+    short if no slot has more rows than in training. Each kind of group follows, cut short, of evaluation only new ones.
     """
-    groups = smallest_group_of_each_kind(plans)
-    largest, batches = largest_micro_batch(plans), list[MicroBatch]()
-    for group in groups.values():
-        batches += repeat_on_all_slots(shorten_group(group), plans[0].slots)
-    training = make_plan(_fill_up_batches([largest] * in_flight + batches, in_flight), plans[0])
-    mixed = _list_mixed_batches(plans[0])
-    evaluation_part = None
-    if evaluation is not None:
-        evaluation_part = _evaluation_part(evaluation, groups, in_flight, most=training.most_rows)
-    return WarmUp(
-        kinds_of_training=training,
-        mixed=make_plan(_fill_up_batches(mixed, in_flight), plans[0]) if mixed else None,
-        evaluation=evaluation_part,
-        kinds=len(smallest_group_of_each_kind([*plans, *([evaluation] if evaluation else [])])),
-    )
-
-
-def _list_mixed_batches(plan: Plan) -> list[MicroBatch]:
-    """List one micro-batch, cut short, for each combination of several kinds of groups in a micro-batch of a plan."""
-    batches = dict[frozenset[GroupKind], MicroBatch]()
-    for batch in plan.micro_batches:
-        batches.setdefault(frozenset(map(kind_of_group, batch.groups)), shorten_batch(batch))
-    return [batch for kinds, batch in batches.items() if len(kinds) > 1]
-
-
-def _evaluation_part(evaluation: Plan, warm: Iterable[GroupKind], in_flight: int, *, most: int) -> Plan:
-    """Return the warm-up's plan of evaluation: its largest micro-batch, and each kind of group that is not `warm` yet.
-
-    The micro-batch is cut short if no slot has more than `most` rows, the most that training ran: an evaluation keeps
-    less of a row, so it fits. The number of micro-batches is a multiple of `in_flight`, as a pipeline needs.
-    """
-    groups = smallest_group_of_each_kind([evaluation], leave_out=warm)
-    largest = make_plan([largest_micro_batch([evaluation])], evaluation)
-    batches = [shorten_batch(b) if largest.most_rows <= most else b for b in largest.micro_batches]
-    for group in groups.values():
-        batches += repeat_on_all_slots(shorten_group(group), evaluation.slots)
-    return make_plan(_fill_up_batches(batches, in_flight), evaluation)
+    kinds, slots = smallest_group_of_each_kind(plans), plans[0].slots
+    batches = [largest_micro_batch(plans)] * in_flight
+    for group in kinds.values():
+        batches += repeat_on_all_slots(shorten_group(group), slots)
+    training = make_plan(_fill_up_batches(batches, in_flight), plans[0])
+    if evaluation is None:
+        return [training]
+    largest = largest_micro_batch([evaluation])
+    if make_plan([largest], evaluation).most_rows <= training.most_rows:
+        largest = MicroBatch(tuple(map(shorten_group, largest.groups)))
+    batches = [largest]
+    for kind, group in smallest_group_of_each_kind([evaluation]).items():
+        if kind not in kinds:
+            batches += repeat_on_all_slots(shorten_group(group), evaluation.slots)
+    return [training, make_plan(_fill_up_batches(batches, in_flight), evaluation)]
 
 
 def _fill_up_batches(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
@@ -276,42 +214,18 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
     run_step(model, plan, documents, training.world, backward=backward, loss_chunk_rows=chunk, router=router, mtp=mtp)
 
 
-def _peak_memory_text(device: torch.device) -> str:
-    line = f"at most {peak_memory_bytes(device) / 2**30:.1f} GiB"
-    if device.type == "cuda":
-        line += f" of {torch.cuda.memory_reserved(device) / 2**30:.1f} GiB reserved"
-    return f"{line} on the first rank"
-
-
-def _out_of_memory_error(training: Training, work: WarmUp, error: BaseException) -> SlotRowsError:
-    rows = work.kinds_of_training.most_rows
-    cap = training.config.context.max_tokens_per_slot
-    return SlotRowsError(
-        f"rank {training.world.rank} ran out of memory before step 1, in a micro-batch of up to {rows:,} rows of a "
-        f"slot ({str(error).partition('. ')[0]}); context.max_tokens_per_slot is {cap}: lower it, "
-        "recompute activations (train.activation_checkpointing), or start more processes"
-    )
-
-
-COMING, COMING_DYNAMIC = 32, 4  # steps whose plans are looked at; dynamic plans take a while each
-
-
 def warm_up_run(run: TrainingRun, log: LogLine, starts: Starts) -> None:
     """Warm up on GPUs if steps are left; entered by all ranks. `starts` notes how long the plans took."""
-    if needs_warm_up(run.world) and run.done < run.config.train.steps:
-        plans = _coming_plans(run)
-        evaluation = run.evaluation_choice.plan(run.held_out.lengths, run.world.home) if run.held_out else None
-        starts.end_part("coming plans")
-        warm_up(run, plans, evaluation, log)
+    if not needs_warm_up(run.world) or run.done == run.config.train.steps:
+        return
+    planner = make_step_planner(run.choice, run.order, run.world.home)
+    count = COMING if run.choice.has_one_degree else COMING_DYNAMIC
+    plans = [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
+    evaluation = run.evaluation_choice.plan(run.held_out.lengths, run.world.home) if run.held_out else None
+    starts.end_part("coming plans")
+    warm_up(run, plans, evaluation, log)
 
 
 def needs_warm_up(world: World) -> bool:
     """Whether a warm-up saves time on the devices of this world; CPUs compile nothing."""
     return world.device.type == "cuda"
-
-
-def _coming_plans(run: TrainingRun) -> list[Plan]:
-    """Make the plans of the next COMING steps (dynamic plans: COMING_DYNAMIC), whose kinds of groups are warmed up."""
-    count = COMING if run.choice.has_one_degree else COMING_DYNAMIC
-    planner = make_step_planner(run.choice, run.order, run.world.home)
-    return [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
