@@ -140,8 +140,8 @@ def test_the_closing_of_free_mode_is_priced_by_weights_and_said_where_it_is_not(
 
 
 def test_table_and_files(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {kind: tmp_path / f"plan.{kind}" for kind in ("html", "svg", "trace")}
-    words = ["--plot", str(files["html"]), str(files["svg"]), "--trace", str(files["trace"])]
+    files = {kind: tmp_path / f"plan.{kind}" for kind in ("html", "svg")}
+    words = ["--plot", str(files["html"]), str(files["svg"])]
     assert main(["plan", "--lengths", lengths, "--slots", "4", "--cp", "2", *words]) == 0
     out = capsys.readouterr().out
     assert "fixed plan, lockstep: 4 slots" in out and "x the lower bound" in out and "planned in" in out
@@ -149,7 +149,6 @@ def test_table_and_files(lengths: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert files["html"].read_text().startswith("<!doctype html>")
     drawn = "".join(ElementTree.fromstring(files["svg"].read_text()).itertext())
     assert "plan of 4 documents" in drawn and "nothing to do" in drawn and "predicted seconds" in drawn
-    assert json.loads(files["trace"].read_text())["traceEvents"]
 
 
 def test_png_file(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

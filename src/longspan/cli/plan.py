@@ -1,4 +1,4 @@
-"""`longspan plan`: document lengths to a plan: a table, JSON, a page, a trace, a picture. Imports no torch.
+"""`longspan plan`: document lengths to a plan: a table, JSON, a page, a picture. Imports no torch.
 
 With `--gpu` it says what fits GPUs and how long it takes (`plans/answer.py`), with `--compare` it prices planners and
 degrees (`plans/compare.py`).
@@ -62,8 +62,6 @@ class PlanFlags(CompareFlags):
     """With --images: rows of images that a slot encodes at once; 0: all."""
     plot: tuple[str, ...] = ()
     """Draw the plan to these files: .html (a page to explore), .svg or .png (viz extra)."""
-    trace: str = ""
-    """Write the plan as Chrome trace (chrome://tracing, ui.perfetto.dev) to this file."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -110,8 +108,9 @@ def _plan_step(flags: PlanFlags) -> int:
         *_image_notes(flags, plan),
     ]
     # Files are written only now, because making the notes checks the images; their notes stand behind the first one.
-    files = _write_files(flags, plan, source) if flags.plot or flags.trace else []
-    notes[1:1] = [f"wrote {path}" for path in files]
+    if flags.plot:
+        _write_pictures(flags.plot, plan, f"plan of {plural(len(plan.lengths), 'document')} from {source}")
+    notes[1:1] = [f"wrote {path}" for path in flags.plot]
     print(plan.to_json() if flags.json else plan.table())
     print("\n".join(notes), file=sys.stderr if flags.json else sys.stdout)
     return 0
@@ -145,21 +144,15 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Pla
     return plan_with_partition(make, options, flags.partition)
 
 
-def _write_files(flags: PlanFlags, plan: Plan, source: str) -> list[str]:
-    from longspan.report import chrome_trace, plan_document, plan_page, write_png
+def _write_pictures(paths: Sequence[str], plan: Plan, title: str) -> None:
+    from longspan.report import plan_document, plan_page, write_png
 
-    title, texts = f"plan of {plural(len(plan.lengths), 'document')} from {source}", dict[str, str]()
-    for path in flags.plot:
+    for path in paths:
         kind = Path(path).suffix.lower()
         if kind == ".png":
             write_png(plan, path)
         else:
-            texts[path] = plan_page(plan, title=title) if kind == ".html" else plan_document(plan, title=title)
-    if flags.trace:
-        texts[flags.trace] = chrome_trace(plan)
-    for path, text in texts.items():
-        write_text(path, text)
-    return [*flags.plot, *([flags.trace] if flags.trace else [])]
+            write_text(path, plan_page(plan, title=title) if kind == ".html" else plan_document(plan, title=title))
 
 
 def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:

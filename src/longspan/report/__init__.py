@@ -1,4 +1,4 @@
-"""The report of a run and the pictures of a plan: self-contained HTML, SVG, Chrome trace, PNG.
+"""The report of a run and the pictures of a plan: self-contained HTML, SVG, PNG.
 
 Everything is drawn here without torch and, except PNG files, without a plot library, so that `longspan plan` starts at
 once. Nothing in this room measures: it reads the folder that a run wrote, or a plan.
@@ -14,7 +14,6 @@ from longspan.lazy import lazy_exports
 if TYPE_CHECKING:
     from longspan.report.pictures.bars import PlanBars as PlanBars
     from longspan.report.pictures.bars import plan_bars as plan_bars
-    from longspan.report.pictures.gantt import chrome_trace as chrome_trace
     from longspan.report.pictures.gantt import gantt_svg as gantt_svg
     from longspan.report.pictures.png import write_png as write_png
     from longspan.report.plan_section import plan_document as plan_document

@@ -6,7 +6,6 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from longspan.errors import plural
 from longspan.plain_text import number_text, ranges_text, seconds_text
@@ -216,30 +215,3 @@ def _group_facts(group: Group, micro_batch: int, seconds: str) -> list[object]:
     padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
     rows = group.rows_per_slot
     return [micro_batch, ranges_text(group.slots), group.degree, comm, len(group.documents), rows, seconds, padded]
-
-
-def chrome_trace(plan: Plan, cost: Cost | None = None) -> str:
-    """Return the plan as Chrome-trace JSON (chrome://tracing, Perfetto): one thread a slot, one event a document.
-
-    A document that several slots share has an event on each of them. The format's times are microseconds.
-    """
-    process, thread = {"ph": "M", "name": "process_name", "pid": 0}, {"ph": "M", "name": "thread_name", "pid": 0}
-    events: list[dict[str, Any]] = [process | {"args": {"name": f"longspan plan of {plural(plan.slots, 'slot')}"}}]
-    events += [thread | {"tid": slot, "args": {"name": f"slot {slot}"}} for slot in range(plan.slots)]
-    for bar in plan_bars(plan, cost).bars:
-        group = plan.micro_batches[bar.micro_batch].groups[bar.group]
-        common: dict[str, Any] = {
-            "ph": "X",  # of the format: an event with a duration
-            "name": f"document {bar.document}",
-            "cat": f"micro-batch {bar.micro_batch}",
-            "pid": 0,
-        }
-        times = {"ts": round(1e6 * bar.start, 3), "dur": round(1e6 * (bar.stop - bar.start), 3)}
-        facts: dict[str, Any] = {
-            "tokens": plan.lengths[bar.document],
-            "degree": group.degree,
-            "micro_batch": bar.micro_batch,
-        }
-        event = common | times | {"args": facts | {"cp_comm_type": group.cp_comm_type}}
-        events += [event | {"tid": slot} for slot in range(bar.slot, bar.slot + bar.slots)]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
