@@ -123,8 +123,8 @@ def test_a_link_has_its_limit_and_the_inside_of_a_node_has_none() -> None:
 @pytest.mark.skipif(bool(missing_permission()), reason="no network namespaces here")
 def test_calibration_finds_the_nodes_and_the_speed_between_them(tmp_path: Path) -> None:
     out = tmp_path / "machine.json"
-    sizes = ["--tokens=16,32", "--document=8", "--lengths=16,48", "--micro_batches=1,2", "--warmup=0", "--repeats=2"]
-    words = ["--ranks", "2", "--rate", "20M", "longspan", "bench", "calibrate", *sizes, "--out", str(out)]
+    rounds = ["--warmup=0", "--repeats=2"]
+    words = ["--ranks", "2", "--rate", "20M", "longspan", "bench", "calibrate", *rounds, "--out", str(out)]
     printed, err = _start(*words, folder=tmp_path).communicate(timeout=200)
     assert "hosts of 2 as the launcher counts them" in printed, err
     machine = Machine.from_json(json.loads(out.read_text()))

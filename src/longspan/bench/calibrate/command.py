@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from longspan.bench.benches import BenchFlags
 from longspan.bench.calibrate.fit import Calibration, fit_samples
-from longspan.bench.calibrate.trials import CalibrationSettings, Measured, calibrate_ranks
+from longspan.bench.calibrate.trials import LAYERS, CalibrationSettings, Measured, calibrate_ranks
 from longspan.cli.flags import Switch, parse_flags, write_text
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import is_reporting, run_on_ranks
@@ -22,20 +22,6 @@ from longspan.plan.cost.machine import find_device
 from longspan.versions import versions
 
 CPU_RANKS = 2
-GPU_DEFAULTS: dict[str, Any] = {
-    "preset": "qwen3-8b",
-    "layers": 2,
-    "tokens": "2048,4096,8192,16384",
-    "lengths": "2048,8192,16384,32768",
-    "document": 256,
-}
-CPU_DEFAULTS: dict[str, Any] = {
-    "preset": "qwen3-tiny",
-    "layers": 0,
-    "tokens": "256,512,768,1024",
-    "lengths": "128,256,512,1024",
-    "document": 32,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +35,6 @@ class CalibrateFlags(BenchFlags):
     a run and --machine of longspan plan; a run on another device, or on hosts of another size, refuses it.
     """
 
-    preset: str = ""
-    """Model with random weights whose steps are measured; empty: qwen3-8b on GPUs, qwen3-tiny on CPUs."""
-    model: str = ""
-    """Folder of a Hugging Face model, in place of --preset."""
-    layers: int = 0
-    """Layers of the preset; 0: 2 of qwen3-8b on GPUs, all of another."""
-    dtype: Literal["", "bfloat16", "float16", "float32"] = ""
-    """Dtype of the weights; empty: bfloat16 on GPUs, float32 on CPUs."""
-    tokens: str = ""
-    """Tokens of a slot in a micro-batch, with commas between; empty: 2048 to 16384 on GPUs, 256 to 1024 on CPUs."""
-    document: int = 0
-    """Length of the documents that make up these tokens; 0: 256 on GPUs, 32 on CPUs."""
-    micro_batches: str = "1,2,4"
-    """Micro-batches of a step, with commas between."""
-    lengths: str = ""
-    """Document lengths at which attention is measured; empty: 2048 to 32768 on GPUs, 128 to 1024 on CPUs."""
     warmup: int = 1
     """Rounds through all measurements before the timed ones."""
     repeats: int = 5
@@ -91,41 +61,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
-    """Make the settings that the ranks receive. Raises ConfigError for sizes from which no figures can be fitted."""
-    defaults = GPU_DEFAULTS if backend == "nccl" else CPU_DEFAULTS
+    """Make the settings that the ranks receive. Raises ConfigError where nothing would be timed or written."""
     flags.check_flags()
-    if flags.layers < 0 or flags.document < 0:
-        raise ConfigError(f"--layers {flags.layers} --document {flags.document}: at least 0")
-    if flags.layers and flags.model:
-        raise ConfigError(f"--layers {flags.layers} and the weights of {flags.model}: use --preset")
     if not Path(flags.out).absolute().parent.is_dir():
         raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
-    return CalibrationSettings(
-        preset=flags.preset or defaults["preset"],
-        # 0: all layers of a preset or model that flags name
-        layers=flags.layers or (0 if flags.preset or flags.model else defaults["layers"]),
-        dtype=flags.dtype or ("bfloat16" if backend == "nccl" else "float32"),
-        document=flags.document or defaults["document"],
-        ranks=ranks,
-        backend=backend,
-        **{name: _parse_counts(f"--{name}", getattr(flags, name) or defaults[name]) for name in ("tokens", "lengths")},
-        micro_batches=_parse_counts("--micro_batches", flags.micro_batches),
-        **{name: getattr(flags, name) for name in ("model", "warmup", "repeats", "timeout_seconds")},
-    )
-
-
-def _parse_counts(flag: str, text: str) -> tuple[int, ...]:
-    """Parse counts with commas between, and sort them. Raises ConfigError unless two or more are different.
-
-    From two counts the seconds of one more and the seconds that are always there are fitted apart.
-    """
-    try:
-        counts = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        counts = []
-    if len(counts) < 2 or counts[0] < 1:
-        raise ConfigError(f"{flag} {text!r} is not a list of two or more different counts, such as 256,512")
-    return tuple(counts)
+    return CalibrationSettings(flags.warmup, flags.repeats, ranks, backend, flags.timeout_seconds)
 
 
 def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibration:
@@ -152,8 +92,10 @@ def make_record(
     """Make the record as a JSON object: what was measured, and where, and the machine that was fitted."""
     return {
         "bench": "calibrate",
-        "model": settings.model or settings.preset,
-        **{name: getattr(settings, name) for name in ("layers", "dtype", "ranks", "backend", "repeats")},
+        "model": settings.sizes.preset,
+        "layers": LAYERS,
+        "dtype": settings.sizes.dtype,
+        **{name: getattr(settings, name) for name in ("ranks", "backend", "repeats")},
         "command": " ".join(command),
         "machine": machine_facts(),
         "versions": versions(),
@@ -170,10 +112,10 @@ def make_record(
 
 def calibration_text(record: dict[str, Any]) -> str:
     """Write a record for a terminal: measured and fitted seconds, the machine with what is assumed, and the error."""
-    layers = f" ({plural(record['layers'], 'layer')})" if record["layers"] else ""
     head = (
-        f"{record['model']}{layers} in {record['dtype']} on {plural(record['ranks'], 'rank')} ({record['backend']}), "
-        f"hosts of {record['node_size']} as the launcher counts them, {machine_text(record['machine'])}"
+        f"{record['model']} ({record['layers']} layers) in {record['dtype']} on {plural(record['ranks'], 'rank')} "
+        f"({record['backend']}), hosts of {record['node_size']} as the launcher counts them, "
+        f"{machine_text(record['machine'])}"
     )
     names = ("measured_seconds", "fitted_seconds")
     rows = [(row["what"], *(f"{1e3 * row[name]:.3f}" for name in names)) for row in record["samples"]]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,8 @@ from longspan.bench.layers import change_layer_count
 from longspan.bench.timing import time_run
 from longspan.comm import SequenceShard, World, bind
 from longspan.comm.groups.channel import Channel
-from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
-from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.model.sharding import drop_unsummed_gradients, keep_parameters_whole
 from longspan.plan import Plan, plan_fixed
@@ -34,7 +32,7 @@ from longspan.plan.shape.model_shape import ModelShape
 from longspan.train import run_step
 from longspan.train.plans.resolve import device_name
 
-VOCABULARY = 2048  # of a preset, which has no tokenizer to take it from
+VOCABULARY, LAYERS = 2048, 2
 MOST_SECONDS = 200.0  # after which no round begins
 PASS_NUMBERS = {"cuda": (1 << 22, 1 << 24, 1 << 26, 1 << 28), "cpu": (1 << 14, 1 << 17, 1 << 19, 1 << 21)}
 MESSAGE_BYTES = {"cuda": (1 << 16, 1 << 20, 1 << 23, 1 << 26), "cpu": (1 << 12, 1 << 15, 1 << 18, 1 << 20)}
@@ -44,22 +42,36 @@ FEW_ROWS, MANY = 8, 4  # rows of a document whose launches are timed, and docume
 
 
 @dataclass(frozen=True)
-class CalibrationSettings:
-    """What the ranks measure, as `CalibrateFlags` describe it; `layers` 0: all of the preset's."""
+class Sizes:
+    """The model whose steps are timed, with LAYERS layers, and the tokens and lengths of documents of a slot."""
 
     preset: str
-    model: str
-    layers: int
     dtype: str
-    tokens: tuple[int, ...]
-    lengths: tuple[int, ...]
+    tokens: tuple[int, ...]  # of a slot in a micro-batch, in documents of `document` tokens
     document: int
-    micro_batches: tuple[int, ...]
+    lengths: tuple[int, ...]  # of documents, at which attention is timed
+
+
+SIZES = {
+    "cuda": Sizes("qwen3-8b", "bfloat16", (2048, 4096, 8192, 16384), 256, (2048, 8192, 16384, 32768)),
+    "cpu": Sizes("qwen3-tiny", "float32", (256, 512, 768, 1024), 32, (128, 256, 512, 1024)),
+}
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """How often the ranks measure, and their world."""
+
     warmup: int
     repeats: int
     ranks: int
     backend: str
     timeout_seconds: float
+
+    @property
+    def sizes(self) -> Sizes:
+        """Return what is timed on these devices."""
+        return SIZES["cuda" if self.backend == "nccl" else "cpu"]
 
 
 class Measured(NamedTuple):
@@ -100,15 +112,12 @@ class _Bench:
         self.settings, self.world, self.device = settings, world, world.device.type
         # each rank is a replica: nothing is gathered in a step
         self.replicas = world.open_inner(Layout(settings.ranks, dp_replicate=settings.ranks))
-        model = _load_timed_model(settings)
+        self.sizes = sizes = settings.sizes
+        configuration = preset_config(sizes.preset, vocab_size=VOCABULARY if "tiny" in sizes.preset else None)
+        configuration.get_text_config().vocab_size = VOCABULARY  # a published preset brings its own
+        model = load_model(config=change_layer_count(configuration, LAYERS), dtype=sizes.dtype)
         self.shape = ModelShape.of(model.config)
-        if self.shape.mixer_layers:
-            raise ConfigError(
-                "products are measured in the steps of a model without state-space layers, and this one has "
-                f"{self.shape.mixer_layers} of them; leave --preset and --model out"
-            )
-        self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        self.vocabulary = vocabulary_size(model) or 1  # without an embedding, only token id 0
+        self.dtype: torch.dtype = getattr(torch, sizes.dtype)
         self.model: nn.Module | None = prepare(model, self.replicas)
 
     @property
@@ -142,20 +151,14 @@ class _Bench:
         return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
 
     def _step_trials(self) -> Iterator[Trial]:
-        """Yield steps of the model over rising numbers of tokens and of micro-batches, of short documents.
-
-        Attention of layers with windows is not counted: its seconds lower the rate of products that is fitted.
-        """
-        tokens, counts, shape = self.settings.tokens, self.settings.micro_batches, self.shape
-        full = shape.layers - shape.window_layers - shape.chunk_layers
-        for some, count in [*((n, 1) for n in tokens), *((tokens[0], count) for count in counts if count > 1)]:
-            length = min(self.settings.document, some)
-            per_slot = some // length
-            rows = per_slot * length * count
-            attention = full * self._flops(rows * length)
+        """Yield steps of the model over rising numbers of tokens and of micro-batches, of short documents."""
+        tokens, length, shape = self.sizes.tokens, self.sizes.document, self.shape
+        for some, count in [*((n, 1) for n in tokens), (tokens[0], 2), (tokens[0], 4)]:
+            per_slot, rows = some // length, some * count
+            attention = shape.layers * self._flops(rows * length)
             sample = Sample(
                 part="step",
-                name=f"step: {count} x {per_slot * length:,} tokens a slot, documents of {length:,}",
+                name=f"step: {count} x {some:,} tokens a slot, documents of {length:,}",
                 counts={
                     "steps": 1,
                     "micro-batches": count,
@@ -193,7 +196,7 @@ class _Bench:
     def _step_call(self, plan: Plan) -> Callable[[], object]:
         self.replicas.prepare(plan)
         random = np.random.default_rng(0)
-        documents = [random.integers(0, self.vocabulary, length) for length in plan.lengths]
+        documents = [random.integers(0, VOCABULARY, length) for length in plan.lengths]
         model = self.model
         assert model is not None, "steps are measured first"
 
@@ -209,7 +212,7 @@ class _Bench:
 
         Two numbers of rows tell a call's own seconds from those of its rows.
         """
-        lengths = self.settings.lengths
+        lengths = self.sizes.lengths
         pieces = [*((n, lengths[-1]) for n in lengths), *((n, lengths[-2]) for n in lengths[:-1])]
         pieces += [(LONG_OVER_LONGEST * lengths[-1],) * 2] * (self.device == "cuda")
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
@@ -300,14 +303,3 @@ class _Bench:
 def _attend_both_ways(inputs: tuple[Tensor, Tensor, Tensor], gradient: Tensor, shard: SequenceShard) -> None:
     q, k, v = inputs
     torch.autograd.grad(attend(q, k, v, shard), inputs, gradient)
-
-
-def _load_timed_model(settings: CalibrationSettings) -> Any:
-    if settings.model:
-        return load_model(settings.model, dtype=settings.dtype)
-    # Tiny presets are made for a vocabulary; published ones bring their own, which is replaced.
-    configuration = preset_config(settings.preset, vocab_size=VOCABULARY if "tiny" in settings.preset else None)
-    configuration.get_text_config().vocab_size = VOCABULARY
-    if settings.layers:
-        configuration = change_layer_count(configuration, settings.layers)
-    return load_model(config=configuration, dtype=settings.dtype)
