@@ -8,7 +8,7 @@ from bench.plans.strong_bound import strong_bound
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, PlanOptions, lower_bound_seconds, predicted_seconds
+from longspan.plan import Cost, PlanOptions, lower_bound_seconds, timeline
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.dynamic.few_documents import plan_few_items
 from longspan.plan.dynamic.lockstep import (
@@ -80,12 +80,12 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
         options = PlanOptions(max_tokens_per_slot=65536, cost=cost)
         of_slots = Problem.of(Request.of(lengths, Layout(slots), options), range(min_cp, slots + 1))
         few = plan_few_items(of_slots)
-        assert few is not None and few[0] == pytest.approx(predicted_seconds(few[1], slots, cost))
+        assert few is not None and few[0] == pytest.approx(timeline(few[1], slots, cost).step_seconds)
         candidate = search_candidate(of_slots, steps=4)
         seconds, division = divide_bins(candidate, level=True)
         ends = np.zeros(len(candidate.durations))
         np.maximum.at(ends, candidate.bins.micro_batch, seconds)
-        planned = predicted_seconds(make_micro_batches(candidate, division), slots, cost)
+        planned = timeline(make_micro_batches(candidate, division), slots, cost).step_seconds
         assert lockstep_seconds(of_slots, ends.tolist()) == pytest.approx(planned)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.plan import Cost, Group, Machine, MicroBatch, Plan, predicted_seconds, slot_rows, timeline
+from longspan.plan import Cost, Group, Machine, MicroBatch, Plan, slot_rows, timeline
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.plan.step_times import GroupTable
 from tests.plan.cases import bounded, plans
@@ -29,8 +29,8 @@ BATCHES = [batch(*((tuple(range(s, s + c)), d) for s, c, d in blocks)) for block
 
 
 def test_blocks() -> None:
-    assert predicted_seconds(BATCHES, 6, Cost()) == pytest.approx(0.7383820968607999, rel=1e-12)
-    assert predicted_seconds(BATCHES, 6, Cost(), mode="free") == pytest.approx(0.6871994954665599, rel=1e-12)
+    assert timeline(BATCHES, 6, Cost()).step_seconds == pytest.approx(0.7383820968607999, rel=1e-12)
+    assert timeline(BATCHES, 6, Cost(), mode="free").step_seconds == pytest.approx(0.6871994954665599, rel=1e-12)
 
 
 def test_tables_of_groups_are_equal_to_themselves_alone() -> None:
@@ -135,7 +135,7 @@ def test_large_plans_are_priced_quickly(mode: str) -> None:
         for row in lengths
     ]
     start = time.process_time()
-    assert predicted_seconds(batches, 8192, Cost(), mode=mode) > 0
+    assert timeline(batches, 8192, Cost(), mode=mode).step_seconds > 0
     assert time.process_time() - start < 1.0
 
 

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from longspan.plan.planners.options import PlanOptions as PlanOptions
     from longspan.plan.shape.model_shape import ModelShape as ModelShape
     from longspan.plan.step_times import Timeline as Timeline
-    from longspan.plan.step_times import predicted_seconds as predicted_seconds
     from longspan.plan.step_times import slot_rows as slot_rows
     from longspan.plan.step_times import timeline as timeline
 

@@ -1,7 +1,6 @@
 """When every slot starts and ends each micro-batch of a plan, under a Cost.
 
-Lockstep: all slots end a micro-batch with its slowest. Free: only slots that groups join wait for each other. Every
-function is vectorised over groups and slots, so that a plan of thousands of slots is priced in a fraction of a second.
+Every function is vectorised over groups and slots: a plan of thousands of slots is priced in a fraction of a second.
 """
 
 from collections.abc import Sequence
@@ -11,11 +10,10 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from longspan.layout import Floats, Integers
 from longspan.plan.cost.cost import Cost
 from longspan.plan.micro_batch import Group, MicroBatch, Mode
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Way = tuple[str, int, str]  # communication type, a2a size, partition
 
 
@@ -23,16 +21,16 @@ Way = tuple[str, int, str]  # communication type, a2a size, partition
 class GroupTable:
     """All groups of a plan as columns, in plan order, and their members as (group, slot) pairs."""
 
-    micro_batch: Ints  # (G,)
-    degree: Ints  # (G,)
-    documents: Ints  # (G,)
-    tokens: Ints  # (G,) laid-out rows
-    squares: Ints  # (G,) sum of squared laid-out rows of a document
-    unpadded: Ints  # (G,) sum of squared rows of a document, without padding
+    micro_batch: Integers  # (G,)
+    degree: Integers  # (G,)
+    documents: Integers  # (G,)
+    tokens: Integers  # (G,) laid-out rows
+    squares: Integers  # (G,) sum of squared laid-out rows of a document
+    unpadded: Integers  # (G,) sum of squared rows of a document, without padding
     skipped: Floats  # (G,) a member's share of laid-out rows, less the most rows without padding of any member
-    group: Ints  # (E,) of each membership
-    slot: Ints  # (E,)
-    way: Ints  # (G,) index into `ways`
+    group: Integers  # (E,) of each membership
+    slot: Integers  # (E,)
+    way: Integers  # (G,) index into `ways`
     ways: tuple[Way, ...]  # the types, a2a sizes and partitions that groups have
 
     @classmethod
@@ -61,7 +59,7 @@ class GroupTable:
         )
 
     @property
-    def rows(self) -> Ints:
+    def rows(self) -> Integers:
         """The most rows that one member of each group holds (G,)."""
         return -(-self.tokens // self.degree)
 
@@ -74,18 +72,15 @@ class GroupTable:
         return seconds
 
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
-        """Return the seconds of each group (G,) as if it had the communication type of the cost.
+        """Return the seconds of each group (G,) as if it had the cost's type; inf where heads or degree forbid it.
 
-        A group has inf where heads or degree forbid the type; a group of one slot, which sends nothing, has any type.
+        A group of one slot, which sends nothing, has any type.
         """
         seconds = self._priced(cost, self.fewest_together(node_size), slice(None))
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
-    def _priced(self, cost: Cost, together: Ints, some: NDArray[np.bool_] | slice) -> Floats:
-        """Return the seconds of some groups by a cost.
-
-        Kernels skip padding, so a cost with a network, which is of a real machine, leaves it out; an ideal cost has it.
-        """
+    def _priced(self, cost: Cost, together: Integers, some: NDArray[np.bool_] | slice) -> Floats:
+        # Kernels skip padding, so a cost with a network, of a real machine, leaves it out; an ideal cost has it.
         squares = (self.unpadded if cost.network else self.squares)[some]
         degree, together = self.degree[some], together[some]
         seconds = cost.group_seconds(
@@ -93,7 +88,7 @@ class GroupTable:
         )
         return seconds - cost.real_row_seconds * self.skipped[some]
 
-    def fewest_together(self, node_size: int) -> Ints:
+    def fewest_together(self, node_size: int) -> Integers:
         """Return the slots of each group on the node that has the fewest of them; its degree on a single node (G,).
 
         Slots of a node count together only where they are neighbours in the group.
@@ -107,7 +102,7 @@ class GroupTable:
         run_lengths = np.diff(starts, append=len(node))
         return np.minimum.reduceat(run_lengths, np.searchsorted(starts, first))
 
-    def sums_by_slot(self, values: Floats | Ints, count: int, slots: int) -> Floats:
+    def sums_by_slot(self, values: Floats | Integers, count: int, slots: int) -> Floats:
         """Sum a group's value over the groups that each slot is in, for each micro-batch (M, slots)."""
         cells = self.micro_batch[self.group] * slots + self.slot
         sums: Floats = np.bincount(cells, weights=values[self.group], minlength=count * slots).astype(np.float64)
@@ -150,7 +145,7 @@ class Timeline:
     update and in free mode the closing. On pipeline stages it is theirs; the other times are of the whole model.
     """
 
-    rows: Ints
+    rows: Integers
     busy: Floats
     start: Floats
     end: Floats
@@ -163,21 +158,11 @@ class Timeline:
         return np.clip(1.0 - self.busy.sum(axis=1) / np.maximum(taken, 1e-300), 0.0, 1.0)
 
 
-def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Ints:
-    """Return the rows that each slot holds in each micro-batch (M, slots).
-
-    Rows include padding, and are rounded up to `row_multiple`.
-    """
+def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Integers:
+    """Return the rows that each slot holds in each micro-batch (M, slots), with padding, in whole `row_multiple`s."""
     table = GroupTable.of(micro_batches)
     rows = table.sums_by_slot(table.rows, len(micro_batches), slots).astype(np.int64)
     return -(-rows // row_multiple) * row_multiple
-
-
-def predicted_seconds(
-    micro_batches: Sequence[MicroBatch], slots: int, cost: Cost, *, mode: Mode = "lockstep", node_size: int = 8
-) -> float:
-    """Return the seconds of a step of these micro-batches."""
-    return timeline(micro_batches, slots, cost, mode=mode, node_size=node_size).step_seconds
 
 
 def timeline(
@@ -213,7 +198,7 @@ def timeline(
     return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total + cost.update_seconds)
 
 
-def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tuple[Floats, Floats, float]:
+def _free_times(busy: Floats, active: NDArray[np.bool_], component: Integers) -> tuple[Floats, Floats, float]:
     """Return when each slot starts and ends each micro-batch, and the last end.
 
     Slots that groups join, which have one `component`, start when the last of them is ready, and end with the slowest.
@@ -234,7 +219,7 @@ def _free_times(busy: Floats, active: NDArray[np.bool_], component: Ints) -> tup
     return start, end, float(clock.max(initial=0.0))
 
 
-def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Ints:
+def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Integers:
     """Return the lowest slot that groups join each slot to in each micro-batch (M, slots).
 
     By hooking and pointer jumping: a slot takes the lowest label in any of its groups, and then that label's label,
@@ -254,12 +239,12 @@ def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Ints:
     return label.reshape(count, slots) % slots
 
 
-def _segment_sums(values: Ints, counts: Ints) -> Ints:
+def _segment_sums(values: Integers, counts: Integers) -> Integers:
     """Sum the first counts[0] values, the next counts[1], and so on (len(counts),); 0 for a count of 0."""
     total = np.concatenate(([0], np.cumsum(values)))
     stop = np.cumsum(counts)
     return total[stop] - total[stop - counts]
 
 
-def _int_array(values: Sequence[int]) -> Ints:
+def _int_array(values: Sequence[int]) -> Integers:
     return np.array(values, dtype=np.int64)

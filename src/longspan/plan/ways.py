@@ -1,8 +1,7 @@
 """Ways in which the same documents can be planned, compared by predicted time: types, partitions, degrees, fewer rows.
 
-Rows of a hybrid: zigzag rows make a causal ring even, but give every document two runs on every slot, so that bytes of
-states grow with documents; contiguous rows are one run a slot, and want an all-to-all of heads, which is even however
-rows are dealt out. Evaluations: on a pipeline, fewer rows in more micro-batches fill the stages better.
+Rows of a hybrid: zigzag rows make a causal ring even, but the bytes of states grow with documents; contiguous rows are
+one run a slot, and want an all-to-all of heads, which is even however rows are dealt out.
 """
 
 import math
@@ -19,7 +18,7 @@ from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKi
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.step_times import predicted_seconds
+from longspan.plan.step_times import timeline
 
 TYPES = ("a2a", "p2p")  # of hybrids; all_gather takes more memory the longer the documents are, which is not weighed
 CLOSE = 1.02  # of the fastest: of ways so close the first is taken, contiguous before zigzag and a2a before p2p
@@ -337,5 +336,5 @@ def _price_degree(
         for g, d in ((step % groups, step % len(lengths)) for step in range(steps))
     ]
     batches = [MicroBatch(tuple[Group, ...](filled[at : at + groups])) for at in range(0, steps, groups)]
-    seconds = predicted_seconds(batches, home.slots, planned.cost, node_size=options.node_size)
+    seconds = timeline(batches, home.slots, planned.cost, node_size=options.node_size).step_seconds
     return DegreeChoice(cp, steps, seconds, planned, way)

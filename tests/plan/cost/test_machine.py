@@ -9,7 +9,7 @@ import pytest
 from longspan import Group, Layout, MicroBatch, plan_fixed
 from longspan.attention.all_to_all import HeadSplit
 from longspan.errors import PlanError
-from longspan.plan import AttentionCall, Cost, CostSettings, Machine, TypePrice, predicted_seconds
+from longspan.plan import AttentionCall, Cost, CostSettings, Machine, TypePrice, timeline
 from longspan.plan.cost import cost as costs
 from longspan.plan.cost import machine as machines
 from longspan.plan.cost.links import KINDS
@@ -364,8 +364,8 @@ def test_the_host_launches_layers_groups_and_documents() -> None:
     assert cost.forward_only().launch_seconds == pytest.approx(layers * H200.layer_seconds / 4)
     few = [MicroBatch((Group((0,), (0, 1), (8, 8)), Group((1,), (2,), (8,))))]
     more = [MicroBatch((Group((0,), (0,), (8,)), Group((0,), (1,), (8,)), Group((1,), (2,), (8,))))]
-    seconds = [predicted_seconds(batches, 2, cost) - cost.update_seconds for batches in (few, more)]
+    seconds = [timeline(batches, 2, cost).step_seconds - cost.update_seconds for batches in (few, more)]
     launches = [cost.launch_seconds + layers * (n * H200.group_seconds + 2 * H200.document_seconds) for n in (1, 2)]
     assert seconds == pytest.approx(launches)
     long = [MicroBatch((Group((0,), (0,), (65536,)), Group((1,), (1,), (8,))))]
-    assert predicted_seconds(long, 2, cost) == predicted_seconds(long, 2, replace(cost, launch_seconds=0.0))
+    assert timeline(long, 2, cost).step_seconds == timeline(long, 2, replace(cost, launch_seconds=0.0)).step_seconds

@@ -1,7 +1,6 @@
-"""A time that no plan of some documents can beat, whatever its groups and micro-batches.
+"""A time that no plan of some documents can beat under a cost, computed from the lengths only.
 
-It is computed from the lengths only, without the planners, so that a mistake of theirs shows as a plan that beats its
-bound. It is a bound of the cost model, not of a machine.
+The planners have no part in it, so that a mistake of theirs shows as a plan that beats its bound.
 """
 
 import math

@@ -1,7 +1,6 @@
 """Cost: the constants of one machine and one model by which plans are priced, and the seconds of a group under them.
 
-A group takes a slot's share of the linear layers, plus attention and the messages that it does not hide. Memory is not
-priced (planners receive a cap), nor is the wire between pipeline stages. `machine.py` makes the cost of a model.
+Memory is not priced (planners receive a cap), nor is the wire between pipeline stages.
 """
 
 import dataclasses
@@ -24,7 +23,6 @@ Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
 FORWARD_ALONE = "forward passes alone"
 _CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size", "stages", "chunks")
-_NOT_CONSTANTS = ("source", "forward", "states", "network", *_CHOICES)
 _DIVIDED_BY_TP = (
     *("linear_seconds", "real_row_seconds", "attention_seconds", "ring_bytes", "exchange_bytes"),
     *("merge_seconds", "copy_seconds"),
@@ -118,7 +116,7 @@ class Cost:
     def __post_init__(self) -> None:
         """Name the source of constants that have none, and check all fields."""
         if self.source is None:
-            usual = self.constants() == {f.name: f.default for f in _constant_fields()}
+            usual = all(value == getattr(Cost, name) for name, value in self.constants().items())
             object.__setattr__(self, "source", DEFAULT_SOURCE if usual else "constants of the caller")
         if not isinstance(source := cast(object, self.source), str):
             raise PlanError(f"source is {source!r}; give words that say what model and machine the cost is of")
@@ -136,7 +134,7 @@ class Cost:
 
     def constants(self) -> dict[str, Any]:
         """Return the fields that are numbers of seconds or bytes, by name."""
-        return {f.name: getattr(self, f.name) for f in _constant_fields()}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is float}
 
     @property
     def forward_shares(self) -> dict[str, float]:
@@ -374,10 +372,6 @@ class Cost:
         fields: dict[str, Any] = {"source": "a file that does not name its machine"} | constants
         parts: dict[str, Any] = {"forward": cls.from_json, "states": StateCost.from_json, "network": Network.from_json}
         return cls(**fields | {name: read(fields[name]) for name, read in parts.items() if fields.get(name)})
-
-
-def _constant_fields() -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(Cost) if f.name not in _NOT_CONSTANTS]
 
 
 DEFAULT_COST = Cost()

@@ -1,8 +1,4 @@
-"""The links of a machine: how long messages take inside a host and between hosts, by their bytes and kind.
-
-A link is one level of the network. What travels over it is an exchange (every slot sends to every other), a gather (all
-slots receive all rows) or messages from slot to slot.
-"""
+"""The links of a machine: how long messages take inside a host and between hosts, by their bytes and kind."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """What state-space layers add to a group of several slots: summaries of runs, states on the wire, a wait.
 
-Runs of rows and what each gives the others follow from how a group's rows are dealt out (`longspan.ssm`): under
-"zigzag" a document has two runs on every slot, under "contiguous" each boundary between slots cuts one document at
-most. A contiguous group's causal attention, if it is no all-to-all, is uneven too (`busiest_ratio`).
+Runs of rows, and what each gives the others, follow from how a group's rows are dealt out (`longspan.ssm`).
 """
 
 import dataclasses
@@ -97,7 +95,7 @@ class StateCost:
         return {name: value for name, value in vars(self).items() if name != "partition"}
 
     def for_partition(self, partition: str) -> "StateCost":
-        """Return this cost for groups whose rows are dealt out by this partition."""
+        """Return this cost for groups of this partition."""
         return dataclasses.replace(self, partition=partition)
 
     def forward_only(self) -> "StateCost":

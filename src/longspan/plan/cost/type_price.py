@@ -1,7 +1,5 @@
-"""The price of one call of attention under each communication type: seconds of a member.
-
-A call is priced for a group as it stands: on which hosts its slots are, how its rows are divided, and what a window or
-chunk leaves to send. `Machine.attention_seconds` prices all types; attention resolves "auto" by it.
+"""The price of one call of attention under each communication type: seconds of a member of a group as it stands, on its
+hosts, with its rows, and with what a window or chunk leaves to send.
 """
 
 import dataclasses

@@ -1,8 +1,6 @@
 """The work of encoding images: of a model's tower by its configuration, of any encoder, and of a plan's documents.
 
-`EncoderShape` reads the towers of Qwen's vision-language models, of LLaVA, Gemma 3 and PaliGemma, as transformers
-describes them: weights of tower and projector, and which patches see each other. `encoder_cost` prices another encoder
-by its numbers, `EncoderLoad` the images of a plan, dealt to all slots or encoded by each slot for its documents.
+Towers are those of Qwen's vision-language models, LLaVA, Gemma 3 and PaliGemma, as transformers describes them.
 """
 
 from collections.abc import Sequence
@@ -19,7 +17,6 @@ from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
 
 Trained = Literal["all", "projector", "none"]
-Grid = tuple[int, int, int]
 
 _MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # whose images have any size
 _WHOLE = ("llava", "gemma3", "paligemma")  # whose images have one size
@@ -81,19 +78,18 @@ class EncoderShape:
         """Return how many patches an image of `rows` rows has."""
         return rows * self.merge**2 if self.merge else self.patches
 
-    def flops(self, images: Sequence[int], *, trained: Trained = "all", grids: Sequence[Grid] | None = None) -> int:
+    def flops(self, images: Sequence[int], *, trained: Trained = "all") -> int:
         """Count the FLOPs of forward and backward by the convention of `model_flops`; `images` are the rows of each.
 
-        A pair of patches that see each other takes 12 x width. Of parts that are not `trained` only forward counts.
-        `grids` are (t, h, w) of each image in patches. With them windows that an edge cuts count by the patches that
-        they have; without them every window counts as a whole one.
+        A pair of patches that see each other takes 12 x width; windows that an edge cuts count as whole ones. Of parts
+        that are not `trained` only forward counts.
         """
-        grid_of: Sequence[Grid | None] = [None] * len(images) if grids is None else grids
-        pair = (12 if trained == "all" else 4) * self.width
-        return sum(
-            self._weight_flops(rows, trained) + pair * self._count_pairs(self.patch_count(rows), grid)
-            for rows, grid in zip(images, grid_of, strict=True)
-        )
+        pair, flops = (12 if trained == "all" else 4) * self.width, 0
+        for rows in images:
+            patches = self.patch_count(rows)
+            pairs = self.full_layers * (patches + self.class_rows) ** 2 + self.window_layers * patches * self.window**2
+            flops += self._weight_flops(rows, trained) + pair * pairs
+        return flops
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
         """Count the FLOPs of weights, forward and backward, for an image of `rows` rows.
@@ -107,19 +103,6 @@ class EncoderShape:
         flops += (6 if tower else 2) * self.block_weights * (patches + self.class_rows)
         flops -= 2 * self.entry_weights * rows if trained == "projector" else 0
         return flops + (6 if projector else 2) * self.projector_weights * rows
-
-    def _count_pairs(self, patches: int, grid: Grid | None) -> int:
-        """Count the pairs of patches that see each other, in all layers.
-
-        Full layers pair all patches of a frame, and the class row. Layers with windows pair the patches of a window;
-        windows at the edge of a `grid` are smaller, and without a grid (None) all are whole.
-        """
-        frames, tall, wide = grid or (1, 1, patches)
-        pairs_in_windows = patches * self.window**2
-        if grid is not None and self.window_layers:
-            pairs_in_windows = frames * _window_squares(tall, self.window) * _window_squares(wide, self.window)
-        pairs_of_all = frames * (tall * wide + self.class_rows) ** 2
-        return self.full_layers * pairs_of_all + self.window_layers * pairs_in_windows
 
     def cost(self, *, trained: Trained = "all", again: int = 0, gpu: bool = True) -> Cost:
         """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "".
@@ -144,10 +127,6 @@ class EncoderShape:
             micro_batch_seconds=WAVE_SECONDS if gpu else machine.micro_batch_seconds,
             source=machine.source,
         )
-
-
-def _window_squares(side: int, window: int) -> int:
-    return side // window * window**2 + (side % window) ** 2
 
 
 def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:

@@ -1,8 +1,5 @@
 """The layers of a model: which attend, mix rows by a recurrence or a convolution, and visit an MLP or experts; and the
-weights that multiply a row in attention, an MLP or experts.
-
-Configurations name layers in many ways: a list of types, indices of those that attend, a pattern of letters, an
-interval. State-space layers have their weights in `mixer_shape.py`.
+weights that multiply a row in attention, an MLP or experts. Those of state-space layers are in `mixer_shape.py`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +12,6 @@ MIXING = ("linear_attention", "conv")
 _OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "sliding": "sliding_attention"}
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 _INSTEAD = {"moe": "mlp", "mlp": "moe"}  # what a depth has in place of a kind of layer that the model lacks
-_INTERVAL = 4  # every so many-th layer attends in Qwen's hybrids, if a configuration names no interval
 
 
 class LayerKind(NamedTuple):
@@ -109,7 +105,7 @@ def _infer_types(read: ConfigReader, layers: int) -> list[str]:
     if read.count("mamba_d_ssm"):  # Falcon-H1
         return ["hybrid"] * layers
     if read.count("linear_num_value_heads"):
-        interval = read.count("full_attention_interval") or _INTERVAL
+        interval = read.count("full_attention_interval") or 4  # as Qwen's configurations have it
         return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
     return ["linear_attention"] * layers if read.count("mamba_n_heads") or _is_mamba2(read) else []
 
@@ -130,7 +126,7 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
     the list of dense layers, at the interval of sparse ones, and not among the first, dense ones. No layer has experts
     if a token visits none, or if the count of experts is 0.
     """
-    if not _visited_experts(read) or read.value("num_local_experts") == 0:
+    if not visited_experts(read) or read.value("num_local_experts") == 0:
         return False
     if isinstance(moe_layers := read.value("moe_layers"), list):
         return layer in cast(list[int], moe_layers)
@@ -142,7 +138,8 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
     return layer not in dense and (layer + 1) % interval == 0 and layer >= first_sparse
 
 
-def _visited_experts(read: ConfigReader) -> int:
+def visited_experts(read: ConfigReader) -> int:
+    """Return how many experts a token visits in a layer; 0 without experts."""
     return read.count("num_experts_per_tok", "num_experts_per_token")
 
 
@@ -175,11 +172,7 @@ class Widths(NamedTuple):
 
 
 def attention_widths(read: ConfigReader) -> Widths:
-    """Return the widths of queries and keys.
-
-    Latent attention counts as it is computed, with full heads. Their size is the mean of key and value size, as a pair
-    of rows takes a product of keys and one of values. A shared block attends to rows of twice the hidden size.
-    """
+    """Latent attention counts as it is computed, with full heads; a shared block attends to rows twice as wide."""
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     if has_latent_attention(read):
         width = heads * sum(_latent_sizes(read)) // 2
@@ -238,7 +231,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
         return Weights(products * hidden * width, hidden * width)
     if not kind:
         return Weights(0, 0)
-    visited = _visited_experts(read)
+    visited = visited_experts(read)
     width = read.count("moe_intermediate_size") or read.count("intermediate_size")  # of an expert
     gated = read.family.startswith(_GATED_SHARED_EXPERT) and bool(read.count("shared_expert_intermediate_size"))
     narrow_width = read.count("moe_latent_size")
@@ -253,11 +246,6 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     all_weights = weights + 2 * hidden * narrow_width + hidden * (experts + gated)
     # No last product: the router's weights multiply what experts return, so that backward needs it.
     return Weights(all_weights, 0, visited * expert_weights, max(0, experts - visited) * expert_weights)
-
-
-def count_routed_numbers(read: ConfigReader) -> int:
-    """Count the numbers that a layer sends to experts for a row: the row as wide as experts read it, once for each."""
-    return _visited_experts(read) * (read.count("moe_latent_size") or read.count("hidden_size"))
 
 
 def _dense_mlp_width(read: ConfigReader) -> int:

@@ -77,12 +77,9 @@ def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
     if not (kind := mixer_kind(read)):
         return None
     hidden = read.require_count("hidden_size")
-    if kind == "gated delta net":
-        return _gated_delta_net(read, hidden)
-    if kind == "Kimi delta attention":
-        return _kimi(read, hidden)
-    if kind == "Mamba 2":
-        return _mamba2(read, hidden)
+    readers = {"gated delta net": _gated_delta_net, "Kimi delta attention": _kimi, "Mamba 2": _mamba2}
+    if kind in readers:
+        return readers[kind](read, hidden)
     width = read.count("conv_L_cache")
     weights, last = 4 * hidden * hidden + hidden * width, hidden * hidden
     return MixerShape(kind=kind, weights=weights, last=last, channels=hidden, width=width)
@@ -114,9 +111,7 @@ def _kimi(read: ConfigReader, hidden: int) -> MixerShape:
     size = linear.count("head_dim") or read.require_count("linear_head_dim")
     width = linear.count("short_conv_kernel_size") or read.require_count("linear_conv_kernel_dim")
     inner = heads * size
-    gates = (
-        2 * size * (hidden + inner)
-    )  # decay (a number for each of a key) and output gate, each of two narrow products
+    gates = 2 * size * (hidden + inner)  # decay (for each number of a key) and output gate, each of two narrow products
     return MixerShape(
         kind="Kimi delta attention",
         weights=hidden * (4 * inner + heads) + gates + 3 * inner * width,  # q k v out, and beta of a head

@@ -1,7 +1,6 @@
-"""The work of a model per token, from its configuration: weights that multiply, widths of queries, keys and values.
+"""The work of a model per token, from its configuration: weights that multiply, widths of queries and keys.
 
-For decoders of attention, state-space and MLP layers, dense or with experts, as transformers describes them. Mamba 1
-and latent attention (but Kimi's) are not priced from a configuration.
+Mamba 1 and latent attention (but Kimi's) are not priced.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from longspan.plan.shape.layers import (
     Weights,
     attention_weights,
     attention_widths,
-    count_routed_numbers,
     depth_kinds,
     feed_forward_weights,
     has_latent_attention,
@@ -24,6 +22,7 @@ from longspan.plan.shape.layers import (
     layer_kinds,
     layer_types,
     sliding_window,
+    visited_experts,
 )
 from longspan.plan.shape.mixer_shape import MixerShape, mixer_kind, read_mixer_shape
 
@@ -126,7 +125,7 @@ class ModelShape:
             stored_weights=sum(layer.all + layer.unvisited for layer in layers) + stored,
             stored_experts=sum(layer.of_experts + layer.unvisited for layer in layers),
             expert_layers=expert_layers,
-            routed_numbers=expert_layers * count_routed_numbers(read),
+            routed_numbers=expert_layers * visited_experts(read) * (read.count("moe_latent_size") or hidden),
             hidden=hidden,
             logits=vocabulary * (1 + depths),
         )
@@ -216,8 +215,7 @@ def read_experts(config: Any) -> ExpertCounts:
     """
     read = ConfigReader.of(config)
     name, count = read.experts()
-    visited = read.count("num_experts_per_tok", "num_experts_per_token") if count else 0
-    return ExpertCounts(count, name, visited)
+    return ExpertCounts(count, name, visited_experts(read) if count else 0)
 
 
 def no_experts_text(ep: int, model: str) -> str:
