@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
 from longspan.cli.evaluation.flags import make_request, parse_eval
 from longspan.cli.evaluation.output import (
     check_writable,
@@ -36,56 +33,29 @@ from longspan.run.progress import LINE_SECONDS
 from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports
 
-LINES = 10  # of one evaluation where there is no terminal; a long one has a line each LINE_SECONDS too
+LINES = 10  # of one evaluation; a long one has a line each LINE_SECONDS too
 
 
 class EvalDisplay:
     """Shows lines and how far evaluations are; silent where `stream` is None.
 
-    >>> with EvalDisplay(sys.stderr) as display:
-    ...     display.show_progress("wiki, cp 4", 16, 40)
+    >>> EvalDisplay(sys.stderr).show_progress("wiki, cp 4", 16, 40)
+    wiki, cp 4: 16 of 40 micro-batches
     """
 
     def __init__(self, stream: TextIO | None) -> None:
-        """Begin without bars: on a terminal each evaluation adds its bar when it begins."""
         self._stream = stream
-        self._bar: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
         self._tenths: dict[str, int] = {}  # by title: how many tenths of an evaluation were shown
         self._written = time.monotonic()  # when the last line was written
 
-    def __enter__(self) -> "EvalDisplay":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
     def show_line(self, text: str) -> None:
         """Show a line."""
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        elif self._stream is not None:
+        if self._stream is not None:
             print(text, file=self._stream, flush=True)
             self._written = time.monotonic()
 
     def show_progress(self, title: str, done: int, count: int) -> None:
-        """Show how many of an evaluation's micro-batches are done: by its bar on a terminal, elsewhere by a line.
-
-        A line is shown for each tenth (`LINES`), and where the last line is `LINE_SECONDS` old.
-        """
-        if self._stream is None:
-            return
-        if self._stream.isatty():
-            if self._bar is None:
-                columns = TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn()
-                self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=self._stream))
-                self._bar.start()
-            if title not in self._tasks:
-                self._tasks[title] = self._bar.add_task(title, total=count)
-            self._bar.update(self._tasks[title], completed=done)
-            return
+        """Show how many of an evaluation's micro-batches are done, in a line for each tenth or each LINE_SECONDS."""
         tenths = LINES * done // max(count, 1)
         if tenths > self._tenths.get(title, 0) or time.monotonic() - self._written >= LINE_SECONDS:
             self._tenths[title] = tenths
@@ -144,7 +114,7 @@ def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts:
 
     starts.end_part("imports")
     home, seconds = check_request(request, ranks), request.subjects[0].config.run.timeout_seconds
-    world = World(home, backend=backend, timeout=seconds)
-    with world, EvalDisplay(sys.stderr if rank == 0 else None) as display:
+    display = EvalDisplay(sys.stderr if rank == 0 else None)
+    with World(home, backend=backend, timeout=seconds) as world:
         starts.end_part("groups")
         return evaluate_saved(request, world, display.show_line, display.show_progress, starts)

@@ -295,6 +295,8 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
     names = ("metrics.jsonl", "plans.jsonl", "groups.jsonl")
     metrics_file, plans_file, groups_file = (run.dir / name if first else None for name in names)
     if run.done < run.config.train.steps:
+        # a report would take the summary of an earlier end for this run's
+        run_on_first_rank(world, partial((run.dir / "summary.json").unlink, missing_ok=True), RunFolderError)
         write_facts(run, "run.json", asdict(facts))
         log(facts_text(facts))
     open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
@@ -310,16 +312,8 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
 
 
 def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:
-    """Write a file of facts in the run's folder, and with run.json remove the summary of an earlier end.
-
-    A report would take that summary for this run's. All ranks call it together.
-    """
-
-    def write() -> None:
-        write_atomically(run.dir / name, as_json(values, indent=1))
-        if name == "run.json":
-            (run.dir / "summary.json").unlink(missing_ok=True)
-
+    """Write a file of facts in the run's folder; all ranks call it together."""
+    write = partial(write_atomically, run.dir / name, as_json(values, indent=1))
     run_on_first_rank(run.world, write, RunFolderError)
 
 

@@ -142,10 +142,10 @@ def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -
 def test_a_long_evaluation_of_saved_weights_has_a_line_every_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     out, now = io.StringIO(), [0.0]
     monkeypatch.setattr(display_module.time, "monotonic", lambda: now[0])
-    with EvalDisplay(out) as display:
-        for done, seconds in ((1, 10.0), (2, 31.0), (3, 50.0), (4, 62.0), (40, 63.0)):
-            now[0] = seconds
-            display.show_progress("books", done, 400)
+    display = EvalDisplay(out)
+    for done, seconds in ((1, 10.0), (2, 31.0), (3, 50.0), (4, 62.0), (40, 63.0)):
+        now[0] = seconds
+        display.show_progress("books", done, 400)
     shown = [int(line.split()[1]) for line in out.getvalue().splitlines()]
     assert shown == [2, 4, 40], "by time, and at a tenth"
 
