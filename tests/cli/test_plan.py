@@ -12,7 +12,6 @@ import pytest
 
 from longspan.cli.main import main
 from longspan.config.file import load_config
-from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Plan
 from longspan.plan.cost.machine import Machine
 from longspan.plan.shape.model_shape import QWEN3_8B
@@ -110,33 +109,12 @@ def test_a_tokenizer_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"tokens counted with {tmp_path}" in capsys.readouterr().out
 
 
-def test_the_closing_of_free_mode_is_priced_by_weights_and_said_where_it_is_not(
-    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = ["--lengths", lengths, "--slots", "4", "--mode", "free"]
-    plain, _ = planned(base, capsys)
-    for words, closing in (
-        (["--weights", "1e9"], Cost().with_closing(1e9, Layout(4)).closing_seconds),
-        (["--weights", "1e9", "--node-size", "2"], Cost().with_closing(1e9, Layout(4), node_size=2).closing_seconds),
-        (
-            ["--weights", "1e9", "--dp-replicate", "2"],
-            Cost().with_closing(1e9, Layout(4, dp_replicate=2)).closing_seconds,
-        ),
-    ):
-        plan, answer = planned([*base, *words], capsys)
-        assert plan.cost.closing_seconds == answer["cost"]["closing_seconds"] == closing
-        if "--node-size" not in words:
-            assert plan.predicted_seconds == pytest.approx(plain.predicted_seconds + closing, rel=1e-12)
-        assert main(["plan", *base, *words]) == 0
-        out = capsys.readouterr().out
-        assert f"{closing / plan.predicted_seconds:.1%} of it: parameters gathered" in out and "--weights N" not in out
-    assert main(["plan", *base]) == 0
+def test_free_mode_says_that_its_closing_is_not_priced(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["plan", "--lengths", lengths, "--slots", "4"]
+    assert main([*base, "--mode", "free"]) == 0
     out = capsys.readouterr().out
-    assert "closing  " not in out and "is not in these seconds;\n--weights N adds it for a model of N parameters" in out
-    assert main(["plan", *base[:-2]]) == 0 and "--weights" not in capsys.readouterr().out
-    page = tmp_path / "plan.html"
-    assert main(["plan", *base, "--weights", "1e9", "--plot", str(page)]) == 0
-    assert "of these, closing" in page.read_text()
+    assert "closing  " not in out and "is not in these seconds;\n--gpu NAME --gpus N --model FOLDER prices it" in out
+    assert main(base) == 0 and "--gpu" not in capsys.readouterr().out
 
 
 def test_table_and_files(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,13 +160,6 @@ BAD = [
     (
         ["--slots", "4", "--same", "2x5", "--tflops", "400", "--machine", "x"],
         "x, which has its own speed; give --tflops",
-    ),
-    (["--slots", "4", "--same", "2x5", "--weights", "8e9"], "--mode is lockstep; add --mode free, or leave --weights"),
-    (["--slots", "4", "--same", "2x5", "--mode", "free", "--weights", "-1"], "--weights is -1; give a model's number"),
-    (["--slots", "4", "--same", "2x5", "--dp-replicate", "2"], "--dp-replicate 2 is how the weights of --weights"),
-    (
-        ["--slots", "4", "--same", "2x5", "--mode", "free", "--weights", "8", "--dp-replicate", "3"],
-        "dp_replicate 3 does not divide 4 slots",
     ),
     (["--slots", "4", "--same", "2x5", "--min-cp", "5"], "error: --min-cp 5 is above the 4 slots; use at most 4"),
     (["--same", "2x5"], "--slots is 0, and a plan needs documents and slots"),

@@ -151,7 +151,7 @@ def test_keys_by_hand_win_and_what_would_do_without_them_is_said(
         ["--same", "8x4096", "--context.planner", "padded", "--cp", "2"],
         DRAWN,
         [*DRAWN, "--planner", "dynamic", "--max-cp", "2", "--max-tokens-per-slot", "6000"],
-        ["--same", "3x5000", "--train.optimizer", "sgd", "--dp-replicate", "2"],
+        ["--same", "3x5000", "--train.optimizer", "sgd", "--parallel.dp_replicate", "2"],
     ],
 )
 def test_training_takes_the_keys(words: list[str], model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,10 +18,8 @@ from longspan.cli.plans.compare import CompareFlags, check_comparison_flags, run
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
     UNPRICED,
-    add_closing,
     check_degrees,
     check_slots,
-    check_weights,
     own_planners,
     plan_options,
     read_price,
@@ -78,7 +76,6 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_flags(PlanFlags, argv, "longspan plan")
     check_comparison_flags(flags)
     own_planners(flags)  # checks the name
-    check_weights(flags, free=flags.mode == "free" or bool(flags.plans))  # saved plans have modes of their own
     try:
         return run_comparison(flags) if flags.compare else _plan_step(flags)
     except PlanError as error:
@@ -97,13 +94,11 @@ def _plan_step(flags: PlanFlags) -> int:
     check_least(flags, max_image_rows=0)
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
-    price = read_price(flags, slots=flags.slots, mode=flags.mode)
-    cost = add_closing(price, flags, slots=flags.slots, node_size=flags.node_size)
-    plan, reason = make_plan(flags, lengths, cost)
+    plan, reason = make_plan(flags, lengths, read_price(flags, slots=flags.slots, mode=flags.mode))
     seconds = time.perf_counter() - began
     notes = [
         f"{plural(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
-        *([UNPRICED] if flags.mode == "free" and not cost.closing_seconds else []),
+        *([UNPRICED] if flags.mode == "free" and not plan.cost.closing_seconds else []),
         *([reason] if reason else []),
         *_image_notes(flags, plan),
     ]

@@ -17,7 +17,6 @@ from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
     UNPRICED,
     PlanningFlags,
-    add_closing,
     check_degrees,
     check_slots,
     own_planners,
@@ -126,7 +125,7 @@ def run_comparison(flags: CompareFlags) -> int:
         flags,
         lengths,
         home,
-        cost=add_closing(cost, flags, slots=home.slots, node_size=node_size, tp=flags.tp),
+        cost=cost,
         node_size=node_size,
         mode=flags.mode,
         micro_batch_multiple=math.lcm(flags.micro_batch_multiple, home.pp),  # a multiple of the stages, as in a run
@@ -209,7 +208,6 @@ def _price_saved_plans(flags: CompareFlags) -> Iterator[tuple[str, Plan]]:
             raise ConfigError(f"{name} is a plan of free mode, which has no {flags.pp} pipeline stages; leave --pp out")
         flags_price = _slot_price(flags, plan.slots, plan.mode)  # checks the flags even where it is not used
         price = flags_price if flags.machine or flags.model or flags.tflops or flags.cost_model else plan.cost
-        price = add_closing(price, flags, slots=plan.slots, node_size=plan.node_size, tp=flags.tp)
         if flags.evaluation or plan.cost.passes == "forward":
             price = price.forward_only()
         stages, chunks = (flags.pp, flags.vpp) if flags.pp > 1 else (plan.cost.stages, plan.cost.chunks)

@@ -1,7 +1,6 @@
 """What `longspan plan` and its comparisons share: flags, the price of a plan and planners' options.
 
-The price is that of `--machine`, `--model`, `--tflops` and `--weights`. In free mode over sharded parameters a step
-gathers them before its first micro-batch and sums gradients after its last one, in a micro-batch that all slots enter.
+The price is that of `--machine`, `--model` and `--tflops`.
 """
 
 import math
@@ -29,7 +28,7 @@ DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of
 
 UNPRICED = (
     "free mode: gathering sharded parameters and summing their gradients, once a step, is not in these seconds;\n"
-    "--weights N adds it for a model of N parameters (8.19e9 for Qwen3-8B)"
+    "--gpu NAME --gpus N --model FOLDER prices it by the model's weights"
 )
 
 
@@ -80,11 +79,6 @@ class PlanningFlags(SourceFlags):
     max_tokens_per_slot: int | str = AUTO
     """Rows that a slot holds in one micro-batch, at most; auto: 8192, or what the longest document needs if that is
     more; 0: no limit, as if memory had none."""
-    weights: float = 0.0
-    """With free mode: parameters that are sharded over the slots (8.19e9 for Qwen3-8B); their gathering before a step
-    and the sum of their gradients after it are added to its seconds. 0: none."""
-    dp_replicate: int = 1
-    """With --weights: copies of them (HSDP), each sharded over slots / copies."""
     json: Switch = False
     """Print the result as JSON, and nothing else, on standard output."""
 
@@ -142,7 +136,7 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
     if not flags.machine and not flags.model:
         return DEFAULT_COST
     machine = find_machine(flags.machine or "h200", "--machine")
-    settings = CostSettings(depths=depths, shards=slots // flags.dp_replicate, free=mode == "free", weight_ranks=tp)
+    settings = CostSettings(depths=depths, shards=slots, free=mode == "free", weight_ranks=tp)
     cost = machine.cost(model, settings)
     return replace(cost, source=(cost.source or "").replace("the model", name, 1))
 
@@ -189,30 +183,3 @@ def plan_options(flags: PlanningFlags, lengths: Sequence[int], home: Layout, **o
     degrees = [d for d in range(1, widest + 1) if home.slots % d == 0 and heads_allow(d, heads, types, home.tp)]
     share = -(-max(lengths, default=0) // (flags.cp or degrees[-1]))
     return replace(result, max_tokens_per_slot=max(USUAL_ROWS, -(-share // result.row_multiple) * result.row_multiple))
-
-
-def check_weights(flags: PlanningFlags, *, free: bool) -> None:
-    """Raise ConfigError for --weights or --dp-replicate where they are impossible or price nothing.
-
-    In lockstep --weights prices nothing: parameters are gathered layer by layer, within the micro-batches.
-    """
-    if not 0 <= flags.weights < math.inf:
-        raise ConfigError(f"--weights is {flags.weights:g}; give a model's number of parameters, such as 8.19e9")
-    if flags.weights and not free:
-        raise ConfigError(
-            f"--weights {flags.weights:g} prices the closing micro-batch of free mode, and --mode is lockstep; add "
-            "--mode free, or leave --weights out"
-        )
-    if flags.dp_replicate != 1 and not flags.weights:
-        raise ConfigError(
-            f"--dp-replicate {flags.dp_replicate} is how the weights of --weights are copied, and there are none; add "
-            "--weights, or leave it out"
-        )
-
-
-def add_closing(cost: Cost, flags: PlanningFlags, *, slots: int, node_size: int, tp: int = 1) -> Cost:
-    """Add to a cost free mode's closing micro-batch, in which a rank moves its 1 / `tp` of --weights; none without."""
-    if not flags.weights:
-        return cost
-    home = Layout(slots, dp_replicate=flags.dp_replicate)
-    return cost.with_closing(flags.weights / tp, home, node_size=node_size)

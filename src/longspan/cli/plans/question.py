@@ -34,7 +34,6 @@ KEYS = {
     "--epochs": "--train.epochs",
     "--machine": "--run.machine",
     "--mtp_depths": "--mtp.depths",
-    "--dp_replicate": "--parallel.dp_replicate",
     "--tp": "--parallel.tp",
     "--pp": "--parallel.pp",
     "--vpp": "--parallel.vpp",
