@@ -158,7 +158,7 @@ def test_the_page_on_attention_chooses_the_fastest_type(run_page: Callable[[str]
     words = run_page("attention.md")
     milliseconds = {name: float(number) for name, number in re.findall(r"^(\S+).* takes (\S+) ms", words, re.MULTILINE)}
     assert milliseconds.keys() == {"p2p", "all_gather", "a2a", "a2a+p2p"}
-    assert re.findall(r"(\S+) is chosen", words) == [min(milliseconds, key=lambda name: milliseconds[name])]
+    assert re.findall(r"^auto: (\S+)", words, re.MULTILINE) == [min(milliseconds, key=lambda name: milliseconds[name])]
 
 
 def test_the_page_on_parallelism_is_one_program(run_page: Callable[..., str]) -> None:

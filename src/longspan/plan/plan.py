@@ -1,9 +1,6 @@
 """One step as a value: which slots work together on which documents, micro-batch by micro-batch.
 
-A Plan is made from document lengths only and is the same on every rank and host. Planners (`planners/`, `dynamic/`)
-make it; `comm.bind` turns one of its micro-batches into what a rank does. This module decides nothing and prices
-nothing (`cost/`, `step_times.py`); it checks that a plan is sound and prints it. Whether a model can run a plan (heads,
-layers) is checked in `attention`.
+It is checked and printed here, and the same on every rank. Whether a model can run it is checked in `attention`.
 """
 
 import hashlib

@@ -62,7 +62,7 @@ def test_as_torch_counts(name: str, trained: Any) -> None:
     assert shape == EncoderShape.of(config.to_dict())
 
 
-def pairs_beyond_edges(grid: tuple[int, int, int], window: int) -> int:
+def pairs_beyond_edges(grid: Any, window: int) -> int:
     """Pairs of patches that windows which an edge of an image cuts would have more as whole ones."""
     frames, *sides = grid
     cut = [side // window * window**2 + (side % window) ** 2 for side in sides]
@@ -95,6 +95,14 @@ def test_a_published_size() -> None:
     cost = shape.cost()
     seconds = cost.linear_seconds * 256 + cost.attention_seconds * 256**2
     assert seconds == pytest.approx(weights / 2.4e14 + 14 * 27 * 1152 * 1024**2 / (6.18e14 * 72 / 96))
+
+
+def test_an_encoder_by_its_numbers() -> None:
+    """Windows of 4 x 4 patches, 2 x 2 patches of a row."""
+    cost = EncoderShape(width=8, full_layers=2, block_weights=100, window_layers=3, window=4, merge=2).cost()
+    pair = 14 * 8 / 6.18e14
+    assert cost.linear_seconds == pytest.approx(4 * 6 * 100 / 2.4e14 + 4 * 3 * 16 * pair)
+    assert cost.attention_seconds == pytest.approx(2 * 16 * pair)  # all patches of a row with all of another: 4 x 4
 
 
 def test_a_frozen_tower_costs_its_forward_pass() -> None:

@@ -21,7 +21,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.vision.image_encoder import VisionParts, pack_attention
 from longspan.model.weights.fill import DeferredWeights
 from longspan.plan.cost.cost import Cost
-from longspan.plan.items.encoder_shape import EncoderShape, Trained, encoder_cost, window_layers
+from longspan.plan.items.encoder_shape import EncoderShape, Trained, window_layers
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
@@ -34,13 +34,13 @@ def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, 
 
     `encoder` is the whole tower and projector, before it is sharded. Of frozen parts only the forward pass is priced.
     `again` is how many more forward passes recomputation makes for a backward pass; `gpu`: seconds are those of an
-    H200, else of CPUs. A tower whose configuration does not give a price is priced by its parameters, as if all of it
-    were trained without recomputation on GPUs.
+    H200, else of CPUs. A tower whose configuration does not give a price is priced by its parameters.
     """
     try:
-        return EncoderShape.of(config).cost(trained=find_trained_part(encoder), again=again, gpu=gpu)
+        shape = EncoderShape.of(config)
     except PlanError:
-        return _parameter_cost(config, encoder)
+        shape = _counted_shape(config, encoder)
+    return shape.cost(trained=find_trained_part(encoder), again=again, gpu=gpu)
 
 
 def find_trained_part(encoder: nn.Module) -> Trained:
@@ -50,21 +50,15 @@ def find_trained_part(encoder: nn.Module) -> Trained:
     return "projector" if any(p.requires_grad for p in encoder.parameters()) else "none"
 
 
-def _parameter_cost(config: PreTrainedConfig, encoder: nn.Module) -> Cost:
-    """Price a tower's rows by the numbers in its blocks' matrices, its width, and its layers with windows."""
+def _counted_shape(config: PreTrainedConfig, encoder: nn.Module) -> EncoderShape:
+    """Return a tower's shape by the numbers in its blocks' matrices, its width, and its layers with windows."""
     vision: Any = getattr(config, "vision_config", None)
     width, layers = _first_value(vision, _WIDTHS), _first_value(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     merge = getattr(vision, "spatial_merge_size", None) or 1
     windows, side = window_layers(ConfigReader.read_whole(config).section("vision_config"), layers)
-    return encoder_cost(
-        in_blocks,
-        width,
-        layers - windows,
-        window_layers=windows,
-        window=side**2,
-        patches_per_row=merge**2,
-    )
+    full_layers, in_windows = layers - windows, {"window_layers": windows, "window": side}
+    return EncoderShape(width=width, full_layers=full_layers, block_weights=in_blocks, merge=merge, **in_windows)
 
 
 def _first_value(config: Any, names: tuple[str, ...]) -> int:

@@ -133,8 +133,8 @@ class Cost:
             check_number(name, value, above_zero=name.endswith("_per_second"))
 
     def constants(self) -> dict[str, Any]:
-        """Return the fields that are numbers of seconds or bytes, by name."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is float}
+        """Return the fields that are numbers of seconds or bytes, by name, but for those of a subclass."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(Cost) if f.type is float}
 
     @property
     def forward_shares(self) -> dict[str, float]:

@@ -382,8 +382,10 @@ class Machine:
         """
         # A model of one layer with nothing but this call.
         queries, keys = call.heads * call.width // 2, call.kv_heads * call.width // 2
-        widths = {"query_width": queries, "key_width": keys, "heads": call.heads, "kv_heads": call.kv_heads}
-        cost = self._shape_cost(ModelShape(layers=1, weights=0, **widths), call.bytes_per_number)
+        shape = ModelShape(
+            layers=1, weights=0, query_width=queries, key_width=keys, heads=call.heads, kv_heads=call.kv_heads
+        )
+        cost = self._shape_cost(shape, call.bytes_per_number)
         cost = cost if call.passes == "both" else cost.forward_only()
         return price_types(cost, group, call, node_size or self.node_size)
 

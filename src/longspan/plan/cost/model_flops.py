@@ -25,8 +25,6 @@ PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("L40S", {"bfloat16": 362.0, "tensorfloat32": 183.0, "float32": 91.6}),
 )
 
-USUAL_FLOPS = 4e14  # a second, of a device that is not named: that of `Cost()`
-
 
 def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False) -> int:
     """Count the FLOPs of forward and backward for documents of these lengths, by the convention above.

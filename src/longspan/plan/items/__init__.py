@@ -1,6 +1,5 @@
 """Items of documents, such as images: which rows they take, who encodes these rows, and who needs them."""
 
-from longspan.plan.items.encoder_shape import encoder_cost
 from longspan.plan.items.encoding_plan import EncoderPlanning, ModalityPlan, NeededBy, Wave, plan_items
 from longspan.plan.items.item_table import Item, ItemRows, ItemTable
 
@@ -12,6 +11,5 @@ __all__ = [
     "ModalityPlan",
     "NeededBy",
     "Wave",
-    "encoder_cost",
     "plan_items",
 ]

@@ -11,7 +11,6 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import Machine
-from longspan.plan.cost.model_flops import USUAL_FLOPS
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
@@ -43,11 +42,11 @@ class EncoderShape:
     """
 
     width: int
-    head_size: int
+    head_size: int = _HEAD_MULTIPLE
     full_layers: int
     block_weights: int
-    embed_weights: int
-    projector_weights: int
+    embed_weights: int = 0
+    projector_weights: int = 0
     entry_weights: int = 0
     window_layers: int = 0
     window: int = 0
@@ -214,44 +213,6 @@ _NAMES = {"merge": "spatial_merge_size", "patch": "patch_size", "frames": "tempo
 def _read_size(vision: ConfigReader, size: str) -> int:
     value: Any = vision.value(_NAMES[size])
     return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(_NAMES[size])  # pyright: ignore[reportUnknownArgumentType]
-
-
-def encoder_cost(
-    weights: int,
-    width: int,
-    full_layers: int,
-    *,
-    window_layers: int = 0,
-    window: int = 0,
-    patches_per_row: int = 1,
-    flops_per_second: float = USUAL_FLOPS,
-    wave_seconds: float = WAVE_SECONDS,
-) -> Cost:
-    """Price an encoder whose patches see each other, forward and backward, for `Encoder(cost=…)`.
-
-    `weights` are the parameters that every patch goes through, `width` the query width (heads × head size).
-    `full_layers` let all patches of an item see each other, `window_layers` those of windows of `window` patches (the
-    cost of an encoder with windows only is linear in the rows). `patches_per_row` patches are merged into one row of
-    the language model (4 for a 2 × 2 merger). Raises PlanError for negative numbers, and for layers with
-    windows without a window.
-
-    >>> cost = encoder_cost(600_000_000, 1280, 4, window_layers=28, window=64, patches_per_row=4)
-    """
-    counts = {"weights": weights, "width": width, "full_layers": full_layers, "window_layers": window_layers}
-    if wrong := [name for name, value in counts.items() if value < 0]:
-        raise PlanError(f"{wrong[0]} is {counts[wrong[0]]}; give a count of at least 0")
-    if window_layers and window < 1:
-        raise PlanError(f"{window_layers} layers attend in windows, but window is {window}; give its patches")
-    if patches_per_row < 1:
-        raise PlanError(f"patches_per_row is {patches_per_row}; give at least 1")
-    pair = 14 * width  # FLOPs: 4 forward and 10 backward for each feature of a query and a key
-    linear = patches_per_row * (6 * weights + pair * window_layers * window)
-    return Cost(
-        linear_seconds=linear / flops_per_second,
-        attention_seconds=full_layers * pair * patches_per_row**2 / flops_per_second,
-        micro_batch_seconds=wave_seconds,
-        source="an encoder",
-    )
 
 
 @dataclass(frozen=True)
