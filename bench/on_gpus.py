@@ -42,7 +42,7 @@ NODES = "sh bench/two_nodes.sh --rate 1.25G"  # a link of 10 Gbit/s, the same at
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
 GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
-LONG = "--sequences 32768 --warmup 1 --repeats 2 --profile"
+LONG = "--sequences 32768 --warmup 1 --repeats 2"
 PYTEST = "{python} -m pytest -q --tb=short --resume {folder}/{name}.jsonl"  # which has the reasons of what failed
 TESTS = f"{PYTEST} -m nccl"
 SAME_AS_CPUS = f"{PYTEST} -m ''"  # without NCCL, and the tests that stand for a whole table too
@@ -72,7 +72,7 @@ class GpuRun:
 
 
 # Steps by which prices are fitted and held out (bench/plans/predictions.py): on one GPU, and over two.
-PRICED = "{python} -m longspan bench step --warmup 2 --repeats 3 --profile --out {out}"
+PRICED = "{python} -m longspan bench step --warmup 2 --repeats 3 --out {out}"
 DENSE = f"{PRICED} --model.preset qwen3-8b --layers 8"
 EAGER = "--planners fixed --train.memory none --train.compiled none --train.activation_checkpointing selective"
 RECOMPUTED = "--train.memory none --train.activation_checkpointing full"
@@ -147,14 +147,14 @@ RUNS = (
         for rows in (2048, 16384, 4096, 8192)
         for mode in ("lockstep", "free")
     ),
-    GpuRun("step-16k", 60, f"{STEP} --sequences 16384 --profile"),
+    GpuRun("step-16k", 60, f"{STEP} --sequences 16384"),
     GpuRun("step-32k", 100, f"{STEP} {LONG}"),
     GpuRun("step-32k-room", 75, f"{STEP} {LONG} --train.memory_bytes 118111600640"),  # 110 GiB
     *(
         GpuRun(f"step-32k-{name}", 75, f"{STEP} {LONG} --context.cp_comm_type {name}")
         for name in ("a2a", "p2p", "all_gather")
     ),
-    GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN} --profile"),
+    GpuRun("step-64k", 110, f"{STEP} --sequences 65536 {YARN}"),
     GpuRun(
         "step-64k-selective",
         90,
@@ -166,7 +166,7 @@ RUNS = (
         f"{STEP} --sequences 65536 {YARN} --train.memory none --train.activation_checkpointing selective "
         "--train.offload_activations true",
     ),
-    GpuRun("step-packed", 180, f"{PEERS} {PACKED} --profile"),
+    GpuRun("step-packed", 180, f"{PEERS} {PACKED}"),
     GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rows"),
     GpuRun("step-256k", 330, f"{STEP} --sequences 262144 {YARN} --warmup 1 --repeats 1"),
     # the longest documents of `longspan plan --longest` (bench/records/what-fits.md), and 5 % longer ones, which fill
@@ -223,7 +223,7 @@ RUNS = (
         160,
         "{python} -m longspan bench step --model.preset qwen3-30b-a3b --layers 4 --distribution lognorm --seed 4 "
         "--tokens 98304 --longest_document 24576 --context.max_tokens_per_slot 12288 --planners padded,fixed,dynamic "
-        "--profile --out {out}",
+        "--out {out}",
     ),
     GpuRun("attention", 60, f"{ATTENTION} --lengths 16384,65536,131072"),
     GpuRun("attention-packed", 60, f"{ATTENTION} --lengths 65536,131072 --documents 8"),

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bench.begun import open_record
+from bench.profiled import profile_run
 from bridge_gather import GatherBridge
 from bridge_layouts import CASES, BridgeCase, with_rows
 from bridge_plain import PlainExchange, components, equal_counts
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from longspan import Bridge, Exchange, World
 from longspan.bench.record import write_record
-from longspan.bench.timing import profile_run, time_run
+from longspan.bench.timing import time_run
 
 WARMUP = 3
 PAUSE_CYCLES = 6_000_000  # of a GPU's clock, about 3 ms: longer than the host takes for any call here

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from bench.evaluation.degree_cases import EvaluationCase, EvaluationSettings
+from bench.profiled import profile_run
 from torch import nn
 from torch.optim import Optimizer
 
 from longspan.bench.record import write_unfinished
-from longspan.bench.timing import profile_run, time_run
+from longspan.bench.timing import time_run
 from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.data.document import synthetic_documents

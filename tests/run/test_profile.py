@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from longspan.bench.step.command import _part_rows
 from longspan.errors import ConfigError
 from longspan.report import write_report
 from longspan.run import profile
@@ -59,12 +58,10 @@ def test_the_table_adds_up_to_the_step(run: Path) -> None:
     assert row["kernels"][0]["name"] in table and table.count("\n") <= 14
 
 
-def test_the_table_is_that_of_bench_step(run: Path) -> None:
+def test_the_table_has_the_seconds_of_each_part(run: Path) -> None:
     row = json.loads((run / FOLDER / "step-000002" / PARTS_FILE).read_text())
     cells = profile_text(row).splitlines()[1].split("rank 0", 1)[1].split()
     assert cells == profile.part_cells(row)
-    record: Any = {"rows": [{"name": "step 2, rank 0", **row}]}
-    assert _part_rows(record) == [("step 2, rank 0", *cells)]
 
 
 def test_the_report_shows_it(run: Path) -> None:

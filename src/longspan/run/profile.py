@@ -173,11 +173,6 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     return disjoint
 
 
-def seconds_computing(parts: Mapping[str, float]) -> float:
-    """Return the seconds in which a device computes, from those by part: all but exposed communication and idle."""
-    return sum(parts[part] for part in ORDER if part != "exposed communication")
-
-
 def longest_kernels(events: Iterable[Event], count: int = 16) -> list[dict[str, Any]]:
     """Return name, part, calls and summed seconds of the kernels that take most, among events (name, start, end).
 

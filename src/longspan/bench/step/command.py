@@ -12,7 +12,6 @@ from longspan.cli.processes import run_on_ranks
 from longspan.errors import ConfigError
 from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.report.memory_section import measures_text
-from longspan.run.profile import KERNEL_TITLES, TITLES, kernel_rows, part_cells
 from longspan.train.memory.device_memory import retries_text
 
 _NAMES = (
@@ -42,23 +41,21 @@ _COMPILED = {
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """Write a record for a terminal: its title, a table of rows, memory, and what was profiled or did not run."""
-    parts = f"\n\n{text_table(TITLES, rows)}" if (rows := _part_rows(record)) else ""
+    """Write a record for a terminal: its title, a table of rows, memory, and what did not run."""
     memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
     memory += "".join(f"\n\n{line}" for line in _retries_lines(record))
     table = text_table(_NAMES, _table_rows(record))
-    return f"{_record_title(record)}\n\n{table}{memory}{parts}{_missing_text(record)}"
+    return f"{_record_title(record)}\n\n{table}{memory}{_missing_text(record)}"
 
 
 def record_markdown(record: dict[str, Any]) -> str:
     """Write a record for people who read bench/records."""
     memory = f"{text}.\n\n" if (text := _memory_text(record)) else ""
     memory += "".join(f"{line}.\n\n" for line in _retries_lines(record))
-    parts = f"{markdown_table(TITLES, rows)}\n\n{_kernel_tables(record)}" if (rows := _part_rows(record)) else ""
     return (
         f"# {_record_title(record)}\n\n"
         f"{origin_text(record)}\n\n"
-        f"{markdown_table(_NAMES, _table_rows(record))}\n\n{memory}{parts}"
+        f"{markdown_table(_NAMES, _table_rows(record))}\n\n{memory}"
         "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "
         f"Seconds are the median of {record['repeats']} steps after {record['warmup']}, of the slowest rank. "
         f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token and causal attention, without "
@@ -132,29 +129,6 @@ def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
         bytes_text(row["peak_bytes"]) if row["peak_bytes"] else "",
         planned_memory if planned else "",
     )
-
-
-def _part_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [(name, *part_cells(profiled)) for name, profiled in _list_profiled_ranks(record)]
-
-
-def _list_profiled_ranks(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    profiled = list[tuple[str, dict[str, Any]]]()
-    for row in record["rows"]:
-        if "parts" in row:
-            profiled.append((row["name"], row))
-        if "busiest" in row:
-            profiled.append((f"{row['name']}, busiest rank ({row['busiest']['rank']})", row["busiest"]))
-    return profiled
-
-
-def _kernel_tables(record: dict[str, Any]) -> str:
-    tables = [
-        f"Longest kernels of {row_name}:\n\n"
-        + markdown_table(KERNEL_TITLES, [(f"`{name}`", *cells) for name, *cells in kernel_rows(profiled)])
-        for row_name, profiled in _list_profiled_ranks(record)
-    ]
-    return "".join(f"{table}\n\n" for table in tables)
 
 
 def _missing_text(record: dict[str, Any]) -> str:

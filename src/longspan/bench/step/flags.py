@@ -8,7 +8,7 @@ import tyro
 from tyro.conf import FlagConversionOff, Positional
 
 from longspan.bench.benches import BenchFlags
-from longspan.cli.flags import Switch, parse_flags
+from longspan.cli.flags import parse_flags
 from longspan.cli.plans.lengths import SourceFlags
 from longspan.config.file import read_file
 from longspan.config.sections import ContextConfig, MachineSection, ModelConfig, ParallelConfig, RunConfig, TrainConfig
@@ -47,9 +47,6 @@ class StepFlags(BenchFlags, SourceFlags):
     run: MachineSection = field(default_factory=MachineSection)
     peak_tflops: float = 0.0
     """Peak TFLOP/s of a device, for the model FLOPs utilisation; 0: the vendor's figure for a known GPU."""
-    profile: Switch = False
-    """Profile one more step. The result shows the seconds of attention, other layers, exposed communication, optimizer
-    and idle time; the record also lists the longest kernels."""
     warmup: int = 2
     """Steps before the timed ones."""
     repeats: int = 3

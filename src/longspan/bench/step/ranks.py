@@ -14,7 +14,7 @@ import torch
 
 from longspan.bench.record import write_unfinished
 from longspan.bench.step.settings import StepSettings
-from longspan.bench.timing import profile_in_turn, time_in_turn
+from longspan.bench.timing import time_in_turn
 from longspan.cli.machine import machine_facts
 from longspan.comm import World
 from longspan.data.document import synthetic_documents
@@ -23,7 +23,6 @@ from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.run.profile import seconds_computing
 from longspan.run.run_facts import mixers_text
 from longspan.train.memory.device_memory import allocator_retries, peak_reserved_bytes
 from longspan.train.memory.run_memory import ComingSteps, RunMemory
@@ -146,7 +145,7 @@ def _measure_planner(settings: StepSettings, planner: str, training: Training) -
 
 
 def measure_steps(settings: StepSettings, step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Measure seconds of whole steps (the median, of the slowest rank), peak memory, and the parts that flags ask for.
+    """Measure seconds of whole steps (the median, of the slowest rank) and peak memory.
 
     Steps come one after another, as in training: the end of one and the beginning of the next overlap where they can.
     """
@@ -176,24 +175,7 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
     }
     if settings.peak_tflops:
         row["mfu"] = row["model_tflops_per_device"] / settings.peak_tflops
-    if settings.flags.profile:
-        row |= profile_step(step, world)
     return row
-
-
-def profile_step(step: Callable[[], None], world: World) -> dict[str, Any]:
-    """Profile some more steps: the seconds of one on the first rank, by part and by kernel.
-
-    `busiest` has those of the rank that computes longest, if that is more than on the first rank by a twentieth: there
-    the first rank's exposed communication is mostly waiting for it.
-    """
-    parts, kernels, seconds = profile_in_turn(step, world)
-    profiled: dict[str, Any] = {"parts": parts | {"step": seconds}, "kernels": kernels}
-    seconds_of_ranks = world.control.gather_objects(seconds_computing(parts))
-    first_rank, busiest = world.home.ranks[0], max(zip(seconds_of_ranks, world.home.ranks, strict=True))
-    profiled_there = world.control.broadcast_object(profiled | {"rank": world.rank}, source=busiest[1])
-    profiled = world.control.broadcast_object(profiled, source=first_rank)
-    return profiled | ({"busiest": profiled_there} if busiest[0] > 1.05 * seconds_of_ranks[0] else {})
 
 
 def _report_row(record: dict[str, Any], settings: StepSettings, rank: int) -> None:

@@ -160,7 +160,7 @@ class StepSettings:
             "parameters": config.model.dtype,
             "reshard": config.parallel.reshard_after_forward,
             **{key: getattr(getattr(config, section), key) for section, keys in _RECORDED.items() for key in keys},
-            **{name: getattr(self.flags, name) for name in ("warmup", "repeats", "profile")},
+            **{name: getattr(self.flags, name) for name in ("warmup", "repeats")},
             "peak_tflops": self.peak_tflops,
             "configuration": config.tables(),
             "documents": len(self.lengths),
