@@ -4,6 +4,7 @@ What bfloat16 computes is as near to float32 as what stock computes under autoca
 """
 
 import os
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -92,3 +93,12 @@ def test_layers_are_compiled_as_in_a_run() -> None:
     trainer = SimpleNamespace(_stock_arguments=TrainingArguments(use_cpu=True), longspan=LongspanArguments())
     options = [prepare_options(trainer, model_of(), None, training=training) for training in (True, False)]
     assert [option.compiled for option in options] == ["auto", "none"], "a reference is not"
+
+
+def test_keys_of_memory_hold_without_a_plan() -> None:
+    config = LongspanArguments().config()
+    config = replace(config, train=replace(config.train, offload_activations=True, mlp_tile_rows=64))
+    arguments = TrainingArguments(use_cpu=True, **{RECOMPUTES: True})
+    trainer = SimpleNamespace(_stock_arguments=arguments, longspan=SimpleNamespace(config=lambda: config))
+    options = prepare_options(trainer, model_of(), None, training=True)
+    assert (options.activation_checkpointing, options.offload_activations, options.mlp_tile_rows) == ("full", True, 64)

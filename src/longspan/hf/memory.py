@@ -15,6 +15,7 @@ from longspan.model.prepared import PrepareOptions
 from longspan.plan import MemoryPlan
 from longspan.train.memory.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks
 from longspan.train.plans import query_heads
+from longspan.train.training import memory_options
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
 OPTIMIZERS = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}
@@ -77,17 +78,9 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
     )
     if not training:
         return options
-    options = replace(options, compiled=config.train.compiled)
-    if memory is None:
-        return replace(options, activation_checkpointing="full" if asks_recomputation(args) else False)
-    return replace(
-        options,
-        measures=memory.measures,
-        host_bytes=memory.host.kept,
-        reshard_after_forward=not memory.gathered_once,
-        mlp_tile_rows=memory.mlp_tile_rows,
-        segment_layers=memory.segment_layers if set(memory.measures) != {"none"} else 0,  # of layers that recompute
-    )
+    by_arguments = replace(config.train, activation_checkpointing="full" if asks_recomputation(args) else "none")
+    measures = memory_options(replace(config, train=by_arguments), memory, training=True)
+    return replace(options, compiled=config.train.compiled, **measures)
 
 
 def _has_default_recomputation(args: Any) -> bool:

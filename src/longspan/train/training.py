@@ -140,13 +140,11 @@ def prepare_run_model(
         encoder=encoder,
         virtual_stages=config.parallel.vpp,
         pipeline_schedule=config.parallel.pipeline_schedule,
-        **_memory_options(config, memory, training=training),
+        **memory_options(config, memory, training=training),
         attention_kernel=config.context.attention_kernel or None,
         fused_norms=config.train.fused_norms,
         float8=_float8_products(config, world, training=training),
         compiled=config.train.compiled,
-        segment_layers=memory.segment_layers if memory is not None and set(memory.measures) != {"none"} else 0,
-        mlp_tile_rows=config.train.mlp_tile_rows if memory is None else memory.mlp_tile_rows,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,
     )
@@ -160,20 +158,27 @@ def _float8_products(config: RunConfig, world: World, *, training: bool) -> str:
     return float8
 
 
-def _memory_options(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:
-    """Return `prepare`'s arguments for what layers keep for backward, and how often parameters are gathered.
+def memory_options(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:
+    """Return `prepare`'s options for what layers keep for backward, and how often parameters are gathered.
 
     A plan of memory chose them, or else the keys of [train] and [parallel] do. An evaluation has no backward pass: in
     it no layers recompute or keep activations on the host, whose number is left out.
     """
     if memory is not None:
-        measures = {"measures": memory.measures, "host_bytes": memory.host.kept}
-        return measures | {"reshard_after_forward": not memory.gathered_once}
-    options = {"reshard_after_forward": config.parallel.reshard_after_forward}
+        return {
+            "measures": memory.measures,
+            "host_bytes": memory.host.kept,
+            "reshard_after_forward": not memory.gathered_once,
+            "mlp_tile_rows": memory.mlp_tile_rows,
+            "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,  # of recomputing ones
+        }
     checkpointing = key_checkpointing(config.train) or "none"
-    if training and checkpointing != "none":
-        options |= {"offload_activations": config.train.offload_activations}
-    return options | {"activation_checkpointing": checkpointing}
+    return {
+        "activation_checkpointing": checkpointing,
+        "offload_activations": config.train.offload_activations and training and checkpointing != "none",
+        "reshard_after_forward": config.parallel.reshard_after_forward,
+        "mlp_tile_rows": config.train.mlp_tile_rows,
+    }
 
 
 def _encoder_home(config: RunConfig, world: World, **settings: Any) -> Any:
