@@ -110,8 +110,8 @@ def test_tables_that_are_refused(tmp_path: Path, text: str, message: str) -> Non
 
 
 IMPOSSIBLE: list[tuple[list[dict[str, Any]], str]] = [
-    ([{"path": "a"}], r"the first table \[\[eval\]\] has name = ''; give one of letters"),
-    ([BOOKS, {"name": "a/b", "path": "a"}], r"the second table \[\[eval\]\] has name = 'a/b'"),
+    ([{"path": "a"}], r"table 1 of \[\[eval\]\] has name = ''; give one of letters"),
+    ([BOOKS, {"name": "a/b", "path": "a"}], r"table 2 of \[\[eval\]\] has name = 'a/b'"),
     ([{"name": "books"}], r"eval.books.path is empty"),
     ([BOOKS, BOOKS | {"path": "b"}], r"2 of 2 tables \[\[eval\]\] have name = 'books'"),
     (

@@ -6,7 +6,7 @@ layers) is checked by the run once it has them, still before the first collectiv
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,8 +54,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     """Return the home of the run on `ranks` ranks, if every value is possible there.
 
     Without `training`, for a run that is only evaluated, its learning rate, packs, loggers and plans of training steps
-    are not checked. Raises ConfigError (LayoutError for ranks that tp x pp does not divide) with the key, the numbers
-    and what fits.
+    are not checked. Raises ConfigError, or LayoutError for ranks that tp x pp does not divide.
     """
     check_model_keys(config, training=training)
     check_data(config)
@@ -80,13 +79,10 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
 
 
 def check_numbers(config: RunConfig, *, training: bool) -> None:
-    """Raise ConfigError for a number outside its key's bound, a signal that no save follows, and folders without name.
-
-    Not compared are the learning rate where nothing is trained, and warm-up steps that follow from epochs of a corpus.
-    """
+    """Raise ConfigError for a number outside its key's bound, a signal that no save follows, and empty names."""
     train, run = config.train, config.run
-    follows_from_corpus = train.epochs and train.warmup_steps == NOT_GIVEN
-    leave_out = ("train.warmup_steps",) * bool(follows_from_corpus) + ("train.lr",) * (not training)
+    follows_from_corpus = bool(train.epochs) and train.warmup_steps == NOT_GIVEN
+    leave_out = ("train.warmup_steps",) * follows_from_corpus + ("train.lr",) * (not training)
     for section, kind in section_kinds().items():
         check_bounds(getattr(config, section), kind, f"{section}.", leave_out)
     for entry in config.eval:
@@ -137,7 +133,8 @@ def check_files(config: RunConfig) -> None:
     Without sources or a path, texts are those of Python's standard library. Ranks find out what files contain.
     """
     model, data = config.model, config.data
-    for key, path in (("model.path", model.path), ("model.config", model.config), ("data.tokenizer", data.tokenizer)):
+    paths = {"model.path": model.path, "model.config": model.config, "data.tokenizer": data.tokenizer}
+    for key, path in paths.items():
         if path and not Path(path).expanduser().exists():
             raise ConfigError(f"{key} {path!r} does not exist; give a folder or file of this machine")
     run_dir = (Path(config.run.dir),)
@@ -180,27 +177,21 @@ def check_eval_sets(config: RunConfig) -> None:
     names = [entry.name for entry in config.eval]
     for number, entry in enumerate(config.eval, 1):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", entry.name):
-            ordinal = {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
             raise ConfigError(
-                f"the {ordinal} table [[eval]] has name = {entry.name!r}; give one of letters, digits, -, _ and dots "
+                f"table {number} of [[eval]] has name = {entry.name!r}; give one of letters, digits, -, _ and dots "
                 "that begins with a letter or digit: it names lines of metrics.jsonl and a folder"
             )
         if not entry.path:
             raise ConfigError(f"{entry.prefix}path is empty; name a folder or file of texts")
         if (count := names.count(entry.name)) > 1:
-            raise ConfigError(
-                f"{count} of {len(names)} tables [[eval]] have name = {entry.name!r}; give each a name of its own"
-            )
-        _check_metric_names(f"{entry.prefix}metrics", entry.metrics)
-    _check_metric_names("train.eval_metrics", config.train.eval_metrics)
-
-
-def _check_metric_names(key: str, names: Iterable[str]) -> None:
-    for name in names:
+            tables = f"{count} of {len(names)} tables [[eval]]"
+            raise ConfigError(f"{tables} have name = {entry.name!r}; give each a name of its own")
+    metrics = [("train.eval_metrics", name) for name in config.train.eval_metrics]
+    metrics += [(f"{entry.prefix}metrics", name) for entry in config.eval for name in entry.metrics]
+    for key, name in metrics:
         if not all(word.isidentifier() for word in name.split(".")) or "." not in name:
-            raise ConfigError(
-                f"{key} has {name!r}; give a function with its module, as in 'my_package.my_metrics.top_five'"
-            )
+            like = "'my_package.my_metrics.top_five'"
+            raise ConfigError(f"{key} has {name!r}; give a function with its module, as in {like}")
 
 
 # ---- the model
@@ -265,11 +256,9 @@ def check_preset(config: RunConfig) -> None:
             f"{name!r} has {layers} layers; use fewer stages, or a model of more layers (qwen3-deep-tiny has 4)"
         )
     if heads % parallel.tp:
+        of_preset = f"the {heads} key/value heads of model.preset {name!r}"
         fitting = " or ".join(str(tp) for tp in range(1, heads + 1) if heads % tp == 0)
-        raise ConfigError(
-            f"parallel.tp {parallel.tp} does not divide the {heads} key/value heads of model.preset {name!r}; "
-            f"use {fitting}"
-        )
+        raise ConfigError(f"parallel.tp {parallel.tp} does not divide {of_preset}; use {fitting}")
     if parallel.ep > 1 and (not experts or experts % parallel.ep):
         lack = f"does not divide the {experts} experts" if experts else "deals out experts, there are none"
         raise ConfigError(f"parallel.ep {parallel.ep} {lack} of model.preset {name!r}; use {_EXPERT_PRESETS}, or ep 1")
@@ -297,12 +286,10 @@ def check_lora(config: RunConfig) -> None:
         )
     if not lora.parts or not {*lora.parts} <= {*PARTS} or len({*lora.parts}) < len(lora.parts):
         raise ConfigError(f"lora.parts is {list(lora.parts)}; name some of {', '.join(PARTS)}, each once")
-    for part in lora.parts:
-        if part in {"all": (PROJECTOR, TOWER), "projector": (PROJECTOR,)}.get(whole, ()):
-            raise ConfigError(
-                f"lora.parts has {part!r}, and encoder.train is {whole!r}, which trains its weights whole; leave one "
-                "out"
-            )
+    for part in {"all": (PROJECTOR, TOWER), "projector": (PROJECTOR,)}.get(whole, ()):
+        if part in lora.parts:
+            both = f"lora.parts has {part!r}, and encoder.train is {whole!r}"
+            raise ConfigError(f"{both}, which trains its weights whole; leave one out")
     if lora.dropout >= 1:
         raise ConfigError(f"lora.dropout is {lora.dropout:g}; it must be below 1")
     encoder_tp = config.encoder.tp if parts_with_adapter(config) else 1
@@ -352,17 +339,15 @@ def check_encoder_keys(config: RunConfig, home: Layout) -> None:
     encoder, count = config.encoder, len(home.ranks)
     if count % encoder.tp:
         fitting = ", ".join(str(tp) for tp in range(1, count + 1) if count % tp == 0)
-        are = "is" if count == 1 else "are"
-        raise ConfigError(f"encoder.tp is {encoder.tp}, and there {are} {plural(count, 'rank')}; use {fitting}")
+        ranks = f"{'is' if count == 1 else 'are'} {plural(count, 'rank')}"
+        raise ConfigError(f"encoder.tp is {encoder.tp}, and there {ranks}; use {fitting}")
     if encoder.train == "none" and encoder.lr and not parts_with_adapter(config):
         raise ConfigError(f'encoder.lr is {encoder.lr:g} and encoder.train is "none"; leave out one of them')
 
 
 def check_image_keys(config: RunConfig, images: int) -> None:
-    """Raise ConfigError where [encoder], or an adapter of it, is given and the data has no images.
-
-    [encoder] counts as given if it differs from its defaults, before and after encoder.train is resolved.
-    """
+    """Raise ConfigError where [encoder], or an adapter of it, is given and the data has no images."""
+    # before and after encoder.train is resolved
     parts, defaults = parts_with_adapter(config), (EncoderSection(), EncoderSection(train=encoder_default(config)))
     if not images and (parts or config.encoder not in defaults):
         subject = f"lora.parts has {', '.join(parts)}" if parts else "[encoder] is given"
@@ -417,10 +402,7 @@ def check_mode(config: RunConfig) -> None:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raise ConfigError for an optimizer or arguments that cannot train, and for steps that make no schedule.
-
-    An optimizer that is not AdamW without arguments is made once over a matrix, to see whether it accepts them.
-    """
+    """Raise ConfigError for an optimizer or arguments that cannot train, and for steps that make no schedule."""
     train, dtype = config.train, config.model.dtype
     if not train.epochs:  # otherwise the number of steps follows from the corpus
         Schedule.of(train)
@@ -442,18 +424,15 @@ def check_optimizer(config: RunConfig) -> None:
 
         from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
-        groups = parameter_groups(nn.Linear(2, 2, bias=False), train.optimizer, train.weight_decay)
-        OptimizerChoice.of(train).build(groups)
+        matrix = nn.Linear(2, 2, bias=False)  # to see whether the optimizer accepts its arguments
+        OptimizerChoice.of(train).build(parameter_groups(matrix, train.optimizer, train.weight_decay))
 
 
 # ---- plans
 
 
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
-    """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents.
-
-    Plans are tried with the longest document that the keys allow, or with one token where they allow any length.
-    """
+    """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents."""
     context = config.context
     kernels = {"context.attention_kernel": context.attention_kernel}
     kernels |= {f"{entry.prefix}attention_kernel": entry.attention_kernel for entry in config.evaluations}
@@ -485,11 +464,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
 
 
 def check_longest(config: RunConfig, home: Layout, longest: int, origin: str, heads: int | None = None) -> None:
-    """Raise ConfigError where the longest document of the corpus fits no group of slots.
-
-    `longest` are its tokens, and `origin` names its file. `heads` are the query heads of a model from a folder, which
-    its communication type may not deal out to a group.
-    """
+    """Raise ConfigError where the longest document of the corpus, of file `origin`, fits no group of slots."""
     for choice, cut_by, limit in _plan_choices(replace(config, eval=()), training=True, heads=heads):
         # a document longer than a pack is held out: training plans only packs, evaluation the document
         is_pack = cut_by == "data.pack_to" and longest > limit
@@ -508,11 +483,7 @@ def check_longest_of_set(
 def _plan_choices(
     config: RunConfig, *, training: bool, heads: int | None = None
 ) -> Iterator[tuple[PlanChoice, str, int]]:
-    """Yield how training and each evaluation are planned, with the key that cuts longer documents and its value.
-
-    A value of 0 cuts none. `heads` are the model's query heads; None before a folder is read, while those of a preset
-    are known.
-    """
+    """Yield how training and each evaluation are planned, with the key that cuts longer documents and its value."""
     if heads is None and config.model.preset_name:
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = "data.max_document_tokens", config.data.max_document_tokens
@@ -532,12 +503,11 @@ def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, tit
     except ConfigError as error:
         if not choice.options.max_tokens_per_slot:
             raise
-        wider = ""  # the key that lets the document have more slots
+        rows, wider = -(-longest // home.slots), ""  # `wider`: the key that lets the document have more slots
         if choice.has_one_degree and 0 < choice.degree < home.slots:
             wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
         elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
             wider = f" ({choice.prefix}max_dynamic_context_parallel_size = 0)"
-        rows = -(-longest // home.slots)
         raise ConfigError(
             f"{error}. It needs {rows:,} rows of each of all {plural(home.slots, 'slot')}{wider}; {cut_by} cuts longer "
             "texts"
