@@ -19,19 +19,14 @@ from longspan.train.training import memory_options
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
 OPTIMIZERS = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}
-MOST_ROWS = 4096  # of a dataset with columns, whose lengths are looked at
-FEW_ROWS = 256  # of another one, which may read files
+MOST_ROWS = 4096  # of a dataset with columns, whose lengths are looked at: the first
+FEW_ROWS = 256  # of another one, which may read files: at equal distances
 _log = logging.getLogger(__name__)
 
 
 def asks_recomputation(args: Any) -> bool:
-    """Return whether arguments ask for recomputation."""
+    """Whether arguments ask for recomputation."""
     return any(getattr(args, name, None) for name in CHECKPOINTING)
-
-
-def computes_in_bfloat16(args: Any) -> bool:
-    """Return whether arguments, or the configuration of `accelerate launch`, ask to compute in bfloat16."""
-    return args.mixed_precision == "bf16"
 
 
 def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
@@ -43,7 +38,8 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     plan's, or 0, which is no limit, without one.
     """
     config, args = _run_config(trainer), trainer._stock_arguments
-    if asks_recomputation(args) and not _has_default_recomputation(args):
+    default = {key.name: key.default for key in fields(args)}
+    if asks_recomputation(args) and any(getattr(args, name, None) != default.get(name) for name in CHECKPOINTING):
         config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
     gpu = trainer.world.device.type == "cuda"
     lengths = _document_lengths(trainer)
@@ -68,13 +64,12 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
     choices take their place.
     """
     args, config = trainer._stock_arguments, trainer.longspan.config()
+    computes_in = torch.bfloat16 if args.mixed_precision == "bf16" else None  # of `accelerate launch` too
     options = PrepareOptions(
         reshard_after_forward=config.parallel.reshard_after_forward,
         sequence_parallel=config.parallel.sequence_parallel,
         attention_kernel=config.context.attention_kernel or None,
-        compute_dtype=torch.bfloat16
-        if computes_in_bfloat16(args) and unwrap_model(model).dtype != torch.bfloat16
-        else None,
+        compute_dtype=None if unwrap_model(model).dtype == computes_in else computes_in,
     )
     if not training:
         return options
@@ -83,39 +78,28 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
     return replace(options, compiled=config.train.compiled, **measures)
 
 
-def _has_default_recomputation(args: Any) -> bool:
-    default = {key.name: key.default for key in fields(args)}
-    return all(getattr(args, name, None) == default.get(name) for name in CHECKPOINTING)
-
-
 def _run_config(trainer: Any) -> RunConfig:
-    """An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. The
-    learning rate is arbitrary, as a plan of memory does not depend on it.
-    """
+    # An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
+    # memory does not depend on the learning rate.
     config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")
-    model_keys = replace(config.model, dtype=dtype, compute_dtype="bfloat16" if computes_in_bfloat16(args) else dtype)
+    computes_in = "bfloat16" if args.mixed_precision == "bf16" else dtype
+    model_keys = replace(config.model, dtype=dtype, compute_dtype=computes_in)
     name = OPTIMIZERS.get(getattr(args.optim, "value", args.optim), "torch.optim.AdamW")
-    adapter = find_adapter(model)
     lora = LoraSection()
-    if adapter is not None:
+    if (adapter := find_adapter(model)) is not None:
         targets = getattr(adapter.config, "target_modules", None)  # a string is a pattern; () is the default
         lora = replace(lora, rank=adapter.config.r, targets=() if isinstance(targets, str) else tuple(targets or ()))
     return replace(config, model=model_keys, train=replace(config.train, optimizer=name, lr=1e-3), lora=lora)
 
 
 def _document_lengths(trainer: Any) -> list[int]:
-    """Return the lengths of documents as the trainer's data has them, or the longest that its arguments allow.
-
-    It is [] where neither is known. The first MOST_ROWS of a table stand for all; of data that must be read row by row,
-    FEW_ROWS at equal distances do.
-    """
+    """List the lengths of documents of the trainer's data, or the longest that its arguments allow; [] for neither."""
     data, args = trainer.train_dataset, trainer.args
     if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):
-        packed = "seq_lengths" if "seq_lengths" in data.column_names else None
         rows = data.select(range(min(len(data), MOST_ROWS)))
-        if packed:
-            return [int(n) for lengths in rows[packed] for n in lengths]
+        if "seq_lengths" in data.column_names:  # of packed rows
+            return [int(n) for lengths in rows["seq_lengths"] for n in lengths]
         return [len(ids) for ids in rows["input_ids"]]
     if data is not None and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
         numbers = np.linspace(0, len(data) - 1, min(len(data), FEW_ROWS)).astype(int).tolist()

@@ -45,8 +45,7 @@ def open_run_documents(
     model_config = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
-    # config.toml has what is resolved so far, except node_size, and not the steps of epochs: a run that goes on may be
-    # on other hosts, and resolves both anew.
+    # not node_size and the steps of epochs: a run that goes on may be on other hosts, and resolves both anew
     as_written = replace(config, context=replace(config.context, node_size=node_size))
     config = set_epoch_steps(config, data.order, log)
     for line in source_lines(config, data.order):
@@ -60,10 +59,7 @@ def open_run_documents(
 def choose_run_partition(
     config: RunConfig, data: RunData, configuration: Any, world: World, log: LogLine
 ) -> tuple[RunConfig, str]:
-    """Return the configuration with a partition in place of "auto", and why it was chosen.
-
-    This comes before memory is planned, as the communication types depend on it.
-    """
+    """Return the configuration with a partition in place of "auto", which memory depends on, and why."""
     # without a log or a plan of memory: `set_up` prices the model once more, with both
     price = partial(model_cost, config, world, configuration, data.corpus, log=lambda line: None, memory=None)
     cost = run_on_every_rank(world, price, ConfigError)
@@ -108,12 +104,8 @@ def resolve_evaluations(run: TrainingRun, data: RunData, log: LogLine) -> Traini
 def model_cost(
     config: RunConfig, world: World, model: Any, corpus: Corpus, log: LogLine, memory: "MemoryPlan | None"
 ) -> Cost:
-    """Return the cost of a model of this configuration.
-
-    Layers keep what the plan of memory says, or without one (None) what the configuration's keys say.
-    """
-    gpu, share = world.device.type == "cuda", _target_share(corpus)
-    slots = world.home.slots
+    """Return the cost of a model, whose layers keep what a plan of memory says, or without one (None) the keys."""
+    gpu, share, slots = world.device.type == "cuda", _target_share(corpus), world.home.slots
     return find_run_cost(config, model, log, gpu=gpu, slots=slots, target_share=share, memory=memory)
 
 

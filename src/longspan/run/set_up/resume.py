@@ -22,25 +22,15 @@ from longspan.train.optim.schedule import Schedule
 _FIXED_SECTIONS = ("model", "data", "lora")
 # A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
 _FREE_KEYS = ("model.compute_dtype", "data.cache", "data.workers")
-_FIXED_KEYS = (
-    "mtp.depths",
-    "mtp.train_whole",
-    "mtp.weights",
-    "train.seed",
-    "train.tokens_per_step",
-    "train.optimizer",
-    "train.optimizer_arguments",
-)
-
-# What may differ where a finished run is shown: the hosts.
-_OF_HOSTS = ("node_size",)
+_FIXED_KEYS = ("mtp.depths", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
+_FIXED_KEYS += ("train.optimizer", "train.optimizer_arguments")
 
 
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
     """Return the checkpoint that this run resumes from, None if it begins; entered by all ranks.
 
     Removes what unfinished saves left, and marks damaged checkpoints. Raises CheckpointError if `run.resume` does not
-    allow that, or where nothing good is left, and ConfigError if another run saved it.
+    allow that, where nothing good is left or documents were ordered in another way, and ConfigError for another run's.
     """
     root = checkpoints_root(Path(config.run.dir), config.run.checkpoints)
     run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
@@ -100,14 +90,12 @@ def check_steps_left(config: RunConfig, data: RunData, world: World, checkpoint:
 
 
 def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
-    """Return a line about a learning rate that differs from the checkpoint's schedule at the next step.
-
-    The line is "" where both rates are the same.
-    """
+    """Return a line about a learning rate that differs from the checkpoint's schedule at the next step, or ""."""
     done = int(state["step"])
     table_before = state.get("config", {}).get("train", {})
-    names = [field.name for field in fields(TrainConfig) if field.name in table_before]
-    train_before = TrainConfig(**{name: _as_tuple(table_before[name]) for name in names})
+    names = {field.name for field in fields(TrainConfig)}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table_before.items() if k in names}
+    train_before = TrainConfig(**values)
     rate_before, rate_now = (Schedule.of(train).lr_at(done) for train in (train_before, config.train))
     if math.isclose(rate_before, rate_now):
         return ""
@@ -118,27 +106,17 @@ def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
         if (value_before := getattr(train_before, key)) != getattr(config.train, key)
     ]
     return (
-        f"the schedule now ends at step {config.train.steps}: lr {rate_now:.3g} at step {done + 1}, "
-        f"where it had {rate_before:.3g} "
-        f"({', '.join(changes)})"
+        f"the schedule now ends at step {config.train.steps}: lr {rate_now:.3g} at step {done + 1}, where it had "
+        f"{rate_before:.3g} ({', '.join(changes)})"
     )
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configuration of a checkpoint and the present one in the same form: JSON that names the preset."""
     return _name_preset(state.get("config", {})), _name_preset(json.loads(json.dumps(config.tables())))
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
-    """Raise ConfigError for a key that must stay as it was when the checkpoint was saved, and is another now.
-
-    A key that the checkpoint lacks, or that is "auto" now, is not compared. Raises CheckpointError for
-    a checkpoint of a version that orders documents in another way.
-    """
+    """A key that the checkpoint lacks, or that is "auto" now, is not compared."""
     if state.get("order") != ORDER:
         raise CheckpointError(
             f"{path} was saved by a run with order {state.get('order')} of documents, and this version of longspan has "
@@ -152,28 +130,26 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
         value_before, value = sections_before.get(section, {}).get(key), sections_now[section][key]
         if value_before is not None and value not in (value_before, AUTO):
             raise ConfigError(
-                f"{name} was {value_before!r} when {path} was saved and is {value!r} now; "
-                f"set it back, or set run.dir to a new folder"
+                f"{name} was {value_before!r} when {path} was saved and is {value!r} now; set it back, or set run.dir "
+                "to a new folder"
             )
 
 
 def _name_preset(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration that names its preset, also a default one, which may have been left out."""
+    # also a default preset, which may have been left out
     model = ModelConfig(**{key: config.get("model", {}).get(key, "") for key in ("preset", "path", "config")})
     return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
 
 
 def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
-    """Raise ConfigError for a finished run under other training keys; log a line otherwise.
-
-    A finished run is shown and evaluated under the present evaluation keys; its records stay. Keys of the run's folder
-    and of hosts may change, and so may a key that is "auto" now: it was replaced by a number before.
+    """Keys of the run's folder, of hosts and of evaluation may change, and so may a key that is "auto" now: it was
+    replaced by a number before.
     """
     changes = {
         (section, key): f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
         for section in sorted(now.keys() & before.keys() - {"run", "eval"})
         for key, value in sorted(now[section].items())
-        if key in before[section] and key not in _OF_HOSTS and value not in (before[section][key], AUTO)
+        if key in before[section] and key != "node_size" and value not in (before[section][key], AUTO)
     }
     evaluated = [changes.pop(name) for name in list(changes) if name[1].startswith("eval_")]
     if now["eval"] != before.get("eval", []):

@@ -6,6 +6,7 @@ scaling included), and generation_config.json; the tokenizer's files come with t
 
 import warnings
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +49,13 @@ def keep_model_files(
 ) -> None:
     """Write config.json and generation_config.json into a folder, for a model of this configuration and class.
 
-    config.json names the dtype that the weights of model/ are saved in, which a line of the log says if it is another
-    than that of the parameters.
+    config.json names the dtype that the weights of model/ are saved in, that of the source if it names one; a line of
+    the log says if it is another than that of the parameters.
     """
-    source = Path(settings.source)
-    config: Any = deepcopy(configuration)
-    config.architectures = [architecture]
-    config.dtype = dtype = _saved_dtype(settings, configuration)
+    source, config, dtype = Path(settings.source), deepcopy(configuration), torch_dtype(settings.dtype)
+    if settings.source and isinstance(named := configuration.dtype, torch.dtype) and named.is_floating_point:
+        dtype = named
+    config.architectures, config.dtype = [architecture], dtype
     with no_progress_bars():
         config.save_pretrained(directory)
     # model.config may name a file: generation_config.json is looked for beside it; a preset has none
@@ -64,12 +65,6 @@ def keep_model_files(
             f"model/ will be saved in {str(dtype).removeprefix('torch.')}, the dtype of {source}; parameters and "
             f"checkpoints are {settings.dtype}, which longspan export --dtype {settings.dtype} keeps"
         )
-
-
-def _saved_dtype(settings: ModelConfig, configuration: Any) -> torch.dtype:
-    """The dtype of saved folders: that of the source folder or configuration if it names one, else model.dtype."""
-    named = configuration.dtype if settings.source else None
-    return named if isinstance(named, torch.dtype) and named.is_floating_point else torch_dtype(settings.dtype)
 
 
 def check_adapter_targets(config: RunConfig, world: World, log: LogLine) -> None:
@@ -116,7 +111,6 @@ def set_up_model(
     A run that is `resumed` reads and draws no weights, because its checkpoint has them all; under [lora] the checkpoint
     has only the adapter, and the base model is read. Layers keep what a plan of memory chose, if there is one.
     """
-    vocabulary = _corpus_vocabulary_size(data, config)
     if config.mtp.depths and not resumed:
         log(run_on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
     images = data.images > 0
@@ -125,14 +119,14 @@ def set_up_model(
     def load() -> Any:
         if resumed and not config.lora.rank:
             return unread_model(config, configuration=configuration, images=images)
+        vocabulary = _corpus_vocabulary_size(data, config)
         return load_run_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
 
     with first_rank_warns(world):
         model = run_on_every_rank(world, load, ModelError)
-    directory, architecture = Path(config.run.dir), type(model).__name__
-    run_on_first_rank(
-        world, lambda: keep_model_files(directory, config.model, configuration, architecture, log), RunFolderError
-    )
+    run_dir, architecture = Path(config.run.dir), type(model).__name__
+    keep = partial(keep_model_files, run_dir, config.model, configuration, architecture, log)
+    run_on_first_rank(world, keep, RunFolderError)
     prepared = prepare_run_model(config, world, model, memory=memory, images=images)
     refuse_randomness(find_language_model(prepared))
     return prepared
