@@ -107,6 +107,14 @@ def test_dynamic_plans_are_bounded_by_the_limit_of_rows() -> None:
     assert limit.most_rows == 8192 and limit.timeline().rows.tolist() == [[8192, 8192]]
 
 
+def test_planners_that_are_compared_decide_which_steps_are_planned() -> None:
+    """A configuration of one degree whose planners mix degrees gets the few plans of dynamic ones."""
+    config = config_of()
+    ahead = replace(run_of(config).ahead, planners=("dynamic",))
+    plans, (limit,) = ahead.fullest_plans(config, Cost())
+    assert len(plans) <= 2 and limit.most_rows == 8192
+
+
 def test_rows_to_try_reach_from_the_longest_document_to_one_micro_batch() -> None:
     config = config_of(context__max_tokens_per_slot="auto", context__planner="dynamic")
     rows = run_of(config, gpus=4).ahead.rows_to_try(config)

@@ -1,6 +1,5 @@
 """Bytes of one rank by what they are for, and how tables write them."""
 
-import dataclasses
 from dataclasses import dataclass
 from math import ceil
 
@@ -38,12 +37,11 @@ class Bytes:
     @property
     def total(self) -> int:
         """The sum."""
-        shards = self.weights + self.gradients + self.states
-        return shards + self.gathered + self.kept + self.work + self.logits + self.communicators
+        return sum(vars(self).values())
 
     def to_json(self) -> dict[str, int]:
         """Return all by name, and their "total"."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | {"total": self.total}
+        return vars(self) | {"total": self.total}
 
 
 def gib_text(size: float) -> str:
@@ -64,10 +62,10 @@ def bytes_hint(size: int) -> str:
 
 
 def count_head_groups(query_bytes: float, kv_heads: int) -> int:
-    """Return into how many groups backward of attention divides the key/value heads, to compute one after another.
+    """Return in how many groups, one after another, backward of attention computes the key/value heads.
 
-    `query_bytes` are the bytes of the gradient of all queries in float32; a group's part should not exceed
-    QUERY_GRADIENT_BYTES. A head is never divided, so there are at most as many groups as heads.
+    `query_bytes` are those of the float32 gradient of all queries, of which a group has at most QUERY_GRADIENT_BYTES if
+    it has more than one head.
 
     >>> count_head_groups(5 << 29, 8)
     3

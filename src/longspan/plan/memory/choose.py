@@ -1,8 +1,7 @@
 """What layers keep so that a step fits and takes least time, by the prices of a machine.
 
-The first layers of each stage have one measure and the others a faster one: as few of the first as fit. All pairs of
-measures are choices, with weights gathered once or twice and states on the device or the host, and what costs least
-wins; a choice that costs more, whatever its number of layers, than one that fits is not counted.
+The first layers of each stage have one measure and the others a faster one: as few of the first as fit. A choice that
+costs more, whatever its number of layers, than one that fits is not counted.
 """
 
 import math
@@ -40,9 +39,9 @@ def choose_memory(
 
     >>> memory = choose_memory("Qwen3-8B/config.json", home, plan, MemorySettings(), budget)  # doctest: +SKIP
 
-    Plans of memory are compared by the seconds that they add to the largest load, on the first pipeline stage. Of plans
-    that take equally long the first choice wins. Segments, groups of layers that run forward once more in backward, are
-    tried only where no plan without them fits. Raises PlanError, with the bytes, where no choice fits.
+    Plans of memory are compared by the seconds that they add to the largest load, on the first pipeline stage; of equal
+    ones the first choice wins. Segments, groups of layers that run forward once more in backward, are tried only where
+    no plan without them fits. Raises PlanError, with the bytes, where no choice fits.
     """
     machine, fixed = machine or Machine(), fixed or FixedMemory()
     needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
@@ -68,11 +67,18 @@ def choose_memory(
         leanest_plans(needs, fixed),
         key=lambda memory: max(0, memory.device.total - budget.device) + max(0, memory.host.total - budget.host),
     )
-    raise PlanError(_refusal_text(leanest, budget, home, fixed))
+    keys = ", ".join(f"{name} = {value!r}" for name, value in vars(fixed).items() if value is not None)
+    device, host = leanest.device.total, leanest.host.total
+    raise PlanError(
+        f"the run does not fit {f'with {keys}' if keys else 'under any measure'}: with a slot of {leanest.rows:,} rows "
+        f"a rank needs at least {gib_text(device)} ({device:,} bytes) of a GPU that may fill "
+        f"{gib_text(budget.device)} ({budget.device:,}), and {gib_text(host)} ({host:,}) of its host's "
+        f"{gib_text(budget.host)} ({budget.host:,}); use more than {len(home.ranks)} ranks, fewer rows a slot "
+        "(context.max_tokens_per_slot), or a higher parallel.tp"
+    )
 
 
 def _segment_choices(fixed: FixedMemory) -> list[int]:
-    """List the layers of a segment to try: 0 for no segments, then SEGMENT_LAYERS where layers recompute."""
     if fixed.segment_layers is not None:
         return [fixed.segment_layers]
     return [0, SEGMENT_LAYERS] if fixed.measure != "none" else [0]
@@ -81,10 +87,8 @@ def _segment_choices(fixed: FixedMemory) -> list[int]:
 def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure, Measure]]:
     """Yield the choices in order: the needs under each setting, with each pair of a slower measure and a faster.
 
-    Settings that are not fixed come the fastest first, the smallest last. MLPs have tiles only where a slot has more
-    rows than one. To gather weights once is a choice only for weights that are gathered again for a backward pass, and
-    to keep the optimizer's states on the host only on a GPU with states. "exchanged" equals "selective" where no load
-    exchanges heads, and is left out.
+    Settings that are not fixed come the fastest first, the smallest last, and only where they change anything.
+    "exchanged" equals "selective" where no load exchanges heads, and is left out.
     """
     place, settings = needs.places[0], needs.places[0].settings
     can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and not place.read.family.startswith(_UNTILED)
@@ -110,31 +114,24 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
 
 
 def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[MemoryNeeds, Measure, Measure]]:
-    """List the choices whose layers keep least, on the device or on the host: with weights that are gathered twice.
-
-    Any other choice needs more memory, except in a model of few layers, where another one may need about 1 % less.
-    """
-    measures = fixed.measures
-    leanest = [words[-1] for on_host in (False, True) if (words := [w for w in measures if ("+" in w) == on_host])]
+    # Any other choice needs more memory, but in a model of few layers, where another one may need about 1 % less.
+    leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}  # on the host, or not
     choices = list(memory_choices(needs, replace(fixed, gathered_once=bool(fixed.gathered_once))))
     tile_rows = max(choice.places[0].settings.mlp_tile_rows for choice, _, _ in choices)
     return [
         (choice, slow, fast)
         for choice, slow, fast in choices
-        if {slow, fast} <= {*leanest} and choice.places[0].settings.mlp_tile_rows == tile_rows
+        if {slow, fast} <= leanest and choice.places[0].settings.mlp_tile_rows == tile_rows
     ]
 
 
 def any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
-    """Return whether a choice whose layers keep least fits."""
+    """Whether a choice whose layers keep least fits."""
     return any(fit_fewest_layers(*choice, budget) is not None for choice in _leanest_choices(needs, fixed))
 
 
 def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan]:
-    """Yield the plans in which layers keep as little as the fixed keys allow, on the device or on the host.
-
-    The first plan needs least of the device: all that may wait on the host does.
-    """
+    """Yield the plans in which layers keep as little as the fixed keys allow, the least of a GPU first."""
     for choice, slow, fast in reversed(_leanest_choices(needs, fixed)):
         if slow == fast:
             yield choice.under(slow)
@@ -157,19 +154,6 @@ def fit_fewest_layers(needs: MemoryNeeds, slow: Measure, fast: Measure, budget: 
         low, high = (low, count) if fits else (count + 1, high)
     memory = needs.under(needs.measures_of_layers(slow, low, fast))
     return memory if memory.fits(budget) else None
-
-
-def _refusal_text(leanest: MemoryPlan, budget: MemoryBudget, home: Layout, fixed: FixedMemory) -> str:
-    """Return the message that a run does not fit: what its leanest plan takes, what there is, and what would help."""
-    keys = ", ".join(f"{name} = {value!r}" for name, value in vars(fixed).items() if value is not None)
-    under = f"with {keys}" if keys else "under any measure"
-    device, host = leanest.device.total, leanest.host.total
-    return (
-        f"the run does not fit {under}: with a slot of {leanest.rows:,} rows a rank needs at least {gib_text(device)} "
-        f"({device:,} bytes) of a GPU that may fill {gib_text(budget.device)} ({budget.device:,}), and "
-        f"{gib_text(host)} ({host:,}) of its host's {gib_text(budget.host)} ({budget.host:,}); use more than "
-        f"{len(home.ranks)} ranks, fewer rows a slot (context.max_tokens_per_slot), or a higher parallel.tp"
-    )
 
 
 def largest_fitting(fits: Callable[[int], bool], limit: int | None = None) -> int:

@@ -122,13 +122,10 @@ class LayerTable:
         return Part(roots + wide * (1 + self.settings.trains_all), 3 * wide)
 
     def linears(self, width: float, *targets: str) -> Part:
-        """Linears of one input of this width: it is saved if one of them is trained or has an adapter.
-
-        An adapter also saves the rows of its rank.
-        """
+        """Linears of one input of this width: it is saved if one is trained or has an adapter (its rows too)."""
         adapters = sum(map(self.settings.has_adapter, targets))
-        saves = self.settings.trains_all or adapters
-        return Part(self.rows(width) * bool(saves) + self.rows(self.settings.lora_rank * adapters))
+        saves = bool(self.settings.trains_all or adapters)
+        return Part(self.rows(width) * saves + self.rows(self.settings.lora_rank * adapters))
 
     def attention(self) -> Part:
         """Projections, norms of heads, rotary angles, attention, and for some families a gate as wide as the queries.
@@ -152,14 +149,11 @@ class LayerTable:
         return part + replace(call, saved=call.saved - self.rows(query) * is_shared)
 
     def exchange_slices(self) -> tuple[int, int, int]:
-        """Return in how many slices queries are exchanged, and keys and values, and how often each key/value head is.
-
-        All are 1 where members cannot share the heads out.
-        """
+        """In how many slices queries are exchanged, and keys and values, and how often each key/value head is."""
         heads, members = self.read.count("num_attention_heads") // self.tp, self.load.members
         kv_heads = max(1, key_value_heads(self.read) // self.tp)
         if members == 1 or heads % members or heads % kv_heads:
-            return 1, 1, 1
+            return 1, 1, 1  # members cannot share the heads out
         split = head_split(heads, kv_heads, members)
         numbers = self.load.exchanged_rows * attention_widths(self.read).query // self.tp
         slices = count_exchange_slices(split, numbers, self.settings.compute_bytes)
@@ -196,22 +190,19 @@ class LayerTable:
         return self.read.value("mlp_hidden_act") is None
 
     def mlp(self, width: float) -> Part:
-        """An MLP with its input, whose `width` tensor-parallel ranks split.
-
-        Compiled layers do not save the activation of the gate, but make it again in backward.
-        """
+        """An MLP with its input, whose `width` tensor-parallel ranks split."""
         gate, inside = self._has_gate, width / self.tp
         part = self.linears(self.hidden, *(("gate_proj", "up_proj") if gate else ("up_proj",)))
         part += self.linears(inside, "down_proj")
-        tensors = (2 if self.compile_kind != "none" else 3) if gate else 1
+        tensors = (
+            (2 if self.compile_kind != "none" else 3) if gate else 1
+        )  # compiled, the gate's activation is made again
         part += Part(tensors * self.rows(inside), (1 + gate) * self.rows(inside))
         return self._tiles(part, self.rows(self.hidden), (2 + gate) * self.hidden * inside)
 
     def _tiles(self, part: Part, saved: float, weights: float) -> Part:
-        """Return a part that may run on one tile of rows after another: so much is saved, the rest is of one tile.
-
-        A pass also holds its result or its gradient, and sums the gradients of `weights` over tiles, in float32 at
-        least.
+        """A part that may run on one tile of rows after another: so much is saved, the rest is of one tile. A pass also
+        holds its result or its gradient, and sums the gradients of `weights` over tiles, in float32 at least.
         """
         tile_rows = self.settings.mlp_tile_rows
         if not 0 < tile_rows < self.load.rows:
@@ -238,18 +229,14 @@ class LayerTable:
         order = self.rows(2 * visits, INDEX)
         saved = copies + (1 + self._has_gate + gates) * product + (copies + product) * trained + order
         work = copies * (2 if self.ep > 1 else 1) + product * (3 if own_gate else 1)
-        part = router + self._tiles(
-            Part(saved, work, lasting=order), 0.0, (weights.of_experts + weights.unvisited) / self.ep
-        )
+        experts = Part(saved, work, lasting=order)
+        part = router + self._tiles(experts, 0.0, (weights.of_experts + weights.unvisited) / self.ep)
         # The width of the experts that every row visits follows from the weights that are left. A vector of the hidden
         # size that is left then makes a weight for each row. Their input is the router's.
         left = (weights.all - weights.of_experts) // self.hidden - read.experts()[1] - 2 * latent
         width, is_weighted = divmod(left, 2 + self._has_gate)
-        if width:
-            part += self.mlp(width) + Part(
-                self.rows(1 + self.hidden) * bool(is_weighted) - self.rows(self.hidden) * trained
-            )
-        return part
+        weighted = self.rows(1 + self.hidden) * bool(is_weighted)
+        return part + (self.mlp(width) + Part(weighted - self.rows(self.hidden) * trained)) if width else part
 
     def mixer(self, mixer: MixerShape) -> Part:
         """A state-space layer, whose heads are divided over tensor-parallel ranks.

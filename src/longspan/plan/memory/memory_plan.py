@@ -17,14 +17,7 @@ from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
 
 MOST_GROUPS = 8  # of a slot that have communicators of their own (comm/groups/)
-_WORDS: dict[Measure, str] = {
-    "none": "keep all",
-    "exchanged": "selective with what was exchanged",
-    "selective": "selective",
-    "full": "full",
-    "selective+host": "selective on the host",
-    "full+host": "full on the host",
-}
+_WORDS = {"none": "keep all", "exchanged": "selective with what was exchanged"}  # others are as they are
 
 
 @dataclass(frozen=True)
@@ -66,44 +59,40 @@ class MemoryPlan:
         `config` is a transformers configuration, object or dict, a config.json or its folder. `machine` decides which
         communication type "auto" is (None: an H200). Raises PlanError for a model or measures that it cannot read.
         """
-        needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
-        return needs.under(measures)
+        return MemoryNeeds.of(config, home, plan, settings, machine=machine).under(measures)
 
     def fits(self, budget: MemoryBudget) -> bool:
-        """Return whether the plan fits a budget of bytes."""
+        """Whether the plan fits a budget of bytes."""
         return self.device.total <= budget.device and self.host.total <= budget.host
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
-        """Return the settings of a cost under this plan: its recomputed layers, and whether weights are gathered once.
-
-        All recomputed layers count as keeping what most of them keep.
-        """
-        recomputed = len(self.measures) - self.measures.count("none")
-        settings = replace(settings, recomputed_layers=recomputed, gathered_once=self.gathered_once)
-        return replace(settings, recomputation=self.recomputation)
+        """Return the settings of a cost under this plan, whose recomputed layers all keep what most of them keep."""
+        recomputed, once = len(self.measures) - self.measures.count("none"), self.gathered_once
+        return replace(settings, recomputed_layers=recomputed, gathered_once=once, recomputation=self.recomputation)
 
     @property
     def recomputation(self) -> Recomputation:
-        """Return what most of the recomputed layers keep, on device or host; "none" where none is recomputed."""
+        """What most of the recomputed layers keep, on device or host; "none" where none is recomputed."""
         kinds = [word.partition("+")[0] for word in self.measures if word != "none"]
         return max(kinds, key=kinds.count, default="none")  # pyright: ignore[reportReturnType]
 
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
-        (first_word, first_count), *further_counts = Counter(self.measures).items()
-        measures = [f"{first_count} of {plural(len(self.measures), 'layer')} {_WORDS[first_word]}"]
-        measures += [f"{count} {_WORDS[word]}" for word, count in further_counts]
+        counts = Counter(_WORDS.get(word, word.replace("+", " on the ")) for word in self.measures)
+        (first_word, first_count), *further_counts = counts.items()
+        measures = [f"{first_count} of {plural(len(self.measures), 'layer')} {first_word}"]
+        measures += [f"{count} {word}" for word, count in further_counts]
         limit = f" of {gib_text(budget.device)}" if budget else ""
         extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
         extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
         extras += [f", segments of {self.segment_layers} layers"] * bool(self.segment_layers)
-        used = f"{gib_text(self.device.total).removesuffix(' GiB') if budget else gib_text(self.device.total)}{limit}"
+        used = gib_text(self.device.total).removesuffix(" GiB" * bool(budget)) + limit
         return f"memory: {', '.join(measures)}{''.join(extras)}; {used}, {gib_text(self.host.total)} on the host"
 
     def to_json(self) -> dict[str, Any]:
         """Return all values, bytes as integers."""
-        sizes = {"device": self.device.to_json(), "host": self.host.to_json()}
-        return vars(self) | sizes | {"measures": list(self.measures)}
+        device, host = self.device.to_json(), self.host.to_json()
+        return vars(self) | {"device": device, "host": host, "measures": list(self.measures)}
 
 
 @dataclass(frozen=True)
@@ -126,22 +115,19 @@ class MemoryNeeds:
         *,
         machine: Machine | None = None,
     ) -> "MemoryNeeds":
-        """Count the needs of a run of one plan or several, as `MemoryPlan.of` takes them.
-
-        A group of several slots, but not of all, has a communicator of its own: at most MOST_GROUPS of a slot.
-        """
+        """Count the needs of a run of one plan or several, as `MemoryPlan.of` takes them."""
         plans, read = [plan] if isinstance(plan, Plan) else list(plan), ConfigReader.of(config)
         loads = slot_loads(plans, read, settings, machine or Machine(), home.tp)
         micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
         numbers = ModelNumbers.of(config, home, settings)
+        # A group of several slots, but not of all, has a communicator of its own.
         slots = max((plan.slots for plan in plans), default=1)
         groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
         counts = Counter(slot for group in groups if 1 < len(group) < slots for slot in group)
         most_groups = min(max(counts.values(), default=0), MOST_GROUPS)
-        places = list[StageBytes]()
-        for rank, stage in enumerate(make_stages(numbers, home, settings)):
-            in_flight = _count_waiting_micro_batches(home, settings, rank, micro_batches)
-            places.append(StageBytes(read, home, settings, numbers, stage, in_flight, most_groups))
+        waiting = (_count_waiting_micro_batches(home, settings, rank, micro_batches) for rank in range(home.pp))
+        stages = zip(make_stages(numbers, home, settings), waiting, strict=True)
+        places = (StageBytes(read, home, settings, numbers, stage, count, most_groups) for stage, count in stages)
         return cls(tuple(places), loads)
 
     @property
@@ -172,10 +158,8 @@ class MemoryNeeds:
         layer_words = (measures,) * self.layers if isinstance(measures, str) else tuple(measures)
         if unknown := [word for word in layer_words if word not in known]:
             raise PlanError(f"a layer keeps {unknown[0]!r}; use one of {', '.join(MEASURES)}")
-        if len(layer_words) != self.layers:
-            raise PlanError(
-                f"{len(layer_words)} measures were given for {self.layers} layers, depths included; give one a layer"
-            )
+        if (count := len(layer_words)) != self.layers:
+            raise PlanError(f"{count} measures were given for {self.layers} layers, depths included; give one a layer")
         words: tuple[Measure, ...] = tuple(known[word] for word in layer_words)
         moments = (moment for place in self.places for moment in place.moments(self.loads, words))
         hosts = (place.host_bytes(self.loads, words) for place in self.places)
@@ -196,15 +180,14 @@ def _count_waiting_micro_batches(
 ) -> float:
     """Count how many micro-batches wait for their backward passes at most, on a rank of the pipeline.
 
-    The result need not be whole: with chunks (virtual stages) a micro-batch counts for each chunk that it has passed,
-    as that chunk's part of the rank's layers. GPipe runs all forward passes first. Under 1F1B a rank runs as many
-    forward passes as there are ranks behind it, and one more, before its first backward pass.
+    With chunks (virtual stages) a micro-batch counts for each chunk that it has passed, as its part of the rank's
+    layers. GPipe runs all forward passes first. Under 1F1B, interleaved with several chunks, a rank runs as many as
+    there are ranks behind it, and one more, before its first backward pass.
     """
     if home.pp == 1:
         return 1.0
     if settings.schedule == "gpipe":
         return float(micro_batches)
     chunks, ranks_behind = settings.vpp, home.pp - pipeline_rank - 1
-    # As 1F1B orders a stage's actions, interleaved where a rank has several chunks.
     warm_up = ranks_behind if chunks == 1 else 2 * ranks_behind + (chunks - 1) * home.pp
     return min(warm_up + 1, micro_batches * chunks) / chunks

@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # of models with images
 
 @dataclass(frozen=True)
 class Numbers:
-    """How many parameters a part of a model has on a rank.
+    """How many parameters a part of a model has on a rank, and how many of them are trained.
 
     `whole` are those that a rank gathers (experts divided by ep, the rest by tp). `share` are those that FSDP2 divides
-    over its shards: a tensor-parallel rank's part, with the experts of all ep ranks. Of each some are trained.
+    over its shards: a tensor-parallel rank's part, with the experts of all ep ranks.
     """
 
     whole: float = 0.0
@@ -40,7 +40,7 @@ class Numbers:
     trained_share: float = 0.0
 
     def __add__(self, other: "Numbers") -> "Numbers":
-        """Add up the numbers of two parts of a model."""
+        """The numbers of two parts of a model."""
         return Numbers(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
@@ -120,11 +120,9 @@ class ModelNumbers:
 def _layer_numbers(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, home: Layout, settings: MemorySettings
 ) -> Numbers:
-    """Count the parameters of one layer of this kind: linears are split over tp, experts over ep.
-
-    Norms are on every rank: one before attention and mixer, one before the MLP or experts. With adapters these alone
-    are trained: rank · (inputs + outputs) of each linear that has one. `all` of Weights has only the experts that a
-    token visits, so that experts are counted apart.
+    """Linears are split over tp, experts over ep; the two norms are on every rank. With adapters these alone are
+    trained: rank · (inputs + outputs) of each linear that has one. `all` of Weights has only the experts that a token
+    visits, so that experts are counted apart.
     """
     parts = [attention_weights(read)] if kind.attention else []
     if kind.mixes and mixer:
@@ -143,12 +141,11 @@ def _layer_numbers(
 
 
 def _adapter_linears(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> list[tuple[str, float, float]]:
-    """Return the linears of a layer that adapters go into, each with its name and the widths of its input and output.
+    """The name of each linear that adapters go into, and the widths of its input and output.
 
     Widths that a configuration does not name follow from the counted weights. Attention has a gate as wide as its
-    weights beyond queries, keys, values and output. A mixer's output projection has `mixer.last` weights. Its input
-    projections make what the convolution reads (`channels`), a gate, and a number for each head (two in a delta net);
-    those of short convolutions, which have no heads, `channels` and two gates. Experts have no adapters.
+    weights beyond the four projections. A mixer's input projections make what the convolution reads (`channels`), a
+    gate, and a number for each head (two in a delta net); those of short convolutions, without heads, two gates.
     """
     hidden, linears = read.count("hidden_size"), list[tuple[str, float, float]]()
     if kind.attention:
@@ -198,8 +195,7 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
 def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -> tuple[Stage, ...]:
     """Return what each pipeline rank holds of a model; layers of depths are on the last stage.
 
-    With virtual stages rank r has stages r, r + pp and so on, or for ZBV stage r from the front and stage r from the
-    end.
+    With virtual stages rank r has stages r, r + pp and so on, or for ZBV the r-th from the front and from the end.
     """
     count = home.pp * (settings.vpp if home.pp > 1 else 1)
     parts: list[Sequence[int]] = [*stage_layers(numbers.decoder_layers, count)]

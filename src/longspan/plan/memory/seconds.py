@@ -1,7 +1,4 @@
-"""What a plan of memory costs: seconds that recomputation, another gather, and copies to the host add to a micro-batch.
-
-By a machine's prices, for the largest load. They compare choices; a step's time is `Machine.cost`'s.
-"""
+"""What a plan of memory costs: seconds that recomputation, another gather and copies to the host add to a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,8 +41,7 @@ def seconds_beyond_settings(
     """Return the seconds that `MemoryPlan.cost_settings` leaves out: of the largest micro-batch, and of a step.
 
     Settings of a cost know one measure for all layers that recompute. The first figure is what the plan's measures take
-    longer than that one measure, copies to the host included, or less (negative). The second is what copies of the
-    optimizer's states on the host take.
+    longer than that one, copies to the host included, or less (negative); the second is for states on the host.
     """
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     word: Measure = memory.recomputation
@@ -65,10 +61,7 @@ class MemoryPrices:
     load: SlotLoad
 
     def seconds(self, memory: MemoryPlan) -> float:
-        """Return the seconds that a plan adds to a micro-batch: those of layers, of gathers, and of states on the host.
-
-        States are copied to the device and back once, in both directions at a time.
-        """
+        """Return the seconds that a plan adds to a micro-batch: of layers, of gathers, and of states on the host."""
         prices = self._layer_seconds[bool(memory.mlp_tile_rows)]
         layers = sum(prices[word] for word in memory.measures)
         if memory.segment_layers > 1:  # all but the last layer of a segment run forward once more, attention included
@@ -79,12 +72,10 @@ class MemoryPrices:
         return layers + self._gather_seconds * (not memory.gathered_once) + state_copies
 
     def least_seconds(self, needs: MemoryNeeds, words: Sequence[Measure]) -> float:
-        """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures.
-
-        No plan is below it by rounding either: each sum has the terms of `seconds` in the same order, or smaller ones.
-        """
+        """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures."""
         settings = needs.places[0].settings
         prices = self._layer_seconds[bool(settings.mlp_tile_rows)]
+        # the terms of `seconds` in the same order, or smaller ones: no plan is below it by rounding either
         layers = sum(min(prices[word] for word in words) for _ in range(needs.layers))
         return layers + self._gather_seconds * (not settings.gathered_once)
 
@@ -93,11 +84,10 @@ class MemoryPrices:
         """Seconds that a measure adds to a layer, without tiles (False) and with them (True).
 
         They are those of what is computed and exchanged again: queries, keys and values under "selective", the output
-        too under "full". The load is a slot's part of equally long documents over all slots, or over one if nothing
-        moves: half as many as it has runs, for zigzag gives a slot two runs of a document. A copy to the host may hide
-        behind the forward pass, a third of a layer's time, and the copy back behind the rest. What does not hide counts
-        whole, and of what hides SHOWN_SHARE. A tiled MLP runs forward again, so that a layer that keeps all counts as
-        one that recomputes.
+        too under "full". The load is a slot's part of equally long documents, half as many as it has runs (zigzag gives
+        a slot two of each). A copy to the host may hide behind the forward pass, a third of a layer's time, and the
+        copy back behind the rest; of what hides SHOWN_SHARE counts. A tiled MLP runs forward again, so that a layer
+        that keeps all counts as one that recomputes.
         """
         place, load, settings = self.place, self.load, self.place.settings
         moves = load.exchanged_rows or load.ring_rows or load.gathered_rows

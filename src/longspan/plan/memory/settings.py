@@ -28,14 +28,11 @@ class MemorySettings:
     A weight has `parameter_bytes`, and so have its gradient and each of its `state_numbers` in the optimizer; numbers
     of activations and gathered weights have `compute_bytes`. Adapters of `lora_rank` (0: none) on the linears
     `lora_targets` (none named: every linear of decoder layers) have `adapter_bytes` a number. There are `depths` of
-    multi-token prediction. `shard_parameters` as in `prepare`. `gathered_once` keeps a layer's weights between forward
-    and backward; `offload_states` keeps the optimizer's states on the host. `segment_layers` neighbouring layers that
-    recompute keep one input together (0 or 1: each its own). `mlp_tile_rows` and `loss_chunk_rows` as in [train].
-    `schedule` and `vpp` of a pipeline. `free` mode keeps all weights and gradients whole. `sequence_parallel` as in
-    [parallel]. On a `gpu` there are a context and communicators, and kernels run norms in one pass (`fused_norms`).
-    Layers may be `compiled` as in [train]: torch.compile keeps less of them. State-space layers scan by `scan_kernels`
-    of GPUs, else in float32. Linears and experts may multiply in `float8`. Of images a slot encodes `encoder_rows` rows
-    in a step, or, `encoder_recomputed`, in a wave (0: no encoder); `encoder_trained` of it is trained.
+    multi-token prediction. `gathered_once` keeps a layer's weights between forward and backward. `segment_layers`
+    neighbouring layers that recompute keep one input together (0 or 1: each its own). `free` mode keeps all weights and
+    gradients whole. On a `gpu` there are a context and communicators; state-space layers scan by its `scan_kernels`,
+    else in float32. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`, in a wave (0: no
+    encoder). The others are as in `prepare`, [train] and [parallel].
     """
 
     parameter_bytes: int = 4
@@ -98,7 +95,7 @@ class FixedMemory:
     """Keys of memory that are given by hand, and are not chosen; None leaves a key to the choice.
 
     >>> FixedMemory(measure="selective", offload=False).measures
-    ('selective',)
+    ('exchanged', 'selective')
 
     `measure` ("none", "selective" or "full") is what layers keep. `offload` moves that to the host, or does not.
     """
@@ -112,12 +109,10 @@ class FixedMemory:
 
     @property
     def measures(self) -> tuple[Measure, ...]:
-        """Return the measures that layers may have, in the order of MEASURES.
+        """The measures that layers may have, in the order of MEASURES. Raises PlanError where the keys leave none.
 
-        A measure names what layers recompute, with "+host" if what they keep waits on the host. "none" has no "+host"
-        form: with `offload` true it is a choice only if `measure` is not fixed, for the layers that fit without moving.
-        "exchanged" is "selective" that also keeps what types that exchange heads have exchanged; it has no "+host" form
-        either. Raises PlanError where the keys leave none.
+        "none" and "exchanged" have no form on the host: with `offload` true "none" is a choice only if `measure` is not
+        fixed, for the layers that fit without moving. "exchanged" is a form of "selective".
         """
         measures: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
         if self.offload is not None:
@@ -146,10 +141,9 @@ class MemoryBudget:
 
 
 def places_in_segments(words: Sequence[str], size: int) -> list[int]:
-    """Return each layer's number within its segment, from 0, of layers with these measures.
+    """Return each layer's number within its segment, from 0: at most `size` neighbouring layers that recompute.
 
-    A segment is at most `size` neighbouring layers that recompute (0 or 1: each is one of its own). A layer that keeps
-    all ("none") is in no segment and has 0.
+    With size 0 or 1 each is a segment of its own. A layer that keeps all ("none") is in no segment and has 0.
 
     >>> places_in_segments(["none", "full", "full", "full"], 2)
     [0, 0, 1, 0]

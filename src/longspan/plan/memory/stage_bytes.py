@@ -1,9 +1,7 @@
 """What a rank holds at the moments of a step: at the loss, while each layer runs backward, and at the update.
 
 FSDP2 (torch 2.11 to 2.15) holds the weights of the root (embedding and head) whole throughout, in backward those of a
-layer and of the one before, which it fetches ahead, and what is sent of the gradients of the layer behind. Over one
-slot nothing arrives. In free mode and in pipelines all weights and gradients stay whole. In the first micro-batch of a
-step gradients are counted as they come.
+layer and of the one before, which it fetches ahead, and what is sent of the gradients of the layer behind.
 """
 
 from collections.abc import Iterator, Sequence
@@ -88,13 +86,11 @@ class StageBytes:
 
     @cached_property
     def resident_bytes(self) -> Bytes:
-        """Shards of weights and states, and on a GPU CUDA's context and NCCL's communicators.
-
-        Communicators are two over all slots, one for every other axis of the home, and those of the plan's groups.
-        """
+        """Shards of weights and states, and on a GPU CUDA's context and NCCL's communicators."""
         settings, home, numbers = self.settings, self.home, self.all_numbers
         frozen = numbers.share - numbers.trained_share
         weights = frozen * settings.parameter_bytes + numbers.trained_share * settings.weight_bytes
+        # two over all slots, one for every other axis of the home, and those of the plan's groups
         groups = (home.slots > 1) * 2 + (home.tp > 1) + (home.pp > 1) + (home.ep > 1) + (home.dp_replicate > 1)
         return Bytes(
             weights=int(weights / self.shards),
@@ -103,19 +99,16 @@ class StageBytes:
         )
 
     def gradient_bytes(self, numbers: Numbers) -> float:
-        """Return the bytes of this rank's shard of the gradients of these parameters.
-
-        With HSDP gradients have the dtype of sums: replicas are added after the sum over shards.
-        """
+        """Return the bytes of this rank's shard of the gradients of these parameters."""
+        # With HSDP gradients have the dtype of sums: replicas are added after the sum over shards.
         size = self.settings.weight_bytes if self.home.dp_replicate == 1 else self.settings.reduce_bytes
         return numbers.trained_share * size / self.shards
 
     def summing_bytes(self, numbers: Numbers) -> float:
-        """Return the most bytes of a layer's gradients while FSDP2 sums them over slots.
+        """Return the most bytes of a layer's gradients while FSDP2, if there is any, sums them over slots.
 
         First there are the gradients and their copy in the dtype of sums, which is sent; then that copy, and a shard of
         the sum. On one slot the shard is the whole sum, and FSDP2 also divides the copy by 1 into a third tensor.
-        Without FSDP2 there are the gradients alone.
         """
         gradients, sent = (numbers.trained * x for x in (self.settings.compute_bytes, self.settings.reduce_bytes))
         if not self.settings.shard_parameters:
@@ -125,8 +118,8 @@ class StageBytes:
     def layer_bytes(self, layer: int, load: SlotLoad, measure: Measure) -> LayerBytes:
         """Return what one layer keeps of a load and holds while it runs, counted once for all layers of a kind.
 
-        A layer that recomputes runs forward again before it runs backward, so that it then holds what it did not keep.
-        The first layer of a depth of prediction also keeps the tensors around the depth's layers.
+        A layer that recomputes holds what it did not keep when it runs backward. The first layer of a depth of
+        prediction also keeps the tensors around the depth's layers.
         """
         numbers = self.numbers
         depth_index = layer - numbers.decoder_layers  # among the layers of all depths; negative for a decoder layer
@@ -149,11 +142,7 @@ class StageBytes:
         return self.layers_so_far[key]
 
     def waiting_bytes(self, load: SlotLoad, measures: Sequence[Measure]) -> list[LayerBytes]:
-        """Return what each layer of this stage keeps until its segment runs backward.
-
-        Without segments a layer keeps what its measure says. Of a segment only the first layer keeps anything, its
-        input, on the host if its measure says so.
-        """
+        """What each layer of this stage keeps until its segment, whose first layer keeps its input, runs backward."""
         words: list[Measure] = [measures[i] for i in self.stage.layers]
         layers = list[LayerBytes]()
         places = places_in_segments(words, self.settings.segment_layers)
@@ -168,8 +157,8 @@ class StageBytes:
     def image_bytes(self) -> tuple[float, float, float]:
         """Bytes of images kept while the language model runs, and while encoders run backward; and work of a block.
 
-        Kept are the encoded rows, and what a tower's blocks keep of the patches: 0 where it is frozen, for it has no
-        graph then; if recomputed, only while they run backward. A row is `merge`² patches, or all images have one size.
+        Kept are the encoded rows, and what a tower's blocks that are trained keep of the patches (if recomputed, only
+        while they run backward). A row is `merge`² patches, or all images have one size.
         """
         shape, settings, rows = self.numbers.tower_shape, self.settings, self.settings.encoder_rows
         if shape is None:
@@ -197,12 +186,8 @@ class StageBytes:
                 yield replace(base, **{name: int(size) for name, size in moment.items()})
 
     def _micro_batch_moments(self, load: SlotLoad, measures: Sequence[Measure]) -> Iterator[dict[str, float]]:
-        settings, layers, stage, sharded = (
-            self.settings,
-            self.numbers.layers,
-            self.stage,
-            self.settings.shard_parameters,
-        )
+        settings, layers, stage = self.settings, self.numbers.layers, self.stage
+        sharded = settings.shard_parameters
         waiting, number = self.waiting_bytes(load, measures), settings.compute_bytes * sharded
         in_place = self.stays_whole or not sharded  # weights and gradients
         # float8 copies of layers (rows and columns) stay where the weights do
@@ -260,9 +245,8 @@ class StageBytes:
         """Return the bytes of the loss: those of a chunk of logits, or those of scaling the head's gradient.
 
         First there are the logits of one chunk and their gradient (on a CPU a float32 copy too), and the chunk's
-        gradient of the head. Several chunks also have the sum of those gradients, in float32 at least. Then the head's
-        gradient is scaled into a new tensor, and a float32 sum is cast. Each depth of prediction keeps such a sum, or
-        its one chunk's gradient, as well.
+        gradient of the head, with a sum in float32 at least if there are several. Then the head's gradient is scaled
+        into a new tensor, and a float32 sum is cast. Each depth of prediction keeps such a sum as well.
         """
         settings, number = self.settings, self.settings.compute_bytes
         vocabulary = self.read.count("vocab_size") / self.home.tp

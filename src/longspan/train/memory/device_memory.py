@@ -13,10 +13,7 @@ from longspan.plain_text import bytes_text
 
 
 class AddedBytes:
-    """How many `bytes` of a GPU were in use at most inside `measure_added_peak`, above those before it.
-
-    None until the block has ended, and on a CPU.
-    """
+    """The most `bytes` that `measure_added_peak` found; None until its block has ended, and on a CPU."""
 
     bytes: int | None = None
 
@@ -43,15 +40,11 @@ def measure_added_peak(device: torch.device) -> Iterator[AddedBytes]:
 def unused_bytes(device: torch.device, ranks: int) -> int:
     """Return the bytes that a rank could still take of its GPU, or of the host's memory, which `ranks` ranks share.
 
-    Of a GPU these are the free ones, and those that the allocator has reserved and does not use. 0 means unknown.
+    Those that the allocator has reserved and does not use count. 0 means unknown.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return (
-            free
-            + _memory_figure(device, "reserved_bytes", "current")
-            - _memory_figure(device, "allocated_bytes", "current")
-        )
+        free, in_use = torch.cuda.mem_get_info(device)[0], _memory_figure(device, "allocated_bytes", "current")
+        return free + _memory_figure(device, "reserved_bytes", "current") - in_use
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
     except (AttributeError, ValueError):  # Windows and macOS have no such figures
@@ -59,22 +52,15 @@ def unused_bytes(device: torch.device, ranks: int) -> int:
 
 
 def _memory_figure(device: torch.device, name: str, which: Literal["current", "peak"]) -> int:
-    """Return one figure of a GPU's allocator; 0 before CUDA is used.
-
-    torch.cuda.memory_allocated and the like take longer: they flatten and sort all two hundred figures.
-    """
+    # torch.cuda.memory_allocated and the like take longer: they flatten and sort all two hundred figures
     figures = torch.cuda.memory_stats_as_nested_dict(device)
     return figures[name]["all"][which] if figures else 0
 
 
 def allocator_retries(device: torch.device) -> int:
-    """Return how often this process's allocator ran out of memory, freed its cache, and tried again; 0 on a CPU.
-
-    Each time it waits for the GPU, for milliseconds, and the freed memory has to be allocated again.
-    """
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0)
+    """Return how often this process's allocator ran out of memory, freed its cache, and tried again; 0 on a CPU."""
+    figures = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+    return figures.get("num_alloc_retries", 0)
 
 
 def peak_reserved_bytes(device: torch.device) -> int:

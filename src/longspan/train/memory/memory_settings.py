@@ -1,7 +1,4 @@
-"""What of a configuration decides its plan of memory, before there is a model: settings, and the keys given by hand.
-
-Imports no torch, but for the states of an optimizer that is named by its class.
-"""
+"""What of a configuration decides its plan of memory, before there is a model: settings, and the keys given by hand."""
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
 from longspan.config.sections import RunConfig, TrainConfig, chooses_measures, key_checkpointing
@@ -74,14 +71,12 @@ def fixed_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     optimizers of MOMENTS; for others that takes the key.
     """
     train, by_hand = config.train, not chooses_measures(config.train, gpu=gpu)
-    measure = key_checkpointing(train) or ("none" if by_hand else None)
-    states = None if train.optimizer in MOMENTS and not by_hand else False
-    # A key that is set is fixed. One that is not (False or 0) is off by hand, and else the plan's choice (None).
+    off = False if by_hand else None  # of a key that is not set
     return FixedMemory(
-        measure=measure,
-        offload=train.offload_activations or (False if by_hand else None),
-        gathered_once=not config.parallel.reshard_after_forward or (False if by_hand else None),
-        offload_states=train.offload_states or states,
+        measure=key_checkpointing(train) or ("none" if by_hand else None),
+        offload=train.offload_activations or off,
+        gathered_once=not config.parallel.reshard_after_forward or off,
+        offload_states=train.offload_states or (off if train.optimizer in MOMENTS else False),
         segment_layers=0 if by_hand else None,
         mlp_tile_rows=train.mlp_tile_rows or (0 if by_hand else None),
     )

@@ -1,8 +1,4 @@
-"""Whether shards of weights, gradients and optimizer states fit on each rank, before any is made.
-
-These bytes follow from the shapes of the parameters, and no run needs fewer. Gathered layers and activations come on
-top: a plan of memory counts them.
-"""
+"""Whether shards of weights, gradients and optimizer states, which no run can do without, fit on each rank."""
 
 import math
 
@@ -19,7 +15,7 @@ from longspan.plan.memory.settings import MOMENTS
 
 
 def count_ranks_of_host(world: World) -> int:
-    """Return how many ranks share a host."""
+    """How many ranks share a host."""
     return min(len(world.home.ranks), world.node_size * world.home.tp)
 
 
@@ -27,8 +23,8 @@ def check_model_fits(config: RunConfig, model: PreTrainedModel, world: World, *,
     """Raise ConfigError, on every rank, where any rank has less room than its shards need, on its GPU or its host.
 
     `model` is not yet prepared, and may be on the meta device. Without `training` only weights count. Everything is
-    taken as split over tensor-parallel ranks and stages: more is needed, never less. What is frozen has neither
-    gradients nor states. A host's free swap counts; hosts without the figure (macOS) are not checked.
+    taken as split over tensor-parallel ranks and stages: more is needed, never less. A host's free swap counts; hosts
+    without the figure (macOS) are not checked.
     """
 
     def check_rank() -> None:
@@ -44,12 +40,11 @@ def check_model_fits(config: RunConfig, model: PreTrainedModel, world: World, *,
             return
         figures = ", ".join(f"{name} {gib_text(size)}" for name, size in parts.items() if size)
         gpus = plural(math.ceil(needed / max(1, free)) * len(home.ranks), "such GPU")
-        where = f"the GPU of rank {world.rank}" if gpu else f"rank {world.rank}, one of {ranks} on its host,"
-        advice = (
-            f"use at least {gpus}, parameters of fewer bytes (model.dtype), or a smaller model"
-            if gpu
-            else "use GPUs, hosts with more memory, or a smaller model (are all sizes in its configuration?)"
-        )
+        where = f"rank {world.rank}, one of {ranks} on its host,"
+        advice = "use GPUs, hosts with more memory, or a smaller model (are all sizes in its configuration?)"
+        if gpu:
+            where = f"the GPU of rank {world.rank}"
+            advice = f"use at least {gpus}, parameters of fewer bytes (model.dtype), or a smaller model"
         raise ConfigError(
             f"the model does not fit: a rank needs at least {gib_text(needed)} before any activation ({figures}), and "
             f"{where} has {gib_text(free)} free; {advice}"

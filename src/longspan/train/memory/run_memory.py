@@ -1,8 +1,6 @@
 """The choice of a run's measures by a plan of memory, before its model is prepared, the same on every rank.
 
-What is counted and what it costs is in `longspan.plan.memory`. Plans of one degree are made for thousands of coming
-steps, and those whose slots are fullest count; of dynamic plans, which take longer, those of two steps are made and,
-where rows have a limit, one that fills every slot to it. Where rows of a slot are "auto", some numbers are compared.
+What is counted and what it costs is in `longspan.plan.memory`; the rows of a slot are kept in `slot_rows.py`.
 """
 
 import sys
@@ -48,8 +46,6 @@ FEW_STEPS = 4  # for which plans are made that are priced as those of the run
 class ComingSteps:
     """The documents of coming steps, from `first` to before `last`, for a home.
 
-    `lengths_of_step(step)` are the lengths of a step's documents.
-
     >>> ahead = ComingSteps(order.lengths_of_step, world.home, heads=32, first=0, last=config.train.steps)
 
     `heads` are the model's query heads, where they are known; `planners` take the place of the configuration's. `few`:
@@ -70,14 +66,14 @@ class ComingSteps:
 
         Those are the steps with the fullest slots, by plans at a simple cost (a millisecond each), if all steps are
         looked at: few steps, or up to MOST_STEPS with plans of one degree. Otherwise they are the heaviest steps, and
-        where rows have a limit one more plan fills every slot to it, as a later step may, but with no more rows than
-        the largest plan has tokens. Raises PlanError for documents that fit no group.
+        where rows have a limit one more plan fills every slot to it, as a later step may. Raises PlanError for
+        documents that fit no group.
         """
         planners = self.planners or (config.context.planner,)
         configs = [replace(config, context=replace(config.context, planner=planner)) for planner in planners]
         choices = [PlanChoice.training(one, cost=cost, heads=self.heads) for one in configs]
         steps, sees_all = range(self.first, min(self.last, self.first + MOST_STEPS)), True
-        one_degree = PlanChoice.training(config, heads=self.heads).has_one_degree
+        one_degree = all(choice.has_one_degree for choice in choices)
         if self.last - self.first > FEW_STEPS and one_degree and not self.few and steps.stop == self.last:
             options = replace(choices[0].options, cost=Cost(), cp_comm_type="p2p")
             simple = replace(choices[0], options=options)
@@ -90,6 +86,7 @@ class ComingSteps:
         if not limit or sees_all:
             return plans, []
         multiple = max(plan.row_multiple for plan in plans)
+        # no more rows than the largest plan has tokens
         rows = min(limit, max(plan.tokens for plan in plans)) // multiple * multiple
         return plans, [full_plan(config, self.home, max(rows, multiple), self.heads)]
 
@@ -105,8 +102,8 @@ class ComingSteps:
         """List the rows of a slot that `max_tokens_per_slot = "auto"` may become, the fewest first.
 
         The first number holds the longest document in the widest group that the heads allow. The numbers double until
-        the step with most tokens is one micro-batch. There are `multiple` rows to spare, and numbers are rounded up to
-        multiples of it, since a slot has two parts of a document, each padded to a whole `row_multiple`.
+        the step with most tokens is one micro-batch. A slot has two parts of a document, each padded to a whole
+        `row_multiple`, so that so many rows are to spare.
         """
         choice = PlanChoice.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self._heaviest_steps()]
@@ -135,10 +132,7 @@ def full_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
-    """What the measures of a run depend on: its configuration, its model's configuration, and its coming steps.
-
-    `target_share` of the rows predict a token; `encoder_rows` of images are encoded at once on a slot.
-    """
+    """What a run's measures depend on; `target_share` of rows predict, a slot encodes `encoder_rows` at once."""
 
     config: RunConfig
     model: Any
@@ -154,7 +148,7 @@ class RunMemory:
 
     @property
     def machine(self) -> Machine:
-        """The machine by whose prices measures are compared: the run's, or else an H200, or CPUs without a GPU."""
+        """The machine by whose prices measures are compared."""
         return read_run_machine(self.config) or (Machine.known("H200") if self.gpu else Machine.cpus())
 
     def choose_memory(self, budget: MemoryBudget) -> tuple[int, MemoryPlan]:
@@ -188,9 +182,8 @@ class RunMemory:
         self, config: RunConfig, ahead: ComingSteps, budget: MemoryBudget
     ) -> tuple[list[Plan], MemoryPlan]:
         steps, limit = ahead.fullest_plans(config, self._plan_cost())
-        fixed = fixed_keys(config, gpu=self.gpu)
-        plans = [*steps, *limit]
-        return steps, choose_memory(self.model, ahead.home, plans, self.settings, budget, self.machine, fixed=fixed)
+        run = self.model, ahead.home, [*steps, *limit], self.settings, budget, self.machine
+        return steps, choose_memory(*run, fixed=fixed_keys(config, gpu=self.gpu))
 
     def _plan_cost(self, memory: MemoryPlan | None = None) -> Cost:
         slots, share = self.ahead.home.slots, self.target_share
@@ -222,10 +215,7 @@ def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[
 
 
 def plan_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[int, MemoryPlan | None, str]:
-    """Return the rows of a slot, the plan of memory and "", or a None and why the model's bytes cannot be counted.
-
-    Raises ConfigError if bytes can be counted and nothing fits.
-    """
+    """Return the rows of a slot, the plan of memory and "", or a None and why the model's bytes cannot be counted."""
     given_rows = run.config.context.max_tokens_per_slot
     try:
         ModelNumbers.of(run.model, run.ahead.home, run.settings)
@@ -241,14 +231,12 @@ def plan_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[int, MemoryPl
 def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
     """Return the bytes that a rank may fill of its device and of its host: the least of all ranks, which all call it.
 
-    Without `train.memory_bytes` these are a fraction of a GPU's free memory, and on a CPU the host's. The host's bytes
-    are 0 where its free memory is not known; a CPU has no limit then.
+    The host's bytes are 0 where its free memory is not known; a CPU has no limit then.
     """
     host = int(HOST_SHARE * (free_host_bytes() or 0) / count_ranks_of_host(world))
     device = config.train.memory_bytes or host or sys.maxsize
     if world.device.type == "cuda" and not config.train.memory_bytes:
-        # The CUDA context exists by now. Its bytes count as free, as a plan of memory counts them among its own; `min`,
-        # as the context may be smaller than CONTEXT_BYTES.
+        # The CUDA context exists by now, and a plan of memory counts its bytes too, CONTEXT_BYTES at most.
         free, all_bytes = torch.cuda.mem_get_info(world.device)
         device = int(config.train.memory_fraction * min(all_bytes, free + CONTEXT_BYTES))
     # The control group has only a maximum.

@@ -5,7 +5,7 @@ ranks with half of the rows, and its layers keep what was chosen for all of them
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +82,7 @@ def choose_rows(
         planned, memory = choose_memory_on_ranks(run, world, log)
     if slot_rows is None:
         slot_rows = SlotRows(planned, planned, ranks, keys)
-        text = json.dumps(asdict(slot_rows), indent=1)
-        run_on_first_rank(world, lambda: write_atomically(file, text), ConfigError)
+        run_on_first_rank(world, lambda: write_atomically(file, json.dumps(vars(slot_rows), indent=1)), ConfigError)
     rows = slot_rows.rows
     halved = f" (of {slot_rows.planned:,}, for which a rank had no memory)" if rows < slot_rows.planned else ""
     log(f"max_tokens_per_slot: {rows:,} rows{halved}")
