@@ -117,11 +117,9 @@ def _list_proof_processes(world: int, backend: Literal["auto", "gloo", "nccl"]) 
 
 
 def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedConfig) -> list[Case]:
-    """Choose the cases of a proof: a set in one dtype, and the basic set in a second dtype.
+    """Choose the cases of a proof: a set in the dtype that tells most, which GPUs train in, the basic set in a second.
 
-    The first dtype tells most: float64 on CPUs, and on GPUs bfloat16, in which runs train. A model that reads images
-    has the cases with images too; if it cannot run without images, its cases of text are only the basic set. A hybrid
-    also has cases whose slots hold contiguous rows.
+    A model that cannot run without images has only the basic set of text.
     """
     exact_dtypes: tuple[DTypeName, ...] = (_EXACT[processes.backend],)
     rounded_dtypes: tuple[DTypeName, ...] = (_ROUNDED[processes.backend],)
@@ -163,11 +161,6 @@ def _model_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: P
 
 
 def _kernels_at_true_sizes(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:
-    """Return the attention kernels that the model would use at its true sizes, and a note.
-
-    The note is "", or why the kernels are not known. Whatever the model's own code raises on the meta device becomes
-    the note, for the proof is still to be printed.
-    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
         return kernel_lines(config, device, dtype), ""

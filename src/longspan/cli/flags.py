@@ -1,8 +1,7 @@
-"""Words of the command line to a dataclass of flags, for every verb: names, and values of choices, numbers and
-booleans, are checked here, other values by tyro.
+"""Words of the command line to a dataclass of flags, for every verb.
 
-The flags of `train` and `eval` are every key of the configuration as `--section.key value`, from the same dataclasses;
-help texts are the docstrings of their fields.
+Names, and values of choices, numbers and booleans, are checked here, other values by tyro. `train` and `eval` have
+every key of the configuration as `--section.key value`; help texts are the docstrings of the fields.
 """
 
 import re
@@ -146,9 +145,7 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
 def _read_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
     """Return the words as tyro reads them: true and false as in Python, and every number of a list a word of its own.
 
-    A switch may stand alone, which means true. A list takes all words up to the next flag, or the one behind "="; lists
-    of numbers may be written 2,2 or [2, 2]. Any other flag has one value. Raises ConfigError for a flag that does not
-    exist, and for a value that is none of its type.
+    A list takes all words up to the next flag, or the one behind "="; lists of numbers may be written 2,2 or [2, 2].
     """
     words = list[str]()
     for flag, values, joined in split_flags(argv):
@@ -200,10 +197,6 @@ def _list_type(kind: Any) -> Any:
 
 
 def _check_list(flag: str, words: Sequence[str], kind: Any) -> None:
-    """Raise ConfigError where the words after a flag do not begin with the values of its list.
-
-    tuple[int, ...] takes all of them, a tuple of two types the first two.
-    """
     item_type, *further_types = get_args(_list_type(kind))
     count = len(words) if further_types == [...] else 1 + len(further_types)
     values = words[:count]

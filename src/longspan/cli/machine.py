@@ -1,8 +1,7 @@
-"""This machine: its GPUs, the environment that they need, and facts for `doctor` and records of benches.
+"""This machine: its GPUs, the environment that they need, and facts for `doctor` and records, without host names.
 
-GPUs are counted by CUDA's driver, so that a launcher need not import torch; CUDA_VISIBLE_DEVICES counts, no context is
-made and no memory of a GPU is taken. The environment is set before the ranks start, or under torchrun before this rank
-uses its GPU; what the user has set stays. There are no host names in the facts.
+CUDA's driver counts the GPUs, so that a launcher need not import torch; CUDA_VISIBLE_DEVICES counts, and no memory is
+taken. The environment is set before a rank uses its GPU; what the user has set stays.
 """
 
 import ctypes

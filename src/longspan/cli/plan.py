@@ -151,10 +151,6 @@ def _write_pictures(paths: Sequence[str], plan: Plan, title: str) -> None:
 
 
 def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
-    """Yield lines below a plan about the encoding of images.
-
-    Raises ConfigError for images that do not fit, PlanError for an image encoder (tower) that cannot be priced.
-    """
     if flags.images and not flags.model:
         raise ConfigError(f"--images {flags.images} needs the model whose tower encodes them; give its --model FOLDER")
     if not flags.images:

@@ -104,7 +104,6 @@ def train_rank(
 
 
 def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -> None:
-    """Write the report of a run; print the paths of the report, the checkpoints and the model, then the result."""
     from longspan.report import write_report
 
     out = sys.stderr if as_json else sys.stdout

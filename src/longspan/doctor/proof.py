@@ -1,9 +1,5 @@
 """`prove`: whether longspan runs a model exactly here: cases over ranks, each compared with the stock model.
 
->>> outcomes = prove(shrink_configuration(config), list_cases("basic", ranks=3), ranks=3)
->>> [outcome.status for outcome in outcomes]
-['exact', 'exact', 'exact', 'exact', 'exact']
-
 No error of a model leaves `prove`: it becomes the outcome of a case. Cases of one home share a world; a case that ends
 its ranks is followed by a new world for the cases that are left.
 """
@@ -329,8 +325,11 @@ class Ranks:
 def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backend: str = "gloo") -> tuple[Outcome, ...]:
     """Prove every case for a model of this configuration with random weights, over local processes.
 
-    The model is made from the configuration: give a small one (`shrink_configuration`). An error of the model's code is
-    not raised: it is the outcome of its case.
+    >>> outcomes = prove(shrink_configuration(config), list_cases("basic", ranks=3), ranks=3)
+    >>> [outcome.status for outcome in outcomes]
+    ['exact', 'exact', 'exact', 'exact', 'exact']
+
+    An error of the model's code is not raised: it is the outcome of its case.
     """
     return run_proof(config, cases, Ranks(ranks, backend)).outcomes
 

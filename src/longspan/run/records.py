@@ -1,5 +1,4 @@
-"""The records of a session, written by its first rank: run.json, metrics.jsonl (`loggers/metrics_log.py`), plans.jsonl,
-groups.jsonl, rows for its loggers, and single plans in plans/; and run.lock, by which one run at a time is at work.
+"""The records of a session, written by its first rank: run.json, metrics, plans, groups, rows of loggers, and run.lock.
 
 groups.jsonl has the communicators and groups that contain the first rank: an object for each communicator (kind, axis,
 ranks, seconds), for each group of a plan that shares documents (kind "cp"), and for each pair of levels.

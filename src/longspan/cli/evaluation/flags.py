@@ -200,10 +200,6 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
 
 
 def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, *, base: bool) -> Subject:
-    """Make a subject: the weights, for `base` without their adapter, and their run's configuration under the flags.
-
-    A Hugging Face folder has no run: its configuration is the default one with the flags.
-    """
     explicit = {f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name)) not in ("", 0.0)}
     config = None if weights.run_dir is None else load_config(weights.run_dir / "config.toml")
     if base and (config is None or not config.lora.rank):

@@ -141,7 +141,6 @@ def _difference_line(difference: Difference, first: SubjectResult, other: Subjec
 
 
 def _difference_table(difference: Difference, first: SubjectResult, other: SubjectResult) -> str:
-    """Write the difference of two models on one set: in words, and as a table by document length."""
     unit = difference.unit.replace("_", " ")
     lines = [
         f"{difference.name or HELD_OUT}: {unit} of {other.weights.title} beside {first.weights.title}",

@@ -149,7 +149,6 @@ def _way_figures(way: Fit) -> dict[str, Any]:
 
 
 def _largest_parts(way: Fit) -> dict[str, int]:
-    """Return the bytes of each part of a GPU's memory at the moment at which that part is largest."""
     memory, needs = way.memory, way.run.memory_needs(way.plans)
     names = ("gathered_once", "offload_states", "mlp_tile_rows", "segment_layers")
     needs = needs.with_settings(**{name: getattr(memory, name) for name in names})
@@ -169,10 +168,8 @@ def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 def _run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
     """Return the keys of a run that an answer shows, with their values, as `longspan train` takes them.
 
-    These are those of the question in a section of SHOWN or in OF_MODELS (model and data are named elsewhere), the keys
-    of [lora], [mtp] and [parallel] that differ from their defaults (GATHERS only if it is given: train.memory decides
-    it), those of planner, degree, communication type, rows and memory, and `model.rope_scaling` where it is set. A
-    dynamic plan's highest degree is all slots where it has no limit.
+    Models and data are named elsewhere. GATHERS is shown only if it is given, as train.memory decides it; all slots
+    are a dynamic plan's highest degree where it has no limit.
     """
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
@@ -342,10 +339,7 @@ def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[P
 
 
 def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: bool = False) -> int:
-    """Print an answer, and write its keys to a file; returns the exit code.
-
-    Raises PlanError where nothing fits, without JSON; with it the code is 0 unless layouts were to be compared.
-    """
+    """Print an answer, and write its keys to a file; returns 0 with JSON where nothing fits, unless layouts compare."""
     fits = answer.seconds is not None
     if as_json:
         print(json.dumps(answer.to_json(), ensure_ascii=False))

@@ -262,10 +262,7 @@ def _show_rows(
 
 
 def _fastest_line(plans: Sequence[tuple[str, Plan]]) -> list[str]:
-    """Say which plan is fastest, and how much less time it takes than the fastest plan of one degree.
-
-    There is no line without a plan of one degree, nor unless exactly one plan is dynamic: saved steps have several.
-    """
+    """Say how much less time the fastest plan takes than the best of one degree; nothing of several saved steps."""
     fixed = [row for row in plans if row[1].planner == "fixed"]
     if not fixed or [plan.planner for _, plan in plans].count("dynamic") != 1:
         return []
@@ -281,11 +278,7 @@ def _fastest_line(plans: Sequence[tuple[str, Plan]]) -> list[str]:
 
 
 def _plan_figures(plan: Plan) -> dict[str, Any]:
-    """Return the figures of a plan by name.
-
-    Bubble and idle are the shares of time in which stages wait for other stages, and slots for slower slots, without
-    what a step takes once: its update and free mode's closing.
-    """
+    """Return the figures of a plan; bubble and idle are shares of the time without its update and closing."""
     times, closing = plan.timeline(), plan.cost.closing_seconds if plan.mode == "free" else 0.0
     slots_end = max(float(times.end.max(initial=0.0)), 1e-300)  # nothing is divided by 0 where a step takes no time
     seconds = max(plan.predicted_seconds - plan.cost.update_seconds - closing, 1e-300)

@@ -228,11 +228,7 @@ class _Fit:
 
 
 def _fit_subject(request: EvalRequest, checked: CheckedWeights, sets: Sets, world: World, log: LogLine) -> _Fit:
-    """Fit a subject to its longest document. Raises ConfigError where positions or the cap of a flag are too small.
-
-    Positions of the model are scaled first, then images are counted, then each set's plan is fitted to this home; what
-    changed from the run's configuration is listed.
-    """
+    """Fit a subject to its longest document: positions of the model, then images, then each set's plan to this home."""
     longest_of = {name: max(documents.lengths) for name, documents in sets.items()}
     longest_name = max(longest_of, key=longest_of.__getitem__)
     longest, longest_set = longest_of[longest_name], sets[longest_name]
@@ -341,7 +337,6 @@ def choose_compiled_parts(compiled: str, configuration: PreTrainedConfig, tokens
 
 
 def _list_choices(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:
-    """List the choice at each of some degrees, with caps that hold the longest document; without degrees as it is."""
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]
 
 

@@ -1,13 +1,8 @@
 """A trial of a class: a small model of it runs on the host, in training, on rows whole and in pieces.
 
-Over a sharded sequence a rank has some of the rows, in an order of its own. The rest of a model is then exact if a
-row's output, and its contribution to gradients, do not depend on other rows. They do with experts of a limited
-capacity, experts that choose rows, sums over a batch, or numbers drawn at random. Attention and the scans of mixers are
-replaced by a function of each row by itself (`SeparateRows`). Experts that `use_experts` replaces are
-compared with their class's own forward.
-
-Tried are classes with experts, and those that are not transformers' own. Every model of any class is tried once more,
-as it is, before its first step (`row_trial.py`), in a few passes without gradients.
+A row's output and its share of gradients must not depend on other rows, as they do with experts of a limited capacity,
+sums over a batch or random numbers. Attention and mixers see each row by itself (`SeparateRows`). Not covered: the
+model itself, with its weights and patches (`row_trial.py`).
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,8 @@
 """A trial of what a model does with images: a small model of its class runs on the host, whole and in its two parts.
 
-A model in parts is exact if images enter its text model as rows in the places of their placeholders (and as parts of
-rows after layers, DeepStack) and as positions, and in no other way, and if the rows of an image depend on no other
-image. So the unchanged model, given ids and pixels, is compared with its text model, given rows of each image encoded
-by itself: logits and every gradient. Masks in which images see each other, attention across to images, experts of
-their own for them and the like show as a difference. The text model is tried as any other (`check_model.py`).
+Images must enter the text model only as rows in the places of their placeholders (DeepStack: after layers too) and as
+positions. So the unchanged model is compared, in logits and every gradient, with its text model given rows of each
+image encoded by itself. The text model is tried as any other (`check_model.py`).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,15 +1,8 @@
 """The trial of a prepared model before its first step: whether it computes each row by itself outside attention.
 
-Over a sharded sequence a rank has some of the rows, in an order of its own, and packed documents stand next to each
-other. So the result of a row must not depend on others, except through attention and mixers, which know the shard. The
-model itself, with its patches, hooks, weights, type and home, runs a few rows, then the same rows next to others, then
-some of them in another order, without gradients and without attention (`SeparateRows`). What each layer does
-to them is compared. All ranks do so together, as parameters and experts may be spread over them;
-stages of a pipeline do so by themselves, from random hidden states. It happens once in training mode and once in
-evaluation mode, before the first step that runs so, and leaves nothing behind.
-
-Not covered: effects that only long documents show, gradients (of classes: `class_trial.py`), encoders, dropout.
-(Only an adapter may drop out in training: each rank draws for its own rows.)
+All ranks run a few rows through the model as it is, without gradients and with no row seeing another (`SeparateRows`),
+then the same rows beside others and in another order, and compare what each layer does to them. Stages of a pipeline
+begin with random hidden states. Not covered: long documents, gradients (`class_trial.py`), encoders, dropout.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -119,9 +119,8 @@ class Sizes:
 class _Rules:
     """The sizes that others follow from: hidden size, heads, head size and experts.
 
-    The small hidden size is heads · head size. If the model's hidden size is not its heads · head size, that of the
-    small copy is three quarters of this product (`sizes.narrow`), except under latent attention, where a head's size
-    says nothing of the hidden size. With `sizes.true_heads` heads keep the model's size.
+    The small hidden size is heads · head size, or three quarters of it where the model's differs too (`sizes.narrow`);
+    under latent attention a head's size says nothing of the hidden size.
     """
 
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
@@ -192,14 +191,7 @@ class _Rules:
         return self._derive_width(name, value)
 
     def _derive_width(self, name: str, value: int) -> int:
-        """Derive a width from the small hidden size, as the class computes it from the large one.
-
-        The first of these that applies: widths in `derived` have a formula, as Mamba's heads of 16; networks of experts
-        have 32, other sizes of experts stay; the hidden size itself becomes the small one; networks have one and a half
-        times the hidden size, or 32 if experts read their width from it too; sizes above 64 keep their ratio to the
-        hidden size where one divides the other (and are at least 8), else they are three quarters of it; what is left
-        are small numbers, which stay.
-        """
+        """Derive a width from the small hidden size as the class computes it from the large one; small numbers stay."""
         small, hidden = self.small_hidden, self.hidden
         expand = self.values.get("mamba_expand") or self.values.get("expand") or 2
         derived = {
@@ -252,10 +244,8 @@ def _rotary_pairs(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Size
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Return the rotary parameters of a small copy, whose scaling begins at a length that documents of trials exceed.
 
-    `small` are the copy's other values. A list with a factor for each pair of rotated numbers of a head keeps entries
-    at even steps, one for each pair of a small head. Sections of M-RoPE divide the pairs among frames, rows and
-    columns: frames keep their share, rows and columns get equal shares, and frames get what division leaves over.
-    Mappings by type of layer are made small one by one.
+    `small` are the copy's other values. A list of factors keeps one for each pair of rotated numbers of a small head.
+    Sections of M-RoPE keep the share of frames, and rows and columns get equal shares of what is left.
     """
     out, pairs = dict(rope), _rotary_pairs(rope, small, sizes)
     for name, value in rope.items():
@@ -312,10 +302,8 @@ class LayerChoice(NamedTuple):
     def layer_value(self, name: str, value: Any) -> Any:
         """Return the value of one attribute for the chosen layers; values that do not depend on layers stay.
 
-        Layers 0, 3 and 7 of 8, say, become layers 0, 1 and 2: the count of layers becomes 3. A list of layer indices
-        becomes that of the new indices of the chosen layers in it. A number of first or last layers becomes how many of
-        these layers are chosen. The index at which experts end becomes the last index. A table by layer, or a list with
-        one entry for each layer, keeps the entries of the chosen layers.
+        Layers 0, 3 and 7 of 8, say, become layers 0, 1 and 2: counts count them, indices are the new ones, and a list
+        or table with an entry for each layer keeps theirs.
         """
         if name in LAYER_COUNTS and value == self.of:
             return len(self.layers)
@@ -411,7 +399,7 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
     """Make the small values of a model with images fit each other, as its parts were made small separately.
 
     `base` is its class below the head; one with `get_rope_index` has positions in three parts (M-RoPE). Ids of
-    placeholders become the largest of the vocabulary. Values of a model without images are returned as they are.
+    placeholders become the largest of the vocabulary.
     """
     vision = values.get("vision_config")
     if not isinstance(vision, dict):
@@ -434,9 +422,8 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
 def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
     """Return the small values of a tower, whose outputs have the `width` of the text model.
 
-    Sizes and patches that are lists have two sides. Towers whose layers are named by index (DeepStack, full attention)
-    have three layers, so that some are named and some are not. In Qwen2-VL `embed_dim` is the tower's width and
-    `hidden_size` that of its outputs. Windows are two merged patches wide.
+    Towers whose layers are named by index (DeepStack, full attention) have three layers, so that some are not named.
+    In Qwen2-VL `embed_dim` is the tower's width and `hidden_size` that of its outputs.
     """
     result = {**vision, **{name: value for name, value in _TOWER.items() if vision.get(name) is not None}}
     result |= {name: width for name in _OF_TEXT if name in vision and width}
@@ -455,9 +442,7 @@ def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
 def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Set how many rotary pairs of the small head count frames, rows and columns, where the configuration does not.
 
-    The class's own default is for a large head. Rows and columns get a quarter of the pairs each, and frames what is
-    left. Configurations that set sections (`small_values` scales these) or have several kinds of rotary embeddings
-    stay.
+    The class's own default is for a large head; `small_values` scales sections that a configuration sets.
     """
     rope = text.get("rope_parameters")
     if not isinstance(rope, dict) or "mrope_section" in rope or any(isinstance(v, dict) for v in rope.values()):

@@ -68,9 +68,8 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
 def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
     """Draw an image's n tiles for LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2).
 
-    Shapes are heights and widths in patches, of which `factor`² make a row of the output; `width` is C · p². A full
-    tile has 3 x 3 rows, P = 9 factor² patches. The last tile has `side` rows, at most 3 each way, so that the mask
-    hides some patches. How many tiles there are is free: as many as `side` is high, so that trials have several counts.
+    Shapes are heights and widths in patches, of which `factor`² make a row of the output; `width` is C · p². Full tiles
+    have 3 x 3 rows, the last one `side`, so that the mask hides some. There are as many as `side` is high.
     """
     factor, (height, row_width) = getattr(base.config, "downsample_factor", 1), side
     full_side = 3 * factor
@@ -81,11 +80,9 @@ def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Genera
 
 
 def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Draw the tiles into which a model cuts an image whose sides are `side` halves of a tile's.
+    """Draw the tiles, each (C, height, width), into which a model cuts an image of `side` halves of a tile's sides.
 
-    `tile` is (C, height, width) of a tile. The model's own function counts the tiles. Some models also take how many
-    images there are in an image's document, and cut it only if there is one: an image with a first side of 3 says that
-    there are three, and then has one tile.
+    Some models cut an image only where its document has no other: a first side of 3 says that there are three.
     """
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
     count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
@@ -98,11 +95,10 @@ def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.rando
 
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
-    """Draw an image as tiles of one size, as many as its shorter side in tiles.
+    """Draw an image as tiles (C, height, width), as many as its shorter side in tiles.
 
-    `tile` is (C, height, width) of a tile. Some models also take each tile at a finer resolution, and some a mask: of
-    whole tiles, or of pixels. With a mask of pixels and an odd second side the last tile has a patch of padding at its
-    right, so that trials have tiles with and without padding.
+    Some models also take each tile at a finer resolution, and some a mask: of whole tiles, or of pixels, where the last
+    tile of an odd second side has a patch of padding at its right.
     """
     parameters, tiles = image_signature(base), min(side)
     pixels, fields = _draw_pixels((tiles, *tile), draw), dict[str, Tensor]()
@@ -228,8 +224,7 @@ def _make_document(
 ) -> TrialDocument:
     """Make a document of these words with images, each with its number of rows, at random places among them.
 
-    If the model lets a prefix see itself in both directions, the prefix ends with the token after the last image, so
-    that it holds text too; it has at least four tokens.
+    A prefix that sees itself in both directions ends with the token after the last image, so that it holds text too.
     """
     places = np.sort(draw.choice(np.arange(1, len(words)), size=len(images), replace=False))
     ids = list[int]()
