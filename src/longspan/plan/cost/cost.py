@@ -342,9 +342,7 @@ class Cost:
             if not value > 0:
                 raise PlanError(f"{name} is {value!r}; give a number above 0")
         shape = ModelShape.of(config, depths=depths)
-        states = StateCost.of(
-            shape, scan_tflops=tflops, summary_tflops=tflops, step_latency=ring_step_latency, bytes_per_value=2
-        )
+        states = StateCost.of(shape, scan_tflops=tflops, summary_tflops=tflops, step_latency=ring_step_latency)
         return cls(
             **price_shape(shape, states, **rates, step_latency=ring_step_latency, bytes_per_value=2),
             inside_bytes_per_second=inside_gbps * 1e9,

@@ -338,11 +338,18 @@ class Machine:
         a ring moves of a number of a key or value: twice itself, and its gradient, in float32 at least.
         """
         tflops, memory = self.product_flops_per_second / 1e12, self.memory_bytes_per_second
-        sizes: dict[str, Any] = {"step_latency": self.step_seconds, "bytes_per_value": bytes_per_number}
         scans, summaries, channel = tflops * SCAN_SPEED, tflops * SUMMARY_SPEED, CHANNEL_BYTES / memory
-        states = StateCost.of(shape, scan_tflops=scans, summary_tflops=summaries, channel_seconds=channel, **sizes)
-        attention_tflops = self.attention_flops_per_second / 1e12
-        constants = price_shape(shape, states, tflops=tflops, attention_tflops=attention_tflops, **sizes)
+        states = StateCost.of(
+            shape, scan_tflops=scans, summary_tflops=summaries, channel_seconds=channel, step_latency=self.step_seconds
+        )
+        constants = price_shape(
+            shape,
+            states,
+            tflops=tflops,
+            attention_tflops=self.attention_flops_per_second / 1e12,
+            step_latency=self.step_seconds,
+            bytes_per_value=bytes_per_number,
+        )
         expert_extra = 1 / self.expert_flops_per_second - 1 / self.product_flops_per_second
         for name in ("linear_seconds", "real_row_seconds"):
             constants[name] += 6 * shape.expert_weights * expert_extra

@@ -24,7 +24,6 @@ _FORWARD_SHARES = {
     "summary_seconds": 2 / 3,
     "state_bytes": 1 / 2,
     "transition_bytes": 1 / 2,
-    "halo_bytes": 1 / 2,
     "step_seconds": 1 / 2,
 }
 
@@ -39,16 +38,15 @@ class StateCost:
 
     `scan_seconds` of a row's recurrence, convolution, norms and gates are part of `Cost.linear_seconds`;
     `summary_seconds` are added for each row of a run that other slots need the state of. `state_bytes` are those of a
-    run's state, `transition_bytes` of what a run does to one, which go to all slots of a group; `halo_bytes` of the
-    rows before a run that its convolution reads, which go only to the run's slot. `step_seconds` is the latency of the
-    exchanges of all layers. Groups have the `partition`. Raises PlanError for a value that is negative or not finite.
+    run's state, `transition_bytes` of what a run does to one, which go to all slots of a group. `step_seconds` is the
+    latency of the exchanges of all layers, among them that of the few rows before a run that its convolution reads.
+    Groups have the `partition`. Raises PlanError for a value that is negative or not finite.
     """
 
     scan_seconds: float = 0.0
     summary_seconds: float = 0.0
     state_bytes: float = 0.0
     transition_bytes: float = 0.0
-    halo_bytes: float = 0.0
     step_seconds: float = 0.0
     partition: str = "zigzag"
 
@@ -66,28 +64,25 @@ class StateCost:
         scan_tflops: float,
         summary_tflops: float,
         step_latency: float,
-        bytes_per_value: int,
         channel_seconds: float = 0.0,
     ) -> "StateCost | None":
         """Price a model's state-space layers at these TFLOP/s of scans and of summaries; None for a model without any.
 
         `channel_seconds` are those of a row and channel of a convolution, with the norms and gates about it. Forward
-        and backward take 3 times a forward scan. In either pass states with transitions (in float32) are one message
-        and the halo (in `bytes_per_value`) another; each costs a `step_latency`.
+        and backward take 3 times a forward scan. In either pass states with transitions (in float32) are one message,
+        and the rows before runs another; each costs a `step_latency`.
         """
         mixer, layers = shape.mixer, shape.mixer_layers
         if mixer is None:
             return None
         scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
         transition = mixer.heads * (mixer.key_size**2 if mixer.delta else 1)  # numbers of what a run does to a state
-        halo = mixer.channels * (mixer.width - 1)  # numbers of the rows before a run
         return cls(
             scan_seconds=layers * (scan + mixer.channels * channel_seconds),
             summary_seconds=layers * mixer.summary_flops / (summary_tflops * 1e12),
             state_bytes=float(layers * 2 * mixer.state * _STATE_SIZE),
             transition_bytes=float(layers * 2 * transition * _STATE_SIZE),
-            halo_bytes=float(layers * 2 * halo * bytes_per_value),
-            step_seconds=layers * 2 * (bool(mixer.state) + bool(halo)) * step_latency,
+            step_seconds=layers * 2 * (bool(mixer.state) + (mixer.width > 1)) * step_latency,
         )
 
     def constants(self) -> dict[str, Any]:
@@ -123,20 +118,11 @@ class StateCost:
         summarised = tokens / degree
         if self.partition == "contiguous":  # the run that a boundary cuts, of a document as long as the typical row's
             summarised = np.minimum(summarised, squares / np.maximum(tokens, 1) * (degree - 1) / degree)
-        wire = self.wire_bytes(documents, tokens, degree) / degree / speed
+        wire = self.run_bytes(documents, tokens, degree) * (degree - 1) / degree / speed
         return np.where(degree > 1, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
 
-    def wire_bytes(self, documents: ArrayLike, tokens: ArrayLike, degree: ArrayLike) -> Floats:
-        """Return the bytes that all slots of a group receive.
-
-        States and transitions of each run go to every other slot of the group. A run that does not begin its document,
-        so that a state enters it, also gets the rows before it, from one slot.
-        """
-        states, _ = _count_states(self.partition, documents, tokens, degree)
-        return self.run_bytes(documents, tokens, degree) * (np.asarray(degree) - 1) + self.halo_bytes * states
-
     def run_bytes(self, documents: ArrayLike, tokens: ArrayLike, degree: ArrayLike) -> Floats:
-        """Return the bytes of the states and transitions of a group's runs."""
+        """Return the bytes of the states and transitions of a group's runs, which go to every other slot."""
         states, transitions = _count_states(self.partition, documents, tokens, degree)
         return self.state_bytes * states + self.transition_bytes * transitions
 
@@ -144,7 +130,8 @@ class StateCost:
     def from_json(cls, values: Any) -> "StateCost":
         """Read a cost from a JSON object; missing constants are 0. Raises PlanError for unknown ones."""
         names = [field.name for field in dataclasses.fields(cls)]
-        constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
+        constants = dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {"": values}
+        constants.pop("halo_bytes", None)  # of version 0.2
         if not all(name in names for name in constants):
             raise PlanError(f"states of a cost is an object with some of {', '.join(names)}; got {values!r}")
         return cls(**constants)
