@@ -5,8 +5,9 @@ Memory is not priced (planners receive a cap), nor is the wire between pipeline 
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -168,23 +169,24 @@ class Cost:
         heads = self.heads if heads is None else heads
         return dataclasses.replace(self, cp_comm_type=max(types, key=types.count), a2a_size=a2a_size, heads=heads)
 
-    def ways(self, most: int) -> Iterator["Cost"]:
-        """Yield this cost under each type or size to choose from for groups of up to `most` slots, or else as it is.
+    @cached_property
+    def ways(self) -> "tuple[Cost, ...]":
+        """This cost under each type or size to choose from, or else as it is; the planner takes the first of equals.
 
-        The planner takes the first of equally fast ones. Exchanges need the heads, from `heads` or the network, and
-        those of a2a+p2p a size that divides the heads and a host.
+        Exchanges need the heads, from `heads` or the network, and those of a2a+p2p a size that divides the heads and a
+        host.
         """
         if not self.has_choice:
-            yield self
-            return
+            return (self,)
         heads = self.heads or (self.network.heads if self.network else 0)
-        if self.cp_comm_type == "a2a+p2p":
-            yield self.under("a2a+p2p")
-        else:
-            yield from [self.under("a2a")] * bool(heads)
-            yield from (self.under("p2p"), self.under("all_gather"))
-        inner = range(2, min(most, self.node_size, heads) + 1)
-        yield from (self.under("a2a+p2p", i) for i in inner if heads % i == 0 and self.node_size % i == 0)
+        types = ["a2a"] * bool(heads) + ["p2p", "all_gather"] if self.cp_comm_type == "auto" else ["a2a+p2p"]
+        sizes = [i for i in range(2, min(self.node_size, heads) + 1) if heads % i == 0 and self.node_size % i == 0]
+        return (*map(self.under, types), *(self.under("a2a+p2p", size) for size in sizes))
+
+    def ways_of(self, degree: Floats) -> "list[Cost]":
+        """Return the ways that groups of these degrees can take."""
+        most = int(degree.max(initial=1))
+        return [way for way in self.ways if way.a2a_size <= most]
 
     @property
     def has_choice(self) -> bool:
@@ -231,7 +233,7 @@ class Cost:
             together = np.where(inside, degree, np.where(degree > self.node_size, on_last, 1.0))
         if self.has_choice:
             least: Floats | float = np.inf
-            for way in self.ways(int(degree.max(initial=1))):
+            for way in self.ways_of(degree):
                 seconds = way.group_seconds(tokens, squares, degree, inside, documents, together=together)
                 least = np.minimum(least, np.where(way.allows(degree), seconds, np.inf))
             return _float_array(least)

@@ -427,7 +427,7 @@ class LeastLoaded:
     """Gives each item to the bin that ends earliest with it, measured against the duration of its micro-batch.
 
     Bins of one width are in a heap by how late they end. A bin that is too full for an item waits in another heap, by
-    its room, until the items have become short enough.
+    its room, until the items, longest first, have become short enough: so the first of each heap holds the next item.
     """
 
     def __init__(self, bins: Bins, durations: list[float], problem: Problem) -> None:
@@ -449,24 +449,30 @@ class LeastLoaded:
         Returns the position of the first item that fits no bin, or the number of items.
         """
         room, late, busy, short = self.bins.room, self.late, self.bins.seconds, self.bins.short
+        waiting, changed = 0, self.heaps  # rows of the roomiest bin that waits; heaps whose first may be too full
         for position in range(first, len(items)):
             item = items[position]
-            rows, seconds, earliest, chosen_width, chosen = tokens[item], work[item], np.inf, 0, None
-            for width, idle, full in self.heaps:
+            rows, seconds, earliest, chosen = tokens[item], work[item], np.inf, None
+            if rows <= waiting:
+                waiting, changed = 0, self.heaps
+            for _, idle, full in changed:
                 while full and -full[0][0] >= rows:
                     b = heappop(full)[1]
                     heappush(idle, (late[b], b))
                 while idle and room[idle[0][1]] < rows:
                     b = heappop(idle)[1]
                     heappush(full, (-room[b], b))
-                if idle and (end := idle[0][0] + seconds / width) < earliest:
-                    earliest, chosen_width, chosen = end, width, idle
+                if full:
+                    waiting = max(waiting, -full[0][0])
+            for heap in self.heaps:
+                if heap[1] and (end := heap[1][0][0] + seconds / heap[0]) < earliest:
+                    earliest, chosen = end, heap
             if chosen is None:
                 return position
-            b = chosen[0][1]
-            heapreplace(chosen, (earliest, b))
+            b, changed = chosen[1][0][1], (chosen,)
+            heapreplace(chosen[1], (earliest, b))
             late[b] = earliest
-            busy[b] += seconds / chosen_width
+            busy[b] += seconds / chosen[0]
             room[b] -= rows
             short[b].append(item)
         return len(items)

@@ -135,7 +135,8 @@ def _search_steps(effort: EffortName, problem: Problem) -> int:
     """
     scale = {"fast": 1, "balanced": 4, "thorough": 16}[effort]
     size = len(problem.tokens) + problem.request.slots
-    return scale * max(3, min(40, 4000 // size), min(10, 32 * problem.request.slots // size))
+    most = 160_000 // size
+    return scale * max(min(3, most), min(40, 4000 // size), min(10, 32 * problem.request.slots // size, most))
 
 
 def _keep_powers_of_two(problem: Problem) -> Problem | None:

@@ -215,7 +215,7 @@ class Request(PlanOptions):
             return micro_batches
         table = GroupTable.of(micro_batches)
         cost = replace(self.cost, cp_comm_type="auto") if chooses_type else self.cost.under("a2a+p2p", 0)
-        ways = list(cost.ways(int(table.degree.max(initial=1))))
+        ways = cost.ways_of(table.degree)
         seconds = np.array([table.seconds_under(way, self.node_size) for way in ways])
         least_seconds = seconds.min(axis=0)
         choice: Iterator[int] = iter(np.argmax(seconds <= least_seconds * (1 + SAME), axis=0).tolist())
