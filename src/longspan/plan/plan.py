@@ -153,11 +153,9 @@ class Plan:
 
 
 def _check_plan_numbers(plan: Plan) -> None:
-    """Raise PlanError for a field that is no possible number, and for a plan without micro-batches."""
-    check_count("slots", plan.slots)
+    for name in ("slots", "node_size", "row_multiple"):
+        check_count(name, getattr(plan, name))
     check_count("targets", plan.targets, least=0)
-    check_count("node_size", plan.node_size)
-    check_count("row_multiple", plan.row_multiple)
     if plan.max_tokens_per_slot is not None:
         check_count("max_tokens_per_slot", plan.max_tokens_per_slot)
     check_choice("mode", plan.mode, MODES)
@@ -171,7 +169,6 @@ def _check_plan_numbers(plan: Plan) -> None:
 
 
 def _check_group(where: str, group: Group, plan: Plan) -> None:
-    """Raise PlanError for a group that is empty, or whose slots, types or sizes are not possible."""
     if not group.slots or not group.documents:
         missing = "slots" if group.documents else "documents"
         raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
@@ -192,7 +189,6 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
 
 
 def _check_group_lengths(where: str, group: Group, plan: Plan) -> None:
-    """Raise PlanError unless a group has its documents' lengths, and pads to no less than the longest."""
     if len(group.documents) != len(group.lengths):
         raise PlanError(f"{where} has {len(group.documents)} documents and {len(group.lengths)} lengths")
     if min(group.documents) < 0 or max(group.documents) >= len(plan.lengths):
@@ -208,7 +204,6 @@ def _check_group_lengths(where: str, group: Group, plan: Plan) -> None:
 
 
 def _check_documents(plan: Plan) -> None:
-    """Raise PlanError unless every document is in exactly one group."""
     documents = np.array([d for batch in plan.micro_batches for d in batch.documents], dtype=np.int64)
     times = np.bincount(documents, minlength=len(plan.lengths))
     wrong = np.flatnonzero(times != 1)
@@ -223,7 +218,6 @@ def _check_documents(plan: Plan) -> None:
 
 
 def _check_cap(plan: Plan) -> None:
-    """Raise PlanError where a slot holds more rows than max_tokens_per_slot."""
     cap = plan.max_tokens_per_slot
     if cap is None:
         return
@@ -245,37 +239,25 @@ def _excerpt(values: Sequence[object], limit: int = 8) -> str:
 
 
 def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
-    """Return the first lines of a plan's table: its documents, tokens, seconds and efficiency."""
     cap = f"at most {plan.max_tokens_per_slot:,}" if plan.max_tokens_per_slot else "no limit on"
     lengths = sorted(plan.lengths)
     median = f", median {lengths[len(lengths) // 2]:,}" if lengths else ""
     spread = f"{lengths[0]:,} to {lengths[-1]:,} rows{median}" if lengths else "none"
-    fullest = int(times.rows.max(initial=0))
-    return [
+    fullest, bound, seconds = int(times.rows.max(initial=0)), plan.lower_bound_seconds, times.step_seconds
+    ratio = f"{seconds / bound:.3f} x the lower bound of {_seconds_text(bound)}" if bound else "no lower bound"
+    lines = [
         f"{plan.planner} plan, {plan.mode}: {plural(plan.slots, 'slot')}, "
         f"{plural(len(plan.micro_batches), 'micro-batch', 'es')}, {cap} rows a slot",
         f"  documents   {len(plan.lengths):>14,}   {spread}",
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
-        f"  predicted   {_seconds_text(times.step_seconds):>14}   {_ratio_to_bound(plan, times)}",
+        f"  predicted   {_seconds_text(seconds):>14}   {ratio}",
         f"  priced for  {cost.source or NO_MACHINE}",
-        *_closing_lines(plan, cost, times),
-        f"  rows used   {plan.efficiency:>14.1%}   of slots x micro-batches x the fullest slot's {fullest:,} rows",
     ]
-
-
-def _ratio_to_bound(plan: Plan, times: Timeline) -> str:
-    bound = plan.lower_bound_seconds
-    return (
-        f"{times.step_seconds / bound:.3f} x the lower bound of {_seconds_text(bound)}" if bound else "no lower bound"
-    )
-
-
-def _closing_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
-    """In lockstep parameters are gathered and gradients summed in every micro-batch, whose seconds include that."""
-    if plan.mode == "lockstep" or not cost.closing_seconds:
-        return []
-    closing, share = _seconds_text(cost.closing_seconds), cost.closing_seconds / times.step_seconds
-    return [f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed"]
+    if plan.mode == "free" and cost.closing_seconds:  # in lockstep every micro-batch gathers and sums
+        closing, share = _seconds_text(cost.closing_seconds), cost.closing_seconds / seconds
+        lines.append(f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed")
+    used = f"of slots x micro-batches x the fullest slot's {fullest:,} rows"
+    return [*lines, f"  rows used   {plan.efficiency:>14.1%}   {used}"]
 
 
 def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:

@@ -1,8 +1,7 @@
 """Plans of coming steps, made in another process while this one trains; the same plans as made inline.
 
 Planning is Python code and holds the interpreter's lock: a thread would make training wait for it, up to 5 ms at a time
-(CPython's switch interval). A planner is any function from a step to its plan. The process and what runs in it are in
-`planning.py`.
+(CPython's switch interval). The process and what runs in it are in `planning.py`.
 """
 
 from collections.abc import Callable

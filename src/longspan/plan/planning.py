@@ -1,7 +1,6 @@
 """The process that makes plans ahead: first as its owner sees it (`Planning`), then what runs in it (`serve_plans`).
 
-Requests are answered one after the other. One is (generation, step); requests of an older generation than the newest
-are void and are answered without planning. How the process starts and ends is `launch/worker.py`'s.
+Requests are answered one after the other. How the process starts and ends is `launch/worker.py`'s.
 """
 
 import os

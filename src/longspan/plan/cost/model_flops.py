@@ -1,11 +1,8 @@
 """Model FLOPs of a step, and what a device could do: the two sides of MFU.
 
-The convention is that of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B): forward and
-backward without recomputation, 6 FLOPs a token for each weight that multiplies it, and attention's two products. Unlike
-there, attention is counted as it is masked: causally over each document's true length, in windowed layers over the
-window, and in chunked layers inside each chunk. Of experts the active ones count; the output head counts, the input
-embedding, norms and padding do not. A state-space layer counts by its recurrence, row by row: the products of a row
-with its state, not those of the chunks in which kernels compute them.
+The convention is that of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B), but attention is
+counted as it is masked. Of experts the active ones count; the output head counts, the input embedding, norms and
+padding do not. A state-space layer counts by its recurrence, row by row, not by the chunks of its kernels.
 """
 
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ from longspan.plan.cost.cost import Cost, Rows, price_attention
 from longspan.plan.cost.state_cost import busiest_ratio
 from longspan.plan.micro_batch import Group
 
-CallPasses = Literal["both", "forward"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
@@ -31,7 +29,7 @@ class AttentionCall:
     kv_heads: int
     head_dim: int
     bytes_per_number: int = 2
-    passes: CallPasses = "both"
+    passes: Literal["both", "forward"] = "both"
     value_dim: int | None = None
     causal: bool = True
     window: int | None = None

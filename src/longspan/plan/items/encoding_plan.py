@@ -1,8 +1,7 @@
 """How the items of a step are encoded and where their rows go: waves, each with who has and who needs which rows.
 
-Which rows a rank encodes and which it needs follow from plans only, so that every rank computes both for all ranks and
-nothing is exchanged to learn them. The homes may be any over the same ranks: slots of the encoder and of the language
-model need not align.
+Both follow from plans only: every rank computes them for all ranks, and nothing is exchanged to learn them. The homes
+may be any over the same ranks.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
 """Which positions of documents the rows of images, clips and other items take, as integers that every rank has.
 
-A row id counts the rows of one modality: item after item as they are listed, and inside an item in the order of its
-spans. What is in an item does not matter here.
+A row id counts the rows of one modality: item after item as listed, inside an item in the order of its spans.
 """
 
 import hashlib

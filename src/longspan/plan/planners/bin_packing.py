@@ -1,7 +1,6 @@
 """Sorted documents into bins: first fit to need few bins, longest processing time first to level them.
 
-Both take documents longest first and are exact integer or sequential float work in one order, so that every host gets
-the same bins. Slots and micro-batches do not appear here.
+Both are exact integer or sequential float work in one order, so that every host gets the same bins.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
 """Plans in which every group has the same context-parallel degree, as contiguous blocks of slots: packed or padded.
 
-Documents are packed into bins of at most a group's capacity, and bins into micro-batches: few bins (first-fit
-decreasing) or level ones (longest processing time first), whichever the cost model prefers. The padded batch is the
-baseline that packing is compared with, and what a model needs that cannot tell packed documents apart. Degrees that
-vary are the business of `dynamic/`.
+The padded batch is the baseline that packing is compared with, and what a model needs that cannot tell packed documents
+apart.
 """
 
 import math
@@ -14,16 +12,13 @@ from typing import Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.layout import Layout
+from longspan.layout import Floats, Integers, Layout
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.bin_packing import pack_first_fit, pack_least_loaded
 from longspan.plan.planners.options import PlanKeywords, PlanOptions, call_options, shows_options
 from longspan.plan.planners.request import Request
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @shows_options
@@ -91,7 +86,7 @@ class Packer:
 
     request: Request
     cp: int
-    order: Ints  # (documents,) ids, longest first, equal lengths by id
+    order: Integers  # (documents,) ids, longest first, equal lengths by id
     lengths: list[int]  # (documents,) in that order
     work: list[float]  # (documents,) seconds, in that order
     room: int  # rows that a group holds
@@ -109,7 +104,7 @@ class Packer:
         work = request.cost.work_seconds(lengths, lengths * lengths)
         return cls(request, cp, order, lengths.tolist(), work.tolist(), room, inside)
 
-    def assignments(self) -> Iterator[Ints]:
+    def assignments(self) -> Iterator[Integers]:
         """Yield assignments that are worth pricing.
 
         These are the fewest bins; bins of about equal work, in as few micro-batches and in one multiple more; and in
@@ -126,7 +121,7 @@ class Packer:
         if self.request.mode == "free":
             yield self._assign_by_group()
 
-    def seconds(self, assignment: Ints) -> float:
+    def seconds(self, assignment: Integers) -> float:
         """Return the seconds of the step; sums are exactly rounded, so that all hosts prefer the same assignment.
 
         In lockstep the slowest group of each micro-batch counts. In free mode the busiest group does, without the
@@ -137,11 +132,11 @@ class Packer:
             return self.request.cost.lockstep_seconds(matrix.max(axis=1).tolist())
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
 
-    def fastest_assignment(self) -> Ints:
+    def fastest_assignment(self) -> Integers:
         """Return the assignment of the shortest step."""
         return min(self.assignments(), key=self.seconds)
 
-    def micro_batches(self, assignment: Ints) -> list[MicroBatch]:
+    def micro_batches(self, assignment: Integers) -> list[MicroBatch]:
         """Make the micro-batches of an assignment: for each place with documents a group, with rising ids."""
         documents_of: dict[int, list[int]] = {}
         for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
@@ -152,13 +147,13 @@ class Packer:
             batches[m].append(self.request.group(range(g * self.cp, (g + 1) * self.cp), documents_of[place]))
         return [MicroBatch(tuple(groups)) for groups in batches]
 
-    def _sort_bins(self, bins: Sequence[int]) -> Ints:
+    def _sort_bins(self, bins: Sequence[int]) -> Integers:
         """The groups of bins are not chosen yet, so every bin is priced inside a node."""
         places = np.array(bins, dtype=np.int64)
         rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
         return rank[places]
 
-    def _level_groups(self, assignment: Ints) -> Ints:
+    def _level_groups(self, assignment: Integers) -> Integers:
         """Groups are placed later, so all are priced inside a node."""
         groups, count = len(self.inside), self._count_micro_batches(assignment)
         batch, new_assignment = assignment // groups, assignment.copy()
@@ -174,7 +169,7 @@ class Packer:
         )
         return np.where((seconds_after < seconds_before)[batch], new_assignment, assignment)
 
-    def _place_bins(self, assignment: Ints) -> Ints:
+    def _place_bins(self, assignment: Integers) -> Integers:
         """In lockstep groups inside a node get the slowest bins, as messages are faster there. In free mode groups with
         the least work in the micro-batches before get them, as only a group's total counts.
         """
@@ -186,7 +181,7 @@ class Packer:
             load[place[m] - m * groups] += seconds
         return place.reshape(-1)[assignment]
 
-    def _assign_by_group(self) -> Ints:
+    def _assign_by_group(self) -> Integers:
         groups, all_rows = len(self.inside), sum(self.lengths)
         group_of_document = np.array(pack_least_loaded(self.lengths, self.work, groups, all_rows), dtype=np.int64)
         assignment = np.empty_like(group_of_document)
@@ -197,14 +192,14 @@ class Packer:
         return assignment
 
     def _seconds_of_places(
-        self, assignment: Ints, inside: NDArray[np.bool_] | bool, count: int | None = None
+        self, assignment: Integers, inside: NDArray[np.bool_] | bool, count: int | None = None
     ) -> Floats:
         """`count` is the number of micro-batches (None: as many as the assignment has)."""
         count = count or self._count_micro_batches(assignment)
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
 
-    def _bin_seconds(self, bins: Ints, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
+    def _bin_seconds(self, bins: Integers, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
         """Return the seconds of each bin (count,), 0 without documents; `inside`: whether its group is in a node."""
         rows = np.array(self.lengths, dtype=np.int64)
         tokens, squares = np.zeros((2, count), dtype=np.int64)
@@ -213,7 +208,7 @@ class Packer:
         documents = np.bincount(bins, minlength=count)
         return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0)
 
-    def _count_micro_batches(self, assignment: Ints) -> int:
+    def _count_micro_batches(self, assignment: Integers) -> int:
         return self._round_up(1 + int(assignment.max()) // len(self.inside))
 
     def _round_up(self, micro_batches: int) -> int:

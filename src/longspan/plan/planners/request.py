@@ -76,7 +76,6 @@ class Request(PlanOptions):
         return cost.for_partition(self.partition)
 
     def _check_mode(self, home: Layout) -> None:
-        """Raise PlanError for free mode in a home whose slots must wait for each other."""
         if self.mode == "free" and home.ep > 1:
             raise PlanError(
                 f"mode is 'free' and the home has ep {home.ep}: slots that share experts wait for each other in every "
@@ -89,10 +88,8 @@ class Request(PlanOptions):
             )
 
     def _check_numbers(self) -> None:
-        """Raise PlanError for an option that is no possible number or choice."""
-        check_count("node_size", self.node_size)
-        check_count("micro_batch_multiple", self.micro_batch_multiple)
-        check_count("row_multiple", self.row_multiple)
+        for name in ("node_size", "micro_batch_multiple", "row_multiple"):
+            check_count(name, getattr(self, name))
         check_choice("mode", self.mode, MODES)
         check_choice("partition", self.partition, PARTITIONS)
         if self.targets is not None:
