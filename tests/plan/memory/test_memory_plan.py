@@ -21,8 +21,7 @@ from longspan.plan import (
     Plan,
     plan_fixed,
 )
-from longspan.plan.memory.layer_table import LayerTable
-from longspan.plan.memory.loads import SlotLoad, slot_loads
+from longspan.plan.memory.layer_table import LayerTable, SlotLoad, slot_loads
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.model_shape import QWEN3_8B
 

@@ -9,7 +9,7 @@ from longspan.errors import PlanError, plural
 from longspan.layout import Layout
 from longspan.plan.cost.machine import CostSettings, Machine, Recomputation
 from longspan.plan.memory.bytes import Bytes, gib_text
-from longspan.plan.memory.loads import SlotLoad, slot_loads
+from longspan.plan.memory.layer_table import SlotLoad, slot_loads
 from longspan.plan.memory.parameters import ModelNumbers, make_stages
 from longspan.plan.memory.settings import MEASURES, Measure, MemoryBudget, MemorySettings
 from longspan.plan.memory.stage_bytes import StageBytes

@@ -8,7 +8,7 @@ from typing import Any
 
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
-from longspan.plan.memory.loads import SlotLoad
+from longspan.plan.memory.layer_table import SlotLoad
 from longspan.plan.memory.memory_plan import MemoryNeeds, MemoryPlan
 from longspan.plan.memory.settings import MEASURES, Measure
 from longspan.plan.memory.stage_bytes import StageBytes

@@ -10,8 +10,7 @@ from functools import cached_property
 
 from longspan.layout import Layout
 from longspan.plan.memory.bytes import Bytes
-from longspan.plan.memory.layer_table import LayerTable
-from longspan.plan.memory.loads import SlotLoad
+from longspan.plan.memory.layer_table import LayerTable, SlotLoad
 from longspan.plan.memory.parameters import ModelNumbers, Numbers, Stage
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Measure, MemorySettings, places_in_segments
 from longspan.plan.shape.config_reader import ConfigReader

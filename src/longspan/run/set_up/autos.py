@@ -18,7 +18,7 @@ from longspan.errors import ConfigError, ModelError
 from longspan.model.load import check_folder
 from longspan.plan import Cost
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tables
-from longspan.run.set_up.resume import check_steps_left, keep_held_out_count
+from longspan.run.set_up.resume import check_steps_left
 from longspan.train.memory.slot_rows import choose_rows
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.order import set_epoch_steps, source_lines
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 
 
 def open_run_documents(
-    config: RunConfig, checkpoint: Path | None, world: World, log: LogLine
+    config: RunConfig, checkpoint: Path | None, state: dict[str, Any], world: World, log: LogLine
 ) -> tuple[RunConfig, RunConfig, RunData]:
     """Open the documents of a run; return its configuration, the one to write as config.toml, and the data.
 
     The configuration then has numbers in place of what depends on documents or hosts: held-out documents, slots of a
     host, and the steps of `train.epochs`.
     """
-    config = keep_held_out_count(config, checkpoint, world)
+    if state and config.data.eval_documents == AUTO:
+        config = replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
     node_size, config = config.context.node_size, set_node_size(config, world)
     use_machine(config, world, log)
     if config.model.path and checkpoint is None:  # what its files lack is found before a corpus is made
@@ -51,7 +52,7 @@ def open_run_documents(
     for line in source_lines(config, data.order):
         log(line)
     if checkpoint is not None:
-        check_steps_left(config, data, world, checkpoint, log)
+        check_steps_left(config, data, checkpoint, state, log)
     data.check_fit(config, world)
     return config, as_written, data
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ _FIXED_KEYS = ("mtp.depths", "mtp.train_whole", "mtp.weights", "train.seed", "tr
 _FIXED_KEYS += ("train.optimizer", "train.optimizer_arguments")
 
 
-def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path | None:
-    """Return the checkpoint that this run resumes from, None if it begins; entered by all ranks.
+def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:
+    """Return the checkpoint that this run resumes from, with its state, or None and {}; entered by all ranks.
 
     Removes what unfinished saves left, and marks damaged checkpoints. Raises CheckpointError if `run.resume` does not
     allow that, where nothing good is left or documents were ordered in another way, and ConfigError for another run's.
@@ -40,39 +40,21 @@ def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> Path 
             raise CheckpointError(
                 f"run.resume is 'must' and there is no checkpoint in {root}; use 'auto' to begin a run"
             )
-        return None
+        return None, {}
     if config.run.resume == "never":
         raise CheckpointError(
             f"run.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
         )
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     _check_same_run(config, state, checkpoint)
-    return checkpoint
+    return checkpoint, state
 
 
-def keep_held_out_count(config: RunConfig, checkpoint: Path | None, world: World) -> RunConfig:
-    """Return the configuration with the checkpoint's number of held-out documents in place of "auto".
-
-    All ranks enter. A run that begins (`checkpoint` None) keeps "auto" until its corpus is open.
-    """
-    if checkpoint is None or config.data.eval_documents != AUTO:
-        return config
-    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
-    return replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
-
-
-def steps_done(checkpoint: Path, world: World) -> int:
-    """Return how many steps were done when a checkpoint was saved; entered by all ranks."""
-    return int(run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError).get("step", 0))
-
-
-def check_steps_left(config: RunConfig, data: RunData, world: World, checkpoint: Path, log: LogLine) -> None:
+def check_steps_left(config: RunConfig, data: RunData, checkpoint: Path, state: dict[str, Any], log: LogLine) -> None:
     """Raise ConfigError for a checkpoint beyond the last step, and for a finished run under other keys.
 
-    Under other epochs the steps so far may not end where the next one begins, which is an error too. All ranks call it
-    together, once `train.steps` is known.
+    Under other epochs the steps so far may not end where the next one begins, which is an error too.
     """
-    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     if state.get("step", 0) > config.train.steps:
         key = "train.epochs" if config.train.epochs else "train.steps"
         raise ConfigError(

@@ -24,7 +24,7 @@ from longspan.run.set_up.autos import (
     plan_run_memory,
     resolve_evaluations,
 )
-from longspan.run.set_up.resume import checkpoint_to_resume, rate_line, steps_done
+from longspan.run.set_up.resume import checkpoint_to_resume, rate_line
 from longspan.run.set_up.run_model import check_adapter_targets, fit_configuration, set_up_model
 from longspan.train.starts import Starts
 from longspan.train.training import make_optimizer
@@ -43,11 +43,11 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     `starts` notes how long the parts of the set-up take.
     """
     log(settings_line(config))
-    checkpoint = checkpoint_to_resume(config, world, log)
-    config, as_written, data = open_run_documents(config, checkpoint, world, log)
+    checkpoint, state = checkpoint_to_resume(config, world, log)
+    config, as_written, data = open_run_documents(config, checkpoint, state, world, log)
     configuration = fit_configuration(data, config, world, log)
     config, why_partition = choose_run_partition(config, data, configuration, world, log)
-    done = 0 if checkpoint is None else steps_done(checkpoint, world)
+    done = int(state.get("step", 0))
     starts.end_part("data")
     config, memory = plan_run_memory(config, data, configuration, world, log, done=done)
     data.check_fit(config, world)  # again: the longest document may need more rows than fit
@@ -57,7 +57,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     world.seed = config.train.seed
     optimizer = make_optimizer(config, world, model, memory=memory)
     if checkpoint is not None:
-        state = load_checkpoint(checkpoint, model, optimizer, world)
+        load_checkpoint(checkpoint, model, optimizer, world)
         log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
         if done < config.train.steps and (line := rate_line(config, state)):
             log(line)
