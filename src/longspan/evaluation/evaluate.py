@@ -59,7 +59,7 @@ def evaluate(
     started, options = time.perf_counter(), options or EvaluationOptions()
     inputs = move_rows(_check_inputs(model, documents, choice, world))
     plan, naming = inputs.plan, world.watch.naming("evaluation", world.home.ranks, step=options.step)
-    with naming, measure_added_peak(world.device) as memory:
+    with naming, measure_added_peak(world.device) as added_bytes:
         portions = Portions(inputs, options, started)
         totals = portions.run()
     if totals.rows != plan.targets:  # the mean would be wrong
@@ -72,7 +72,7 @@ def evaluate(
         cp=_degree_of_result(choice, plan),
         seconds=time.perf_counter() - started,
         # Without the parameters that stayed gathered, which are no activations.
-        activation_bytes=None if memory.bytes is None else world.control.largest(memory.bytes - portions.gathered),
+        activation_bytes=world.control.largest(added_bytes[0] - portions.gathered) if added_bytes else None,
     )
 
 

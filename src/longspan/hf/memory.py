@@ -1,7 +1,7 @@
 """What a Trainer's model keeps and computes in: its arguments, and a plan of memory, as options of `prepare`."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -41,16 +41,19 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     default = {key.name: key.default for key in fields(args)}
     if asks_recomputation(args) and any(getattr(args, name, None) != default.get(name) for name in CHECKPOINTING):
         config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
-    gpu = trainer.world.device.type == "cuda"
-    lengths = _document_lengths(trainer)
-    rows, memory = 0, None
+    lengths, rows, memory = _document_lengths(trainer), 0, None
     if lengths:
         model, home = unwrap_model(trainer.model).config, trainer.world.home
         # Steps 0 to 63, with lengths drawn at random, stand for all steps.
-        steps = ComingSteps(lambda step: _step_lengths(trainer, lengths, step), home, query_heads(model), 0, 64)
-        rows, memory = choose_memory_on_ranks(
-            RunMemory(config=config, model=model, ahead=steps, gpu=gpu), trainer.world, _log.info
-        )
+        batch = trainer.args  # of all ranks
+        rows_of_step = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
+
+        def lengths_of_step(step: int) -> list[int]:
+            return np.random.default_rng(step).choice(np.asarray(lengths), rows_of_step).tolist()
+
+        steps = ComingSteps(lengths_of_step, home, query_heads(model), 0, 64)
+        run = RunMemory(config=config, model=model, ahead=steps, gpu=trainer.world.device.type == "cuda")
+        rows, memory = choose_memory_on_ranks(run, trainer.world, _log.info)
     if config.context.max_tokens_per_slot == AUTO:
         limit = rows if memory is not None else 0
         config = replace(config, context=replace(config.context, max_tokens_per_slot=limit))
@@ -111,10 +114,3 @@ def _document_lengths(trainer: Any) -> list[int]:
         # Prompts without a limit are taken to be as long as answers.
         longest_allowed = answer + (getattr(args, "max_prompt_length", None) or answer)
     return [int(longest_allowed)] if longest_allowed else []
-
-
-def _step_lengths(trainer: Any, lengths: Sequence[int], step: int) -> list[int]:
-    """Return lengths for the rows of a step, drawn from `lengths` with the step as seed, so alike on all ranks."""
-    args = trainer.args  # its batch is that of all ranks
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    return np.random.default_rng(step).choice(np.asarray(lengths), rows).tolist()

@@ -20,13 +20,7 @@ WARNED_AFTER = 3  # steps one after another in which an allocator had to give me
 
 
 class AllocatorWatch:
-    """Counts how often this rank's allocator had to give memory back in a step, and warns once where it goes on.
-
-    >>> watch = AllocatorWatch(world.device)
-    >>> columns = watch.columns()  # after each step
-    >>> if text := watch.warning(most_of_any_rank):
-    ...     display.log(text)
-    """
+    """Counts how often this rank's allocator had to give memory back in a step, and warns once where it goes on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._count_before = device, allocator_retries(device)

@@ -50,9 +50,7 @@ def gib_text(size: float) -> str:
 
 
 def bytes_hint(size: int) -> str:
-    """Return the hint for a number of bytes too small for the memory of a GPU or host.
-
-    A number from 1 to 4096 was probably meant in GiB; for another one the example is 80 GiB.
+    """Return the hint for too small a number of bytes; one from 1 to 4096 was probably meant in GiB.
 
     >>> bytes_hint(80)
     'it is a number of bytes, and fewer than a CUDA context takes; 80 GiB are 85899345920'
@@ -84,8 +82,7 @@ def count_exchange_slices(
     """Return in how many slices heads are exchanged: one for each `slice_bytes` of queries, `most` at most.
 
     `query_numbers` are those of all query heads of the member with the most rows, so that all members count the same.
-    Where backward computes groups of heads one after another, as their float32 gradients are large, each group may be a
-    slice, even of more than `most`: what travels then takes less memory.
+    Each group of heads that backward computes one after another may be a slice, even of more than `most`.
 
     >>> split = HeadSplit(heads=32, kv_heads=8, degree=2)
     >>> [count_exchange_slices(split, rows * 32 * 128, 2) for rows in (4096, 65536, 360448)]

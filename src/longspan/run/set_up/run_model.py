@@ -1,8 +1,4 @@
-"""The model of a run: its configuration fitted to the documents, its files in the run's folder, loaded and prepared.
-
-A Hugging Face folder that saved and exported models of the run need has config.json, as the run trains the model (rope
-scaling included), and generation_config.json; the tokenizer's files come with the corpus.
-"""
+"""The model of a run: its configuration fitted to the documents, its files in the run's folder, loaded and prepared."""
 
 import warnings
 from copy import deepcopy
@@ -47,7 +43,7 @@ if TYPE_CHECKING:
 def keep_model_files(
     directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine
 ) -> None:
-    """Write config.json and generation_config.json into a folder, for a model of this configuration and class.
+    """Write config.json, as the run trains the model (rope scaling included), and generation_config.json into a folder.
 
     config.json names the dtype that the weights of model/ are saved in, that of the source if it names one; a line of
     the log says if it is another than that of the parameters.

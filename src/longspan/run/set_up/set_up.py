@@ -1,7 +1,4 @@
-"""`set_up`: open the data and the model of a configuration, resume from a checkpoint, resolve "auto" values.
-
-All checks that need the data or the model run here, on every rank, before the first step.
-"""
+"""`set_up`: open the data and the model of a configuration, resume from a checkpoint, resolve "auto" values."""
 
 from dataclasses import replace
 from functools import partial
@@ -37,7 +34,7 @@ def check_run(config: RunConfig, world: World, log: LogLine) -> None:
 
 
 def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> TrainingRun:
-    """Open or begin the run of a configuration that `check_run` has passed; all ranks call it together.
+    """Open or begin the run of a configuration that `check_run` has passed; all ranks call it together, before step 1.
 
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
     `starts` notes how long the parts of the set-up take.

@@ -88,14 +88,11 @@ def shorten_group(group: Group) -> Group:
 
 
 def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
-    """Return micro-batches in which every slot is in a copy of this group; `make_plan` numbers the copies' documents.
-
-    Where the group's degree does not divide the slots, a second micro-batch has the last slots.
-    """
+    """Return micro-batches in which every slot is in a copy of this group, whose documents `make_plan` numbers."""
     degree, filled_slots = group.degree, slots // group.degree * group.degree
     blocks = [tuple(range(first, first + degree)) for first in range(0, filled_slots, degree)]
     batches = [MicroBatch(tuple(replace(group, slots=block) for block in blocks))]
-    if filled_slots < slots:
+    if filled_slots < slots:  # the degree does not divide the slots
         batches.append(MicroBatch((replace(group, slots=tuple(range(slots - degree, slots))),)))
     return batches
 

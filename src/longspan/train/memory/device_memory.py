@@ -11,30 +11,23 @@ import torch
 
 from longspan.plain_text import bytes_text
 
-
-class AddedBytes:
-    """The most `bytes` that `measure_added_peak` found; None until its block has ended, and on a CPU."""
-
-    bytes: int | None = None
-
-
 _highest: dict[torch.device, int] = {}  # the peak of each GPU before `measure_added_peak` reset its allocator's figure
 
 
 @contextmanager
-def measure_added_peak(device: torch.device) -> Iterator[AddedBytes]:
-    """Measure the most bytes of a GPU that the block uses in addition.
+def measure_added_peak(device: torch.device) -> Iterator[list[int]]:
+    """Measure the most bytes of a GPU that the block uses in addition; once it has ended they are in the list.
 
     It resets the allocator's peak, and keeps the old one, so that `peak_memory_bytes` stays that of the whole process.
     """
-    added = AddedBytes()
+    added = list[int]()
     if device.type != "cuda":
         yield added
         return
     _highest[device], bytes_before = peak_memory_bytes(device), _memory_figure(device, "allocated_bytes", "current")
     torch.cuda.reset_peak_memory_stats(device)
     yield added
-    added.bytes = _memory_figure(device, "allocated_bytes", "peak") - bytes_before
+    added.append(_memory_figure(device, "allocated_bytes", "peak") - bytes_before)
 
 
 def unused_bytes(device: torch.device, ranks: int) -> int:

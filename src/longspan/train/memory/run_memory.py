@@ -70,7 +70,7 @@ class ComingSteps:
         documents that fit no group.
         """
         planners = self.planners or (config.context.planner,)
-        configs = [replace(config, context=replace(config.context, planner=planner)) for planner in planners]
+        configs = (replace(config, context=replace(config.context, planner=planner)) for planner in planners)
         choices = [PlanChoice.training(one, cost=cost, heads=self.heads) for one in configs]
         steps, sees_all = range(self.first, min(self.last, self.first + MOST_STEPS)), True
         one_degree = all(choice.has_one_degree for choice in choices)
