@@ -17,6 +17,7 @@ from longspan.files import parse_json, read_lines
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
+from longspan.plan.ways import type_text
 
 _NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
 _SECONDS = ("predicted_seconds", "lower_bound_seconds")
@@ -106,19 +107,14 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
     """
     counts = dict[tuple[int, str], tuple[int, int]]()
     for group in (group for batch in plan.micro_batches for group in batch.groups):
-        key = group.degree, _group_type_name(group) if group.degree > 1 else ""
+        kind = type_text(group.cp_comm_type, [group.hierarchical_context_parallel_sizes]) if group.degree > 1 else ""
+        key = group.degree, kind
         count, tokens = counts.get(key, (0, 0))
         counts[key] = count + 1, tokens + group.tokens
     return [
         {"degree": degree, "cp_comm_type": kind, "count": count, "tokens": tokens}
         for (degree, kind), (count, tokens) in sorted(counts.items())
     ]
-
-
-def _group_type_name(group: Group) -> str:
-    kind, sizes = group.cp_comm_type, group.hierarchical_context_parallel_sizes
-    name = kind if isinstance(kind, str) else "/".join(dict.fromkeys(kind))
-    return f"{name} {sizes}" if sizes is not None and "a2a+p2p" in name else name
 
 
 def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:

@@ -119,8 +119,7 @@ def _group_way(group: Group) -> Way:
 def _count_skipped_rows(group: Group) -> float:
     """Return for how many rows no member computes experts and logits: its share of all, less the busiest's real ones.
 
-    Real rows are the first of each document, so that a zigzag or contiguous partition gives members unlike numbers of
-    them. Shares are fractions of rows here, not rounded as in `Group.shares`; 0 without padding.
+    Real rows are the first of each document. Shares are fractions of rows here, not rounded as in `Group.shares`.
     """
     if group.pad_to is None:
         return 0.0

@@ -355,8 +355,7 @@ class Cost:
 
     def to_json(self) -> dict[str, Any]:
         """Return the constants, the source, and all else that is not at its default, for `Cost.from_json`."""
-        usual = {f.name: f.default for f in dataclasses.fields(self)}
-        values = {name: value for name in _CHOICES if (value := getattr(self, name)) != usual[name]}
+        values = {name: value for name in _CHOICES if (value := getattr(self, name)) != getattr(Cost, name)}
         values |= {"states": dataclasses.asdict(self.states)} if self.states else {}
         for name in ("network", "forward"):
             if part := getattr(self, name):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.cost.cost import Cost
@@ -14,6 +16,7 @@ from longspan.plan.cost.machine import Machine
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.step_times import GroupTable
 
 Trained = Literal["all", "projector", "none"]
 
@@ -129,10 +132,7 @@ class EncoderShape:
 
 
 def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
-    """Return how many of a tower's layers attend in windows, and the patches of a window's side.
-
-    (0, 0) if none does.
-    """
+    """Return how many of a tower's layers attend in windows, and the patches of a window's side; (0, 0): none does."""
     full = vision.value("fullatt_block_indexes")
     if full is None or not (pixels := vision.count("window_size")):
         return 0, 0
@@ -152,9 +152,7 @@ def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderSha
     gated = family.startswith(_GATED)
     windows, window = window_layers(vision, layers)
     mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
-    pixels = (
-        (vision.count("in_channels", "in_chans") or 3) * _read_size(vision, "patch") ** 2 * _read_size(vision, "frames")
-    )
+    pixels = (vision.count("in_channels", "in_chans") or 3) * _read_size(vision, "patch") ** 2
     return EncoderShape(
         width=width,
         head_size=width // vision.count("num_heads"),
@@ -162,7 +160,7 @@ def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderSha
         window_layers=windows,
         window=window,
         block_weights=layers * width * (4 * width + (3 if gated else 2) * mlp_width),
-        embed_weights=width * pixels,
+        embed_weights=width * pixels * _read_size(vision, "frames"),
         projector_weights=mergers * width * merge**2 * (width * merge**2 + hidden),
         merge=merge,
     )
@@ -175,10 +173,8 @@ def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> E
     one layer or several by two linears, without the class row unless it is kept.
     """
     width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
-    patches, class_rows = (
-        (vision.count("image_size") // _read_size(vision, "patch")) ** 2,
-        int("clip" in vision.family),
-    )
+    patches = (vision.count("image_size") // _read_size(vision, "patch")) ** 2
+    class_rows = int("clip" in vision.family)
     layers_read, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
     if model.family == "gemma3":  # patches are pooled
         projector, entry = width * hidden, 0
@@ -237,23 +233,10 @@ class EncoderLoad:
         rows, home = [count for document_images in images for count in document_images], Layout(plan.slots)
         waves = plan_dynamic(rows, home, max_tokens_per_slot=max_rows, max_cp=1, cost=cost, effort="fast")
         work = waves.timeline().busy.sum(0)
-        image_seconds = [float(sum(cost.work_seconds(n, n * n) for n in document_images)) for document_images in images]
-        return cls(
-            waves.predicted_seconds, float(work.max() / work.mean()), _replication_seconds(plan, image_seconds, cost)
-        )
-
-
-def _replication_seconds(plan: Plan, image_seconds: Sequence[float], cost: Cost) -> float:
-    """Return the seconds in which every slot encodes all images of its groups' documents.
-
-    `image_seconds` are those of each document's images. In a micro-batch all slots wait for the slowest slot; a
-    micro-batch without images launches nothing.
-    """
-    seconds = 0.0
-    for batch in plan.micro_batches:
-        work = [0.0] * plan.slots
-        for group in batch.groups:
-            for slot in group.slots:
-                work[slot] += sum(image_seconds[document] for document in group.documents)
-        seconds += max(work) + cost.micro_batch_seconds * any(work)
-    return seconds
+        of_documents = [float(sum(cost.work_seconds(n, n * n) for n in document_images)) for document_images in images]
+        groups = [group for batch in plan.micro_batches for group in batch.groups]
+        of_groups = np.array([sum(of_documents[document] for document in group.documents) for group in groups])
+        table, count = GroupTable.of(plan.micro_batches), len(plan.micro_batches)
+        slowest = table.sums_by_slot(of_groups, count, plan.slots).max(1)
+        replicated = slowest.sum() + cost.micro_batch_seconds * (slowest > 0).sum()  # without images: no launch
+        return cls(waves.predicted_seconds, float(work.max() / work.mean()), float(replicated))

@@ -49,11 +49,10 @@ def layer_types(read: ConfigReader) -> list[str]:
 
 
 def depth_types(config: Any, types: Sequence[str]) -> list[str]:
-    """Return the types of the layers of a depth of multi-token prediction, if the configuration names them.
+    """Return the types of the layers of a depth of multi-token prediction; empty if the configuration names none.
 
-    `types` are those of the model's own layers. If no layer of the model has experts, the depth has an MLP in place of
-    experts; if no layer is an MLP, it has experts in place of an MLP. Empty if the configuration names no types for a
-    depth, which then has a layer like the model's last one.
+    `types` are those of the model's own layers: if none of these has experts, the depth has an MLP in place of experts,
+    and the other way round.
 
     >>> depth_types({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
     ['full_attention', 'mlp']
@@ -90,11 +89,7 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> La
 
 
 def _infer_types(read: ConfigReader, layers: int) -> list[str]:
-    """Infer the types of a configuration that names none.
-
-    Some configurations list the layers that attend, some name the interval at which a layer attends, and some have keys
-    of models whose layers are all mixers or all hybrids. Empty if no attribute is one of mixers: all layers attend.
-    """
+    """Infer the types of a configuration that names none; empty if no attribute is one of mixers: all layers attend."""
     linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
     if (full := linear.value("full_attn_layers")) is not None:
@@ -120,12 +115,6 @@ def has_shared_blocks(read: ConfigReader) -> bool:
 
 
 def _visits_experts(read: ConfigReader, layer: int) -> bool:
-    """Return whether a layer has experts, by any of the keys with which configurations say so.
-
-    Keys list the layers with experts, or a type for each layer. Otherwise a layer must meet three conditions: not in
-    the list of dense layers, at the interval of sparse ones, and not among the first, dense ones. No layer has experts
-    if a token visits none, or if the count of experts is 0.
-    """
     if not visited_experts(read) or read.value("num_local_experts") == 0:
         return False
     if isinstance(moe_layers := read.value("moe_layers"), list):
@@ -205,9 +194,7 @@ def attention_weights(read: ConfigReader) -> Weights:
 
 
 def _shared_block_weights(read: ConfigReader, hidden: int, query: int, key: int) -> Weights:
-    """Count the weights of Zamba 2's shared block in one layer.
-
-    The block attends to [hidden | embedding], rows of twice the hidden size, and has an MLP with a gate. Each layer
+    """The block attends to [hidden | embedding], rows of twice the hidden size, and has an MLP with a gate. Each layer
     adds a projection of the block's output and its own adapters of low rank: of the MLP's first product and, if
     configured, of queries, keys and values, each with 2 · hidden numbers in and as many out.
     """
@@ -249,12 +236,8 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
 
 
 def _dense_mlp_width(read: ConfigReader) -> int:
-    """Return the width of an MLP without experts.
-
-    LFM2's is two thirds of the configured one, times a factor, in whole multiples; with experts it states the width.
-    """
-    if not read.count("conv_L_cache") or read.count("num_experts_per_tok"):
-        # of Granite without experts, of Llama 4, of others
+    # LFM2's is two thirds of the configured one, times a factor, in whole multiples; with experts it states the width.
+    if not read.count("conv_L_cache") or read.count("num_experts_per_tok"):  # Granite's, Llama 4's and others'
         names = ("shared_intermediate_size", "intermediate_size_mlp", "intermediate_size")
         return next((width for name in names if (width := read.count(name))), 0)
     width = read.count("block_ff_dim", "intermediate_size")
@@ -270,9 +253,7 @@ def _latent_sizes(read: ConfigReader) -> tuple[int, int]:
 
 
 def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
-    """Count the weights of latent attention, whose queries, keys and values go through narrow products.
-
-    Queries go through `q_lora_rank` numbers if there is one. Keys and values come from `kv_lora_rank` numbers a row,
+    """Queries go through `q_lora_rank` numbers if there is one. Keys and values come from `kv_lora_rank` numbers a row,
     and the rotary part of keys, which all heads share, straight from the row.
     """
     heads, (size, value) = read.count("num_attention_heads"), _latent_sizes(read)

@@ -126,7 +126,7 @@ def _kimi(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _mamba2(read: ConfigReader, hidden: int) -> MixerShape:
-    """Return the shape of Mamba 2, by the keys of Bamba and Granite, Nemotron-H, Zamba 2, or Mamba 2 itself."""
+    """By the keys of Bamba and Granite, Nemotron-H, Zamba 2, or Mamba 2 itself."""
     heads = _mamba2_heads(read)
     states = read.require_count("mamba_d_state", "ssm_state_size", "state_size")
     groups = read.require_count("mamba_n_groups", "n_groups", "mamba_ngroups")
@@ -150,10 +150,6 @@ def _mamba2(read: ConfigReader, hidden: int) -> MixerShape:
 
 
 def _mamba2_heads(read: ConfigReader) -> int:
-    """Return the heads of a Mamba 2 layer; 0 for Mamba 1.
-
-    `n_mamba_heads` counts only where `mamba_ngroups` is set, as in Zamba 2: the first Zamba has that key for layers of
-    Mamba 1.
-    """
+    """Return the heads of a Mamba 2 layer; 0 for Mamba 1, for which the first Zamba, without groups, has a key too."""
     heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
     return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))
