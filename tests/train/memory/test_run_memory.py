@@ -93,6 +93,17 @@ def test_settings_follow_the_keys() -> None:
     assert other.free and other.float8 and not usual.float8
 
 
+def test_scans_go_by_torch_without_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, and on a GPU whose machine has no flash-linear-attention."""
+    assert run_memory_settings(config_of()).scan_kernels
+    assert not run_memory_settings(config_of(model__compute_dtype="float32")).scan_kernels
+    run = run_of(config_of())
+    assert run.settings.scan_kernels
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(run_memory, "fla_device_lack", lambda device: "flash-linear-attention")
+    assert not run.settings.scan_kernels
+
+
 def test_the_fullest_steps_are_found_among_all() -> None:
     config = config_of()
     plans, limit = run_of(config).ahead.fullest_plans(config, Cost())

@@ -75,9 +75,7 @@ def largest_micro_batch(plans: Sequence[Plan]) -> MicroBatch:
 
 
 def shorten_group(group: Group) -> Group:
-    """Return a group of the same kind whose documents have at most LONG rows in a chunk.
-
-    A padded group is returned as it is: its padding says how many rows each document has.
+    """Return a group of the same kind whose documents have at most LONG rows in a chunk; a padded one as it is.
 
     >>> shorten_group(Group(slots=(0, 1), documents=(0, 1), lengths=(65536, 300))).lengths
     (2048, 300)

@@ -15,9 +15,10 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
     `encoder_rows` of images are encoded at once on a slot.
     """
     train, parallel = config.train, config.parallel
+    computed = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
     return MemorySettings(
         parameter_bytes=DTYPE_BYTES[config.model.dtype],
-        compute_bytes=DTYPE_BYTES[compute_dtype_name(config.model, "cuda" if gpu else "cpu")],
+        compute_bytes=DTYPE_BYTES[computed],
         state_numbers=state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets,
@@ -35,6 +36,7 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
         free=config.context.mode == "free",
         sequence_parallel=parallel.sequence_parallel,
         gpu=gpu,
+        scan_kernels=computed == "bfloat16",
         encoder_rows=encoder_rows,
         encoder_recomputed=config.encoder.recompute,
         encoder_trained=config.encoder.train or encoder_default(config),
@@ -44,8 +46,8 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
 def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
     """Return how many numbers of state the optimizer keeps for each weight.
 
-    SGD keeps one with momentum. Those of another class are counted on a small matrix, in the dtype of trained weights:
-    float32 for adapters. Only that imports torch.
+    Those of a class that is not of MOMENTS are counted on a small matrix, in the dtype of trained weights: float32 for
+    adapters. Only that imports torch.
     """
     if train.optimizer == "sgd" and any(argument.startswith("momentum") for argument in train.optimizer_arguments):
         return 1.0

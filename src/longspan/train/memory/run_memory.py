@@ -31,6 +31,7 @@ from longspan.plan import (
 from longspan.plan.memory.parameters import ModelNumbers
 from longspan.plan.memory.seconds import step_seconds
 from longspan.plan.memory.stage_bytes import CONTEXT_BYTES
+from longspan.ssm.kernels.packages import fla_device_lack
 from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings
 from longspan.train.memory.model_fits import count_ranks_of_host
 from longspan.train.plans import PlanChoice
@@ -99,11 +100,10 @@ class ComingSteps:
         return sorted({longest_step, max(lengths, key=lambda step: sum(lengths[step]))})
 
     def rows_to_try(self, config: RunConfig) -> list[int]:
-        """List the rows of a slot that `max_tokens_per_slot = "auto"` may become, the fewest first.
+        """List the rows of a slot that "auto" may become, from the fewest that hold the longest document.
 
-        The first number holds the longest document in the widest group that the heads allow. The numbers double until
-        the step with most tokens is one micro-batch. A slot has two parts of a document, each padded to a whole
-        `row_multiple`, so that so many rows are to spare.
+        The numbers double until the step with most tokens is one micro-batch. Two parts of a document on a slot, each
+        padded to a whole `row_multiple`, are to spare.
         """
         choice = PlanChoice.training(config, heads=self.heads)
         lengths = [self.lengths_of_step(step) for step in self._heaviest_steps()]
@@ -117,13 +117,10 @@ class ComingSteps:
 
 
 def full_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
-    """Make a plan with `rows` rows on every slot in each micro-batch: a document in each of the widest groups.
-
-    A pipeline gets as many micro-batches as it holds at once. Under sequence parallelism `rows` is a multiple of tp.
-    """
+    """Make a plan with `rows` rows on every slot in each micro-batch: a document in each of the widest groups."""
     choice = PlanChoice.training(config, heads=heads)
     degree = choice.widest_even_degree(home)
-    in_flight = max(1, home.pp * config.parallel.vpp)
+    in_flight = max(1, home.pp * config.parallel.vpp)  # micro-batches that a pipeline holds at once
     lengths = [rows * degree] * (home.slots // degree * in_flight)
     # without a pipeline's bubble in the price, for which more and smaller micro-batches would be made
     options = replace(choice.options, max_tokens_per_slot=rows, cost=replace(choice.options.cost, chunks=1 << 20))
@@ -143,8 +140,10 @@ class RunMemory:
 
     @property
     def settings(self) -> MemorySettings:
-        """The settings of the plan of memory, as the keys give them."""
-        return run_memory_settings(self.config, gpu=self.gpu, encoder_rows=self.encoder_rows)
+        """The settings of the plan of memory, as the keys and the kernels of this GPU give them."""
+        settings = run_memory_settings(self.config, gpu=self.gpu, encoder_rows=self.encoder_rows)
+        lack = torch.cuda.is_available() and fla_device_lack(torch.device("cuda"))
+        return replace(settings, scan_kernels=settings.scan_kernels and not lack)
 
     @property
     def machine(self) -> Machine:
@@ -193,12 +192,11 @@ class RunMemory:
 
 
 def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[int, MemoryPlan | None]:
-    """Plan a run's memory before `prepare`: what its layers keep, and the rows of a slot; entered by all ranks.
+    """Plan a run's memory before `prepare`: the rows of a slot, and what its layers keep; entered by all ranks.
 
-    The plan is None where train.memory and rows leave nothing to choose, where no bytes are known that a rank may fill
-    (CPUs without `memory_bytes`), and where the model's bytes cannot be counted: "auto" rows are then the most that a
-    step has on GPUs, where the warm-up halves them, and the fewest that hold the longest document on CPUs. Raises
-    ConfigError, on every rank, for keys that contradict each other, and with the bytes where nothing fits.
+    The plan is None where train.memory and rows leave nothing to choose, on CPUs without `memory_bytes`, and where the
+    model's bytes cannot be counted: "auto" rows are then the most that a step has on GPUs, where the warm-up halves
+    them, and on CPUs the fewest that hold the longest document. Raises ConfigError, on every rank, where nothing fits.
     """
     train, given_rows = run.config.train, run.config.context.max_tokens_per_slot
     check_measures(train, gpu=run.gpu)

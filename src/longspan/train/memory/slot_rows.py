@@ -52,10 +52,9 @@ class SlotRows:
 def choose_rows(
     run: "RunMemory", world: World, log: LogLine, *, finished: bool = False
 ) -> "tuple[RunConfig, MemoryPlan | None]":
-    """Plan the memory of a run, with rows of a slot in place of "auto"; entered by all ranks.
+    """Return the configuration, with rows of a slot in place of "auto", and the plan of memory; entered by all ranks.
 
-    Rows that an earlier start chose on as many ranks, under the same keys, hold again. A `finished` run plans nothing
-    more. Returns the configuration, and the plan of memory as `choose_memory_on_ranks` does.
+    Rows that an earlier start chose on as many ranks, under the same keys, hold again. A `finished` run plans nothing.
     """
     from longspan.train.memory.run_memory import choose_memory_on_ranks
 
@@ -103,10 +102,7 @@ def halve_rows(config: RunConfig) -> None:
 
 
 def use_training_rows(config: RunConfig) -> RunConfig:
-    """Put the rows that the run chose for training in place of "auto"; for evaluation only.
-
-    Evaluation keeps less than training, so these rows fit on any ranks. Raises ConfigError if none were chosen.
-    """
+    """Put the rows that the run chose for training in place of "auto" of evaluation, which keeps less of a row."""
     if config.context.evaluation.max_tokens_per_slot != AUTO:
         return config
     file = Path(config.run.dir) / FILE
