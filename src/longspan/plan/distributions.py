@@ -37,7 +37,6 @@ def sample_lengths(
 
 
 def _draw_lengths(name: str, random: np.random.Generator, count: int) -> NDArray[np.float64]:
-    """Draw `count` lengths of the distribution `name`, as floats that are not rounded yet."""
     if name == "lognorm":
         return np.exp(np.log(2048) + 1.4898 * random.standard_normal(count))  # ln(64K / 2K) / 2.326, the 99 % quantile
     if name == "bimodal":

@@ -22,7 +22,6 @@ from longspan.plan.shape.model_shape import ModelShape
 
 Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
-FORWARD_ALONE = "forward passes alone"
 _CHOICES = ("passes", "cp_comm_type", "a2a_size", "heads", "node_size", "stages", "chunks")
 _DIVIDED_BY_TP = (
     *("linear_seconds", "real_row_seconds", "attention_seconds", "ring_bytes", "exchange_bytes"),
@@ -153,7 +152,7 @@ class Cost:
             return self
         shared = {name: value * self.forward_shares.get(name, 1.0) for name, value in self.constants().items()}
         constants = self.forward.constants() if self.forward else shared
-        source = self.source and f"{self.source}; {FORWARD_ALONE}"
+        source = self.source and f"{self.source}; forward passes alone"
         states, forward_states = self.states and self.states.forward_only(), self.forward and self.forward.states
         if self.states and forward_states:  # measured, or priced before recomputation was added
             states = forward_states.for_partition(self.states.partition)

@@ -388,7 +388,8 @@ class Machine:
         Hosts have `node_size` slots (None: the machine's). Of a2a+p2p the group's sizes count, or the fastest pair.
         """
         # A model of one layer with nothing but this call.
-        queries, keys = call.heads * call.width // 2, call.kv_heads * call.width // 2
+        width = call.head_dim + (call.value_dim or call.head_dim)  # of a key and a value together
+        queries, keys = call.heads * width // 2, call.kv_heads * width // 2
         shape = ModelShape(
             layers=1, weights=0, query_width=queries, key_width=keys, heads=call.heads, kv_heads=call.kv_heads
         )

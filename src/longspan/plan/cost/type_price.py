@@ -41,11 +41,6 @@ class AttentionCall:
             check_count(f"{name} of an attention call", getattr(self, name))
         check_choice("passes of an attention call", self.passes, ("both", "forward"))
 
-    @property
-    def width(self) -> int:
-        """Numbers of a head's key and value together."""
-        return self.head_dim + (self.value_dim or self.head_dim)
-
     def squares(self, lengths: Sequence[int]) -> float:
         """Return twice the pairs of rows that see each other in documents of these lengths.
 

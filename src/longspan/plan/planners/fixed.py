@@ -237,28 +237,13 @@ def plan_padded(
     """
     request = Request.of(lengths, home, call_options(plan_padded, options, keywords))
     cp = request.check_degree(home, cp)
-    groups = request.slots // cp
-    return request.plan(
-        [_make_padded_batch(request, cp, documents) for documents in _divide_documents(request, cp, groups)], "padded"
-    )
-
-
-def _divide_documents(request: Request, cp: int, groups: int) -> list[range]:
-    """Without a limit of rows there is one micro-batch."""
-    if not request.lengths:
-        return []
-    count, pad = len(request.lengths), max(request.lengths)
-    documents_of_batch = groups * (count if request.rows is None else request.rows * cp // pad)
-    return [range(start, min(start + documents_of_batch, count)) for start in range(0, count, documents_of_batch)]
-
-
-def _make_padded_batch(request: Request, cp: int, documents: range) -> MicroBatch:
-    """Make one micro-batch of documents that are dealt to groups in turn, each padded to the longest of the plan."""
-    pad, groups = max(request.lengths), request.slots // cp
-    documents_of_groups = [documents[g::groups] for g in range(min(groups, len(documents)))]
-    return MicroBatch(
-        tuple(
-            request.group(range(g * cp, (g + 1) * cp), group_documents, pad_to=pad)
-            for g, group_documents in enumerate(documents_of_groups)
-        )
-    )
+    groups, count, pad = request.slots // cp, len(request.lengths), max(request.lengths, default=0)
+    # Without a limit of rows there is one micro-batch.
+    at_once = max(1, groups * (count if request.rows is None or not pad else request.rows * cp // pad))
+    batches: list[MicroBatch] = []
+    for start in range(0, count, at_once):
+        documents = range(start, min(start + at_once, count))
+        dealt = enumerate(documents[g::groups] for g in range(min(groups, len(documents))))
+        members = (request.group(range(g * cp, (g + 1) * cp), of_group, pad_to=pad) for g, of_group in dealt)
+        batches.append(MicroBatch(tuple(members)))
+    return request.plan(batches, "padded")

@@ -24,7 +24,7 @@ from longspan.plan.check import (
 from longspan.plan.cost.bound import Bound, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
 from longspan.plan.hierarchy import level_sizes
-from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKind
+from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.step_times import GroupTable, timeline
@@ -155,7 +155,8 @@ class Request(PlanOptions):
         `pad_to` is the rows to which every document is padded (None: none is).
         """
         lengths = tuple(self.lengths[d] for d in documents)
-        sizes, partition = self.level_sizes(len(slots)), self.partition_kind(len(slots))
+        sizes = self.level_sizes(len(slots))
+        partition = self.partition if len(slots) > 1 else "zigzag"  # a single slot has the same rows either way
         return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to)
 
     def level_sizes(self, degree: int) -> tuple[int, int] | None:
@@ -167,10 +168,6 @@ class Request(PlanOptions):
         if "a2a+p2p" not in self.types or sizes is None:
             return None
         return level_sizes(sizes, degree)
-
-    def partition_kind(self, degree: int) -> PartitionKind:
-        """Return how the rows of a group of this degree are divided; a single slot has the same rows either way."""
-        return self.partition if degree > 1 else "zigzag"
 
     def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
         """Make the checked plan of these micro-batches, with its predicted time and lower bound.
