@@ -46,16 +46,16 @@ def test_every_value_is_known_afterwards_and_stays(given: dict[str, Any]) -> Non
 EVAL = ("planner", "context_parallel_size", "cp_comm_type", "partition", "max_tokens_per_slot")
 SIZES = "hierarchical_context_parallel_sizes"
 FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
-    "training": ({"context_parallel_size": 4}, ["fixed", 4, "p2p", "zigzag", "auto", 0]),
+    "training": ({"context_parallel_size": 4}, ["fixed", 4, "auto", "zigzag", "auto", 0]),
     "all of it": (
         {"context_parallel_size": 2, "cp_comm_type": ("a2a", "p2p"), "partition": "contiguous", "planner": "padded"}
         | {"max_tokens_per_slot": 99, SIZES: (2, 1)},
         ["padded", 2, ("a2a", "p2p"), "contiguous", 99, (2, 1)],
     ),
-    "dynamic": ({"planner": "dynamic", SIZES: 4}, ["dynamic", 1, "p2p", "zigzag", "auto", 4]),
+    "dynamic": ({"planner": "dynamic", SIZES: 4}, ["dynamic", 1, "auto", "zigzag", "auto", 4]),
     "a degree of dynamic": (
         {"planner": "dynamic", SIZES: 4, "eval_context_parallel_size": 2},
-        ["fixed", 2, "p2p", "zigzag", "auto", (2, 1)],
+        ["fixed", 2, "auto", "zigzag", "auto", (2, 1)],
     ),
     "one degree beside dynamic plans": (
         {"planner": "dynamic", "context_parallel_size": 8, "eval_planner": "fixed", "eval_cp_comm_type": "a2a+p2p"},
@@ -63,12 +63,12 @@ FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     ),
     "another degree": (
         {"context_parallel_size": 4, "eval_context_parallel_size": 8, "max_tokens_per_slot": 64, SIZES: (2, 2)},
-        ["fixed", 8, "p2p", "zigzag", 64, (2, 4)],
+        ["fixed", 8, "auto", "zigzag", 64, (2, 4)],
     ),
-    "0": ({"context_parallel_size": 4, "eval_context_parallel_size": 0}, ["fixed", 4, "p2p", "zigzag", "auto", 0]),
+    "0": ({"context_parallel_size": 4, "eval_context_parallel_size": 0}, ["fixed", 4, "auto", "zigzag", "auto", 0]),
     "auto": (
         {"max_tokens_per_slot": 64, "eval_max_tokens_per_slot": "auto"},
-        ["fixed", 1, "p2p", "zigzag", 64, 0],
+        ["fixed", 1, "auto", "zigzag", 64, 0],
     ),
     "what is given": (
         {"eval_planner": "dynamic", "eval_cp_comm_type": "a2a", "eval_partition": "contiguous"}
@@ -121,7 +121,7 @@ def test_one_line_says_what_a_run_does() -> None:
         "[train] steps = 300, tokens_per_step = 65536, lr = 1e-05, warmup_steps = 15, eval_every = 100, save_every = 0,"
         " save_minutes = 30.0; [data] max_document_tokens = 0, "
         "eval_documents = auto; [context] planner = fixed, context_parallel_size = 1, "
-        "cp_comm_type = p2p, partition = zigzag, max_tokens_per_slot = auto; eval_context_parallel_size = 4"
+        "cp_comm_type = auto, partition = zigzag, max_tokens_per_slot = auto; eval_context_parallel_size = 4"
     )
     assert settings_line(load_config(None, OWN)).endswith("; evaluation as in training")
 

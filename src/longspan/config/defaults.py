@@ -42,7 +42,7 @@ _DEMO: dict[str, Any] = {
 _OWN_MODEL: dict[str, Any] = {
     "data.max_document_tokens": 0,
     "context.context_parallel_size": 1,
-    "context.cp_comm_type": "p2p",
+    "context.cp_comm_type": AUTO,
     "context.partition": "zigzag",
     "context.max_tokens_per_slot": AUTO,
     "train.tokens_per_step": 65536,

@@ -81,7 +81,7 @@ class PlanSection:
         ),
     ] = ""
     """How they share it: p2p, all_gather, a2a, a2a+p2p or auto (docs/attention.md); one, or one for each layer.
-    Default: p2p; of hybrids what partition is chosen with; tiny presets: the same."""
+    Default: auto; of hybrids what partition is chosen with; tiny presets: p2p, of hybrids the same."""
     partition: Annotated[
         Literal["", "auto", "zigzag", "contiguous"],
         Texts(

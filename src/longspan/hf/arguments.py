@@ -23,7 +23,7 @@ def _key(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class LongspanArguments:
-    """How ranks share documents in a Trainer, by keys of `longspan train`; its own default is `cp_comm_type="auto"`.
+    """How ranks share documents in a Trainer, by keys of `longspan train` with the same defaults.
 
     >>> LongspanArguments(context_parallel_size=4, eval_context_parallel_size=8).config().context.planner
     'fixed'
