@@ -1,6 +1,6 @@
 """What the site adds to the pages of docs/: the front page, files of the repository, pictures in two colours.
 
-- README.md is the front page.
+- README.md is the front page, CONTRIBUTING.md a page of the list and the search.
 - Links that lead outside of docs/ (../bench/records/x.md, ../examples/lora.py) work in the repository as they stand. In
   the site each such file becomes a page under repository/, or a file where it holds data, and so do those it links to.
 - Pictures with dark colours follow the reader's system in the repository; here they follow the switch of the site.
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(
     r"(?P<before>\]\(|<img [^>]*src=\"|<source [^>]*srcset=\")(?P<target>[^)\s\"#:]+)(?P<rest>(?:#[^)\s\"]*)?[)\"])"
 )
+FRONT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}  # pages of their own beside those of docs/
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml"}
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r'<img([^>]* src=")([^"]*?([\w-]+))\.svg"([^>]*)>')
@@ -32,8 +33,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the front page and every file of the repository that a page reaches."""
     _page_of.clear()
     found = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
-    _page_of.update({f"docs/{file.src_uri}": file.src_uri for file in files} | {"README.md": "index.md"})
-    found.append("README.md")
+    _page_of.update({f"docs/{file.src_uri}": file.src_uri for file in files} | FRONT)
+    found += FRONT
     while found:
         path = found.pop()
         if not path.endswith(".md"):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.shard import outside_graphs
 from longspan.errors import AttentionError
+from longspan.lazy import import_object
 from longspan.plan import Group
 from longspan.plan.check import COMM_TYPES
 
@@ -257,9 +259,8 @@ def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -
 
 
 def _check_type(kind: str, where: str) -> None:
-    """Raise AttentionError for an unknown communication type; `where` says of what it is, in the message."""
-    if kind not in COMM_TYPES:
-        raise AttentionError(f"cp_comm_type {kind!r}{where} is unknown; use one of {', '.join(COMM_TYPES)}")
+    if kind != "auto":
+        find_pattern(kind, where)
 
 
 def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
@@ -347,6 +348,23 @@ PATTERNS: dict[str, tuple[Forward, Backward]] = {
     "a2a": (a2a_forward, a2a_backward),
     "a2a+p2p": (a2a_forward, a2a_backward),
 }
+
+
+@cache
+def find_pattern(kind: str, where: str = "") -> tuple[Forward, Backward]:
+    """Find the two functions of a communication type, or the pair of one's own with this dotted name.
+
+    Raises AttentionError if there is none; `where` says of what it is.
+    """
+    pattern = PATTERNS.get(kind)
+    if isinstance(kind, str) and "." in kind:
+        pattern = import_object(kind, f"cp_comm_type{where} is {kind!r}", AttentionError)
+    if isinstance(pattern, tuple) and len(pattern) == 2 and all(map(callable, pattern)):
+        return pattern
+    raise AttentionError(
+        f"cp_comm_type {kind!r}{where} is unknown; use one of {', '.join(COMM_TYPES)}, or the dotted name of a pair of "
+        "functions of your own: forward and backward (CONTRIBUTING.md)"
+    )
 
 
 @outside_graphs
@@ -499,7 +517,7 @@ class _Attend(torch.autograd.Function):
             del saved[-_SAVED * slices :]
             saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
             with _disable_autocast(dout):
-                parts.insert(0, PATTERNS[cp_comm_type][1](take_rows(dout, rows), saved_slices, members, call))
+                parts.insert(0, find_pattern(cp_comm_type)[1](take_rows(dout, rows), saved_slices, members, call))
         dq, dk, dv = _join_rows_of_parts(
             [(part_gradients.q, part_gradients.k, part_gradients.v) for part_gradients in parts], dout, ctx.shapes
         )
@@ -534,7 +552,7 @@ def _attend_parts(
     with _disable_autocast(q):
         for rows, cp_comm_type, members in call.parts:
             part_inputs = take_rows(q, rows), take_rows(k, rows), take_rows(v, rows)
-            part_out, slices = PATTERNS[cp_comm_type][0](*part_inputs, members, call)
+            part_out, slices = find_pattern(cp_comm_type)[0](*part_inputs, members, call)
             parts.append((part_out, [Saved(*part_inputs, part_out, x.lse) for x in slices] if save_local else slices))
     (out,) = _join_rows_of_parts([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
     saved = [None if x is part_out else x for part_out, slices in parts for saved_slice in slices for x in saved_slice]

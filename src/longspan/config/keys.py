@@ -9,7 +9,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -209,18 +208,3 @@ def class_texts(kind: type) -> dict[str, str]:
             case _:
                 pass
     return texts
-
-
-def import_object(name: str, opening: str) -> Any:
-    """Import the object with a dotted name, such as a class of the user's own; None if its module has no such object.
-
-    Raises ConfigError, whose text begins with `opening`, if the module cannot be imported.
-    """
-    module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(import_module(module), attribute, None)
-    except Exception as error:  # whatever the module raises when it is imported
-        raise ConfigError(
-            f"{opening}, and {module} cannot be imported: {type(error).__name__}: {error}; install it, or put its "
-            "folder on PYTHONPATH"
-        ) from error

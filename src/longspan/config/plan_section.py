@@ -80,8 +80,9 @@ class PlanSection:
             "As context.eval_cp_comm_type. Default: the same, or auto where context_parallel_size is.",
         ),
     ] = ""
-    """How they share it: p2p, all_gather, a2a, a2a+p2p or auto (docs/attention.md); one, or one for each layer.
-    Default: auto; of hybrids what partition is chosen with; tiny presets: p2p, of hybrids the same."""
+    """How they share it: p2p, all_gather, a2a, a2a+p2p, auto or the dotted name of your own (docs/attention.md); one,
+    or one for each layer. Default: auto; of hybrids what partition is chosen with; tiny presets: p2p, of hybrids the
+    same."""
     partition: Annotated[
         Literal["", "auto", "zigzag", "contiguous"],
         Texts(
@@ -107,7 +108,7 @@ class PlanSection:
             "As context.eval_attention_kernel. Default: the same.",
         ),
     ] = ""
-    """Attention kernel (docs/attention.md); empty: the first that can."""
+    """Attention kernel (docs/attention.md), or the dotted name of your own; empty: the first that can."""
 
     @property
     def plan_keys(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The configuration that `longspan doctor --model` names: of a folder, a class of transformers or a dotted class."""
 
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from longspan.errors import ConfigError
+from longspan.lazy import import_object
 from longspan.model.weights.hf_folder import read_configuration
 
 
@@ -35,7 +35,9 @@ def find_configuration(name: str) -> PreTrainedConfig:
     elif name in CONFIG_MAPPING:
         config = CONFIG_MAPPING[name]()
     else:
-        named_class: Any = _import_dotted_name(name) if "." in name else getattr(transformers, name, None)
+        named_class: Any = (
+            import_object(name, f"--model is {name}") if "." in name else getattr(transformers, name, None)
+        )
         if isinstance(named_class, type) and issubclass(named_class, PreTrainedConfig):
             config = named_class()
         elif isinstance(named_class, type) and getattr(named_class, "config_class", None) is not None:
@@ -69,14 +71,6 @@ def register_class(config: PreTrainedConfig, architecture: type | None) -> None:
     """Let transformers make this class for its configuration, unless it has a class for that; None: change nothing."""
     if architecture is not None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         AutoModelForCausalLM.register(type(config), architecture)  # pyright: ignore[reportArgumentType]
-
-
-def _import_dotted_name(name: str) -> object:
-    module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(import_module(module), attribute, None)
-    except ImportError as error:
-        raise ConfigError(f"{name}: {module} cannot be imported: {error}") from error
 
 
 def _suggest_names(name: str) -> str:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from longspan.config.keys import import_object
 from longspan.errors import ConfigError, EvaluationError, plural
+from longspan.lazy import import_object
 
 
 class TargetRows(NamedTuple):

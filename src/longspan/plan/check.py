@@ -47,6 +47,12 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise PlanError(f"{name} is {value!r}; use one of {', '.join(choices)}")
 
 
+def check_comm_type(name: str, value: object) -> None:
+    """Raise PlanError unless the value is a communication type, or a dotted name, which `attend` looks up."""
+    if value not in COMM_TYPES and (not isinstance(value, str) or "." not in value):
+        raise PlanError(f"{name} is {value!r}; use one of {', '.join(COMM_TYPES)}, or the dotted name of your own")
+
+
 def check_size(documents: int, longest: int) -> None:
     """Raise PlanError if sums of squared lengths might not fit 63 bits, in which work is counted."""
     limit = (2**63 - 1) // max(1, longest) ** 2
@@ -64,7 +70,7 @@ def check_comm_types(cp_comm_type: str | Sequence[str]) -> tuple[str, ...]:
         raise PlanError("cp_comm_type is an empty list; give one type, or one for each layer")
     for layer, kind in enumerate(types):
         where = "cp_comm_type" if isinstance(cp_comm_type, str) else f"cp_comm_type of layer {layer}"
-        check_choice(where, kind, COMM_TYPES)
+        check_comm_type(where, kind)
     return types
 
 

@@ -6,7 +6,7 @@ layers) is checked by the run once it has them, still before the first collectiv
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,7 @@ from longspan.corpus.files import STDLIB, find_files
 from longspan.errors import ConfigError, plural
 from longspan.launch.stop_signals import NOTICES
 from longspan.layout import Layout
+from longspan.lazy import import_object
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.shape.model_shape import read_experts
@@ -431,21 +432,28 @@ def check_optimizer(config: RunConfig) -> None:
 # ---- plans
 
 
+def _check_known(key: str, name: str, known: Sequence[str]) -> None:
+    """Raise ConfigError unless the name is known, or the dotted name of something of the user's own."""
+    if "." in name and import_object(name, f"{key} is {name!r}") is None:
+        raise ConfigError(f"{key} is {name!r}, which its module does not have")
+    if "." not in name and name not in known:
+        raise ConfigError(f"{key} is {name!r}; {nearest_hint(name, known)}, or the dotted name of your own")
+
+
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents."""
     context = config.context
     kernels = {"context.attention_kernel": context.attention_kernel}
     kernels |= {f"{entry.prefix}attention_kernel": entry.attention_kernel for entry in config.evaluations}
     for key, name in kernels.items():
-        if name and name not in ATTENTION_KERNELS:
-            raise ConfigError(f"{key} is {name!r}; {nearest_hint(name, ATTENTION_KERNELS)}")
+        if name:
+            _check_known(key, name, ATTENTION_KERNELS)
     if context.cost_model:
         check_cost(context.cost_model, config.run.machine)
     for choice, cut_by, limit in _plan_choices(config, training=training):
         check_planner(choice.planner, choice.planner_key)
         for kind in choice.comm_types:
-            if kind not in COMM_TYPES:
-                raise ConfigError(f"{choice.comm_type_key} is {kind!r}; {nearest_hint(kind, COMM_TYPES)}")
+            _check_known(choice.comm_type_key, kind, COMM_TYPES)
         if not choice.degree and choice.planner != "fixed":
             raise ConfigError(
                 f'{choice.degree_key} is "{AUTO}", which chooses one degree for plans of packed documents, and '

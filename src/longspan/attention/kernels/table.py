@@ -14,6 +14,7 @@ from torch import Tensor
 from longspan.attention.call import AttendCall
 from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash
 from longspan.errors import AttentionError
+from longspan.lazy import import_object
 
 FEATURES = ("window", "softcap", "dropout")  # that some kernels lack; masks, sinks and scale are everybody's
 
@@ -197,15 +198,16 @@ def choose_kernel(call: AttendCall, name: str | None = None) -> Kernel:
 
 
 def find_kernel(name: str, hint: str | None = None) -> Kernel:
-    """Find the row of the table with this name.
+    """Find the row of the table with this name, or the `Kernel` of one's own with this dotted name.
 
     Raises AttentionError if there is none; the message ends with `hint` (None: with all names).
     """
-    for kernel in KERNELS:
-        if kernel.name == name:
-            return kernel
+    kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
+    kernel = import_object(name, f"kernel is {name!r}", AttentionError) if kernel is None and "." in name else kernel
+    if isinstance(kernel, Kernel):
+        return kernel
     names = f"; use one of {', '.join(kernel.name for kernel in KERNELS)}" if hint is None else hint
-    raise AttentionError(f"kernel {name!r} is unknown{names}")
+    raise AttentionError(f"kernel {name!r} is {'no Kernel' if kernel else 'unknown'}{names}")
 
 
 def _available_text(call: AttendCall) -> str:

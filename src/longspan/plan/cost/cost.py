@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from longspan.errors import PlanError
 from longspan.layout import Floats, Layout
-from longspan.plan.check import COMM_TYPES, check_choice, check_count, check_number
+from longspan.plan.check import check_choice, check_comm_type, check_count, check_number
 from longspan.plan.cost.links import Network
 from longspan.plan.cost.state_cost import StateCost, busiest_ratio
 from longspan.plan.shape.model_shape import ModelShape
@@ -120,8 +120,8 @@ class Cost:
             object.__setattr__(self, "source", DEFAULT_SOURCE if usual else "constants of the caller")
         if not isinstance(source := cast(object, self.source), str):
             raise PlanError(f"source is {source!r}; give words that say what model and machine the cost is of")
-        for name, choices in (("passes", get_args(Passes)), ("cp_comm_type", COMM_TYPES)):
-            check_choice(f"{name} of a cost", getattr(self, name), choices)
+        check_choice("passes of a cost", self.passes, get_args(Passes))
+        check_comm_type("cp_comm_type of a cost", self.cp_comm_type)  # one of the caller's own is priced as p2p
         if self.forward and (self.forward.passes != "forward" or self.passes == "forward"):
             refusal = "forward is the cost of forward passes only, in a cost of both passes"
             raise PlanError(f"{refusal}; Cost.forward_only makes it")
