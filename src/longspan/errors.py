@@ -18,6 +18,8 @@ LongspanError
 """
 
 import reprlib
+from importlib import import_module
+from typing import Any
 
 
 def plural(number: int, noun: str, ending: str = "s") -> str:
@@ -110,3 +112,18 @@ class CheckpointError(LongspanError, RuntimeError):
 
 class RunFolderError(LongspanError, RuntimeError):
     """A run's folder that another run holds, or that cannot be written."""
+
+
+def import_object(name: str, opening: str, kind: type[LongspanError] = ConfigError) -> Any:
+    """Import the object with a dotted name, such as a class of the user's own; None if its module has no such object.
+
+    Raises an error of this kind, whose text begins with `opening`, if the module cannot be imported.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(import_module(module), attribute, None)
+    except Exception as error:  # whatever the module raises when it is imported
+        raise kind(
+            f"{opening}, and {module} cannot be imported: {type(error).__name__}: {error}; install it, or put its "
+            "folder on PYTHONPATH"
+        ) from error

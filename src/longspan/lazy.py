@@ -1,13 +1,10 @@
-"""Names imported on first use: a package's own (PEP 562), as planning and flags need no torch, and a user's."""
+"""Names of a package that are imported on first use (PEP 562): planning, flags and process launching need no torch."""
 
 import re
 import sys
 from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-from longspan.errors import ConfigError, LongspanError
 
 
 def lazy_exports(
@@ -32,18 +29,3 @@ def lazy_exports(
         return value
 
     return load_name, lambda: sorted({*names, *vars(module)}), names
-
-
-def import_object(name: str, opening: str, kind: type[LongspanError] = ConfigError) -> Any:
-    """Import the object with a dotted name, such as a class of the user's own; None if its module has no such object.
-
-    Raises an error of this kind, whose text begins with `opening`, if the module cannot be imported.
-    """
-    module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(import_module(module), attribute, None)
-    except Exception as error:  # whatever the module raises when it is imported
-        raise kind(
-            f"{opening}, and {module} cannot be imported: {type(error).__name__}: {error}; install it, or put its "
-            "folder on PYTHONPATH"
-        ) from error

@@ -29,9 +29,7 @@ def compare(rank, slots):
         out.backward(shard.scatter(dout))
         results = [out.detach(), *(x.grad for x in local)]
         errors = [relative_error(shard.gather(x), y) for x, y in zip(results, expected, strict=True)]
-        with pytest.raises(
-            AttentionError, match=r"'tests.attention.own.NEITHER' is no Kernel; ava"
-        ):
+        with pytest.raises(AttentionError, match=r"'tests.attention.own.NEITHER' is no Kernel; ava"):
             attend(*local, shard, kernel="tests.attention.own.NEITHER")
         with pytest.raises(AttentionError, match=r"cp_comm_type is 'no_such_module.x', and no_such_module cannot"):
             attend(*local, shard, cp_comm_type="no_such_module.x")

@@ -30,8 +30,7 @@ from longspan.attention.saved_outputs import active_recording
 from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard, ShardPart, world_of
 from longspan.comm.shard import outside_graphs
-from longspan.errors import AttentionError
-from longspan.lazy import import_object
+from longspan.errors import AttentionError, import_object
 from longspan.plan import Group
 from longspan.plan.check import COMM_TYPES
 

@@ -13,8 +13,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from longspan.errors import ConfigError
-from longspan.lazy import import_object
+from longspan.errors import ConfigError, import_object
 from longspan.model.weights.hf_folder import read_configuration
 
 

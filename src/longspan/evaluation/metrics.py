@@ -18,8 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from longspan.errors import ConfigError, EvaluationError, plural
-from longspan.lazy import import_object
+from longspan.errors import ConfigError, EvaluationError, import_object, plural
 
 
 class TargetRows(NamedTuple):

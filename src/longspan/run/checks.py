@@ -31,10 +31,9 @@ from longspan.config.sections import (
     section_kinds,
 )
 from longspan.corpus.files import STDLIB, find_files
-from longspan.errors import ConfigError, plural
+from longspan.errors import ConfigError, import_object, plural
 from longspan.launch.stop_signals import NOTICES
 from longspan.layout import Layout
-from longspan.lazy import import_object
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.shape.model_shape import read_experts

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from longspan.attention.call import AttendCall
 from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash
-from longspan.errors import AttentionError
-from longspan.lazy import import_object
+from longspan.errors import AttentionError, import_object
 
 FEATURES = ("window", "softcap", "dropout")  # that some kernels lack; masks, sinks and scale are everybody's
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspan.config.file import nearest_hint
-from longspan.errors import ConfigError
-from longspan.lazy import import_object
+from longspan.errors import ConfigError, import_object
 
 
 @dataclass(frozen=True)

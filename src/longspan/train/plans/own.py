@@ -9,9 +9,8 @@ from typing import Any
 
 from longspan.config.file import nearest_hint
 from longspan.config.plan_section import PLANNERS
-from longspan.errors import ConfigError, LongspanError, PlanError, plural
+from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
-from longspan.lazy import import_object
 from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.planners.request import Request
 
