@@ -182,9 +182,9 @@ class Cost:
         sizes = [i for i in range(2, min(self.node_size, heads) + 1) if heads % i == 0 and self.node_size % i == 0]
         return (*map(self.under, types), *(self.under("a2a+p2p", size) for size in sizes))
 
-    def ways_of(self, degree: Floats) -> "list[Cost]":
+    def ways_of(self, degree: ArrayLike) -> "list[Cost]":
         """Return the ways that groups of these degrees can take."""
-        most = int(degree.max(initial=1))
+        most = np.max(degree, initial=1)
         return [way for way in self.ways if way.a2a_size <= most]
 
     @property
