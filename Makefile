@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 DOCS   := .venv-docs
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
@@ -16,7 +17,7 @@ VLM    ?= runs/vlm
 # Every process would compile longspan anew in an environment that writes no bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train vlm docs test test-all test-gpu test-oldest predictions check format types wheel wheel-demo recipes recipes-check bench size clean help
+.PHONY: train vlm docs test test-all test-gpu test-oldest test-newest predictions check format types wheel wheel-demo recipes recipes-check bench size clean help
 
 help:
 	@sed -n '1,4p' Makefile
@@ -29,6 +30,7 @@ help:
 	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores)"
 	@echo "#   make test-gpu the tests of tests/over_nccl.py over NCCL, one rank a GPU; goes on where it was ended (PART=attention: one part; RANKS_PER_GPU=8: ranks share a GPU)"
 	@echo "#   make test-oldest the tests with the oldest torch and transformers that we support (downloads several GB)"
+	@echo "#   make test-newest the tests with the newest torch, transformers and trl, on Python 3.13 (downloads several GB)"
 	@echo "#   make predictions  measured steps of bench/records beside what planners say; fails off the bar"
 	@echo "#   make docs     the site of docs/ in build/site, with every link checked (needs no torch)"
 	@echo "#   make size     lines by folder, and the largest files"
@@ -65,16 +67,26 @@ test-all: $(VENV)/.dev
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest --backend nccl -m nccl --resume=runs/test-gpu.jsonl $(if $(PART),--part $(PART)) $(if $(RANKS_PER_GPU),--ranks-per-gpu $(RANKS_PER_GPU))
 
-$(OLDEST)/.dev: pyproject.toml
-	@echo "installing the oldest torch and transformers that we support into $(OLDEST) (several GB)"
-	@$(PYTHON) -m venv $(OLDEST)
-	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-		'torch==2.11.*' 'transformers==5.17.*' -e '.[dev,viz]' \
+# $(1): folder, $(2): python, $(3): versions
+define environment
+	@echo "installing $(3) into $(1) (several GB)"
+	@$(2) -m venv $(1)
+	@$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(3) -e '.[dev,viz]' \
 		2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
-	@$(OLDEST)/bin/python -c "import pytest, hypothesis, longspan" && touch $@
+	@$(1)/bin/python -c "import pytest, hypothesis, longspan" && touch $@
+endef
+
+$(OLDEST)/.dev: pyproject.toml
+	$(call environment,$(OLDEST),$(PYTHON),'torch==2.11.*' 'transformers==5.17.*')
+
+$(NEWEST)/.dev: pyproject.toml
+	$(call environment,$(NEWEST),python3.13,'torch<2.16' 'transformers<6' 'trl<2')
 
 test-oldest: $(OLDEST)/.dev
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile
+
+test-newest: $(NEWEST)/.dev
+	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -120,4 +132,4 @@ size: $(VENV)/.core
 	@$(BIN)/python bench/source/house.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) runs build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) runs build dist
