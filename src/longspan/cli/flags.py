@@ -19,13 +19,14 @@ from tyro.conf import Fixed, FlagConversionOff, FlagCreatePairsOff, Positional, 
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from longspan.cli.processes import Device, count_ranks
-from longspan.config.defaults import resolve_defaults
+from longspan.config.defaults import find_folders, resolve_defaults
 from longspan.config.file import kind_text, nearest_hint, read_choice_word, read_file
 from longspan.config.keys import key_value, section_keys, section_texts, set_key_values
 from longspan.config.plan_section import ContextConfig, EvalConfig
 from longspan.config.sections import (
     DataConfig,
     EncoderSection,
+    ModelConfig,
     MtpSection,
     ParallelConfig,
     RunConfig,
@@ -244,6 +245,7 @@ class TrainFlags(RunConfig):
     --help shows -1 or ''.
     """
 
+    model: FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
     data: FlagConversionOff[DataConfig] = field(default_factory=DataConfig)
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     train: FlagConversionOff[TrainConfig] = field(default_factory=TrainConfig)
@@ -271,4 +273,5 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
         sections = {field.name: getattr(file, field.name) for field in fields(RunConfig)}
         flags = parse_flags(TrainFlags, argv, "longspan train", replace(TrainFlags(), **sections))
     config = RunConfig(**{field.name: getattr(flags, field.name) for field in fields(RunConfig)})
+    config = find_folders(config, weights=not flags.dry_run)
     return flags, resolve_defaults(config, count_ranks(flags.world, flags.device))

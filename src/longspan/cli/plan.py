@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +26,7 @@ from longspan.cli.plans.planning import (
 )
 from longspan.cli.plans.question import asks_for_gpus, parse_question
 from longspan.errors import ConfigError, PlanError, plural
+from longspan.hub import find_local
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import name_arguments
@@ -74,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     if asks_for_gpus(argv):
         return answer_gpu_question(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
+    flags = replace(flags, model=find_local(flags.model, "--model"))
     check_comparison_flags(flags)
     own_planners(flags)  # checks the name
     try:

@@ -7,6 +7,7 @@ config.toml. `run/checks.py` checks which values are possible. torch is imported
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ from longspan.config.keys import AUTO, NOT_GIVEN, key_value, set_key_values
 from longspan.config.plan_section import AnyPlan, EvalConfig, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError
+from longspan.hub import find_local
 from longspan.model.presets import PRESETS
 from longspan.plan.shape.model_shape import has_mixers
 
@@ -90,6 +92,29 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     context = replace(context, evaluation=inherit_keys(context.evaluation, context, context))
     config = replace(config, context=context)
     return replace(config, eval=tuple(_complete_set(entry, config) for entry in config.eval))
+
+
+def find_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
+    """Put the folder of the local cache in place of each name of the hub that stands for a model or data set.
+
+    The run's config.toml then names one revision. Without `weights` a config.json is enough of model.path. What is
+    missing is downloaded where model.download and data.download say so. Raises ConfigError for a name that is nowhere.
+    """
+    model, data = config.model, config.data
+    find_model = partial(find_local, download=model.download, download_key="model.download")
+    find_data = partial(find_local, kind="dataset", download=data.download, download_key="data.download")
+    sources = [
+        replace(source, path=find_data(source.path, f"data.sources[{number}].path"))
+        for number, source in enumerate(data.sources)
+    ]
+    path, source = find_model(model.path, "model.path", weights=weights), find_model(model.config, "model.config")
+    tokenizer, rows = find_model(data.tokenizer, "data.tokenizer"), find_data(data.path, "data.path")
+    return replace(
+        config,
+        model=replace(model, path=path, config=source),
+        data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer),
+        eval=tuple(replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.eval),
+    )
 
 
 def _set_demo(config: RunConfig, ranks: int) -> RunConfig:

@@ -33,13 +33,16 @@ class ModelConfig:
     """The model: a local Hugging Face folder, or random weights of a configuration or a preset."""
 
     path: str = ""
-    """A local Hugging Face folder with config.json and safetensors: its weights are trained on."""
+    """A local Hugging Face folder with config.json and safetensors, or the name of one on the hub that is in the local
+    cache (ORG/NAME): its weights are trained on."""
+    download: bool = False
+    """Download what path, config or data.tokenizer name on the hub into the local cache, if it is not there."""
     preset: str = ""
     """Random weights: qwen3-tiny, llama-tiny, qwen3-deep-tiny (4 layers), qwen3-moe-tiny, gpt-oss-tiny (8 experts),
     qwen3-next-tiny, bamba-tiny, granite-hybrid-tiny (hybrids), or published sizes: qwen3-0.6b, qwen3-4b, qwen3-8b,
     qwen3-30b-a3b; empty: qwen3-tiny, unless path or config is set."""
     config: str = ""
-    """A local Hugging Face folder, or its config.json: random weights of that configuration."""
+    """A local Hugging Face folder, or its config.json, or a name as in path: random weights of that configuration."""
     rope_scaling: str = ""
     """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings; empty: never."""
     rope_factor: NonNegativeFloat = 0.0
@@ -158,8 +161,11 @@ class DataConfig:
 
     path: str = ""
     """A file or folder of .txt .md .py (one text each), .jsonl (also .gz and .zst), .parquet or .arrow rows, as a data
-    set of the package datasets has them (docs/fine-tuning.md), or stdlib (sources of this Python's standard library).
-    Default: stdlib, unless there are tables [[data.sources]]."""
+    set of the package datasets has them (docs/fine-tuning.md), the name of a data set on the hub that is in the local
+    cache (ORG/NAME, or ORG/NAME/FILE), or stdlib (sources of this Python's standard library). Default: stdlib, unless
+    there are tables [[data.sources]]."""
+    download: bool = False
+    """Download the data sets that path, sources and [[eval]] name on the hub into the local cache, if it lacks them."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources with weights, in place of path: tables [[data.sources]]."""
     on_bad: Literal["error", "skip"] = "error"

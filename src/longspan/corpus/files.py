@@ -30,6 +30,7 @@ from longspan.corpus.rows.sample import BadRow, Row
 from longspan.data.manifest import SourceFile
 from longspan.errors import DataError, plural
 from longspan.files import read_json, write_atomically
+from longspan.hub import find_local
 
 LogLine = Callable[[str], None]
 
@@ -184,7 +185,7 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
 
 def find_root(path: str, *, key: str = "data.path") -> Path:
     """Find the folder or file of a corpus. Raises DataError if it does not exist or is a file of another kind."""
-    root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(path).expanduser()
+    root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(find_local(path, key, "dataset")).expanduser()
     if not root.exists():
         raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_suffix_text()}")
     if root.is_file() and not root.name.endswith(SUFFIXES):
@@ -199,7 +200,7 @@ def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[s
 
     Nothing is counted in the standard library, where only modules are meant to be read, nor for a path that is a file.
     """
-    root = Path(path).expanduser()
+    root = find_root(path)
     if path == STDLIB or not root.is_dir():
         return {}
     walked = dict(_walk_sources(root, stdlib=False, leave_out=leave_out))

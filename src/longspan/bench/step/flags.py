@@ -10,6 +10,7 @@ from tyro.conf import FlagConversionOff, Positional
 from longspan.bench.benches import BenchFlags
 from longspan.cli.flags import parse_flags
 from longspan.cli.plans.lengths import SourceFlags
+from longspan.config.defaults import find_folders
 from longspan.config.file import read_file
 from longspan.config.sections import ContextConfig, MachineSection, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from longspan.errors import ConfigError
@@ -40,7 +41,7 @@ class StepFlags(BenchFlags, SourceFlags):
     """Number of layers, for random weights; 0: as in the model's configuration."""
     sequences: str = ""
     """Lengths with commas between, in place of --lengths; each is timed as one sequence, in turn."""
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
     parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=lambda: ContextConfig(cp_comm_type="auto"))
     train: FlagConversionOff[TrainConfig] = field(default_factory=TrainConfig)
@@ -73,4 +74,5 @@ def parse_step(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
         defaults["run"] = MachineSection(file_config.run.machine)
         flags = parse_flags(StepFlags, argv, "longspan bench step", replace(StepFlags(), **defaults))
     run = replace(file_config.run, machine=flags.run.machine)
-    return flags, replace(file_config, run=run, **{name: getattr(flags, name) for name in SECTIONS})
+    config = replace(file_config, run=run, **{name: getattr(flags, name) for name in SECTIONS})
+    return flags, find_folders(config)

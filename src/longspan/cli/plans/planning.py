@@ -15,6 +15,7 @@ from longspan.cli.plans.lengths import SourceFlags
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import PLANNERS
 from longspan.errors import ConfigError, PlanError
+from longspan.hub import hub_name
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.check import check_comm_types, heads_allow
@@ -126,7 +127,8 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
         return own_cost(flags.cost_model, config, "--cost-model")
     depths, model = flags.mtp_depths if training else 0, flags.model or QWEN3_8B
     path = Path(flags.model).resolve()
-    name = (path.parent if path.is_file() else path).name if flags.model else "Qwen3-8B"
+    folder = path.parent if path.is_file() else path
+    name = (hub_name(folder) or folder.name) if flags.model else "Qwen3-8B"
     if flags.tflops:
         if flags.machine or not 0 < flags.tflops < math.inf:
             reason = f"--machine {flags.machine}, which has its own speed" if flags.machine else "a speed is above 0"

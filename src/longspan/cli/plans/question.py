@@ -13,6 +13,7 @@ from longspan.cli.flags import Switch, TrainFlags, check_flag_names, check_least
 from longspan.cli.machine import find_first_gpu
 from longspan.cli.plans.planning import PlanningFlags, find_machine
 from longspan.cli.processes import count_host_ranks, has_torchrun
+from longspan.config.defaults import find_folders
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, plural
 from longspan.host_memory import free_host_bytes
@@ -143,7 +144,7 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
             "which model? give --model FOLDER (its config.json is enough), or --model.preset NAME, such as qwen3-8b"
         )
     sections["model"] = replace(model, path=flags.model) if flags.model else model
-    return flags, Question(RunConfig(**sections), frozenset(key[2:] for key in flag_of))
+    return flags, Question(find_folders(RunConfig(**sections), weights=False), frozenset(key[2:] for key in flag_of))
 
 
 def find_source(flags: GpuFlags, question: Question) -> str:

@@ -14,6 +14,7 @@ from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection, take_keys
 from longspan.config.sections import RunConfig, set_evaluations
 from longspan.errors import CheckpointError, ConfigError, plural
+from longspan.hub import find_local
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow
 from longspan.plan.hierarchy import level_sizes
@@ -99,7 +100,8 @@ def saved_weights(target: str) -> SavedWeights:
     A folder with config.toml is a run, also where it keeps its model's config.json. Raises CheckpointError for a path
     that is none of the three.
     """
-    path = Path(target)  # step_of gives −1 for a path that is not named as a checkpoint
+    local = target if Path(target).parent.is_dir() else find_local(target, "the model", weights=True)
+    path = Path(local)  # step_of gives −1 for a path that is not named as a checkpoint
     if step_of(path) >= 0 or not path.is_dir() or (path / "config.toml").is_file():
         return SavedWeights(path, *split_target(path))
     if (path / "config.json").is_file():

@@ -1,0 +1,79 @@
+"""Names of the Hugging Face hub, ORG/NAME: their folders in the local cache. Nothing is downloaded unasked."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from longspan.errors import ConfigError
+
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<inside>(/[\w.-]+)*)")
+_OTHER_FORMATS = ("*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*")  # of weights; longspan reads none
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def find_local(
+    path: str,
+    key: str,
+    kind: Literal["model", "dataset"] = "model",
+    *,
+    download: bool = False,
+    download_key: str = "",
+    weights: bool = False,
+) -> str:
+    """Return a path of this machine as it is, and for a name of the hub the folder that the local cache has of it.
+
+    >>> find_local("Qwen/Qwen3-0.6B", "model.path", weights=True)  # doctest: +SKIP
+    '/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…'
+
+    A data set's name may go on with a path inside it. With `weights` the folder must have some. With `download` what
+    the cache lacks is downloaded into it, by one process of the host at a time, so that the others find it there.
+    Raises ConfigError for a name that is not there, or that the hub does not give.
+    """
+    name = _NAME.fullmatch(path)
+    if name is None or (kind == "model" and name["inside"]) or Path(path).expanduser().exists():
+        return path
+    from huggingface_hub import constants, snapshot_download  # which takes a second to import
+    from huggingface_hub.utils import WeakFileLock
+
+    repo, options = name["repo"], {"repo_type": kind, "ignore_patterns": [*_OTHER_FORMATS]}
+    if (folder := _cached_folder(snapshot_download, repo, options, weights=weights)) is None and download:
+        locks = Path(constants.HF_HUB_CACHE) / ".locks"
+        try:
+            locks.mkdir(parents=True, exist_ok=True)
+            with WeakFileLock(locks / f"longspan--{kind}--{repo.replace('/', '--')}.lock"):
+                folder = _cached_folder(snapshot_download, repo, options, weights=weights)
+                folder = folder or snapshot_download(repo, **options)
+        except Exception as error:  # httpx, huggingface_hub and the file system each raise their own
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{key} {path!r} cannot be downloaded ({download_key} is true): {type(error).__name__}: {reason}"
+            ) from error
+    if folder is None and kind == "dataset" and Path(path).parent.is_dir():
+        return path  # more likely a file that is not there
+    if folder is None:
+        option = " --repo-type dataset" * (kind == "dataset")
+        raise ConfigError(
+            f"{key} {path!r} does not exist on this machine, nor in the Hugging Face cache "
+            f"({constants.HF_HUB_CACHE}); hf download {repo}{option} --local-dir {repo.partition('/')[2]} downloads it"
+            + (f", or --{download_key} into the cache" if download_key else "")
+        )
+    inside = Path(folder) / name["inside"].strip("/")
+    if not inside.exists():
+        raise ConfigError(f"{key} {path!r}: {folder}, which is {repo}, has no {name['inside'].strip('/')}")
+    return str(inside)
+
+
+def hub_name(folder: Path) -> str:
+    """Return the name ORG/NAME of a folder of the local cache; "" for another folder."""
+    cached = re.fullmatch(r"(models|datasets)--(.+?)--(.+)", folder.parent.parent.name)
+    return f"{cached[2]}/{cached[3]}" if cached and folder.parent.name == "snapshots" else ""
+
+
+def _cached_folder(snapshot: Callable[..., str], repo: str, options: dict[str, Any], *, weights: bool) -> str | None:
+    """None also for a folder without weights, as one of whose files only config.json was needed before."""
+    try:
+        folder = snapshot(repo, local_files_only=True, **options)
+    except OSError:  # huggingface_hub's LocalEntryNotFoundError, and for files that are missing IncompleteSnapshotError
+        return None
+    return folder if not weights or any(any(Path(folder).glob(pattern)) for pattern in _WEIGHTS) else None

@@ -1,0 +1,96 @@
+"""Names of the hub: what the local cache has is used, and nothing is downloaded unasked."""
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from longspan.cli.flags import parse_train
+from longspan.config.defaults import find_folders
+from longspan.config.sections import DataConfig, ModelConfig, RunConfig
+from longspan.errors import ConfigError
+from longspan.hub import find_local, hub_name
+
+HASH = "c1899de289a04d12100db370d81485cdf75e47ca"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # a download would be an error
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+def put(cache: Path, repo: str, *files: str) -> Path:
+    """Put files into the cache as huggingface_hub has them, under the revision main."""
+    folder = cache / repo / "snapshots" / HASH
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"text": "some text"}\n')
+    (cache / repo / "refs").mkdir(exist_ok=True)
+    (cache / repo / "refs" / "main").write_text(HASH)
+    return folder
+
+
+def test_a_name_in_the_cache_is_its_folder(cache: Path) -> None:
+    model = put(cache, "models--Org--tiny", "config.json", "model.safetensors")
+    rows = put(cache, "datasets--org--rows", "train.jsonl", "test/rows.jsonl")
+    config = RunConfig(ModelConfig(path="Org/tiny"), DataConfig(path="org/rows/train.jsonl", tokenizer="Org/tiny"))
+    config = find_folders(config)
+    assert (config.model.path, config.data.tokenizer) == (str(model), str(model))
+    assert config.data.path == str(rows / "train.jsonl")
+    assert find_folders(config) == config
+    assert (hub_name(model), hub_name(rows), hub_name(cache)) == ("Org/tiny", "org/rows", "")
+    with pytest.raises(ConfigError, match=r"which is org/rows, has no other.jsonl"):
+        find_local("org/rows/other.jsonl", "data.path", "dataset")
+
+
+def test_a_local_folder_goes_before_the_cache(cache: Path) -> None:
+    put(cache, "models--Org--tiny", "config.json", "model.safetensors")
+    Path("Org/tiny").mkdir(parents=True)
+    assert find_local("Org/tiny", "model.path", weights=True) == "Org/tiny"
+
+
+@pytest.mark.parametrize("path", ["", "tiny", "/no/model", "./no/model", "~/no/model", "s3://no/model", "a/b/c"])
+def test_other_paths_are_left_to_their_readers(cache: Path, path: str) -> None:
+    assert find_local(path, "model.path") == path
+
+
+def test_a_name_that_is_nowhere_is_refused_before_other_keys(cache: Path) -> None:
+    advice = r"hf download Org/no --local-dir no downloads it, or --model.download into the cache"
+    with pytest.raises(ConfigError, match=rf"model.path 'Org/no' does not exist .*; {advice}"):
+        parse_train(["--model.path", "Org/no"])  # train.lr is not given either
+    with pytest.raises(ConfigError, match=r"hf download org/no --repo-type dataset --local-dir no .*--data.download"):
+        parse_train(["--data.path", "org/no"])
+
+
+def test_a_folder_of_a_configuration_alone_lacks_weights(cache: Path) -> None:
+    folder = put(cache, "models--Org--tiny", "config.json")
+    assert find_local("Org/tiny", "model.config") == str(folder)
+    with pytest.raises(ConfigError, match="hf download"):
+        find_local("Org/tiny", "model.path", weights=True)
+
+
+def test_what_is_missing_is_downloaded_once_where_a_key_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local, downloads = huggingface_hub.snapshot_download, list[tuple[str, str]]()
+
+    def snapshot(repo: str, *, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            return local(repo, local_files_only=True, **options)
+        downloads.append((repo, options["repo_type"]))
+        return str(put(cache, f"{options['repo_type']}s--{repo.replace('/', '--')}", "model.safetensors", "a.jsonl"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    words = ["--model.path", "Org/tiny", "--model.download", "--data.path", "org/rows", "--data.download", "true"]
+    _, config = parse_train(words)
+    assert downloads == [("Org/tiny", "model"), ("org/rows", "dataset")]
+    assert parse_train(words)[1] == config and len(downloads) == 2  # from the cache now
+    assert Path(config.data.path, "a.jsonl").is_file()
+
+
+def test_a_download_that_fails_names_the_key(cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.path 'Org/no' cannot be downloaded \(model.download is true\): "):
+        find_local("Org/no", "model.path", download=True, download_key="model.download")
