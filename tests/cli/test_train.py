@@ -59,7 +59,7 @@ def test_a_rank_that_fails_is_one_line_and_no_traceback(tmp_path: Path, capfd: p
     (tmp_path / "texts" / "bad.jsonl").write_text('{"no": "text"}\n')
     assert main(["train", str(written(tmp_path)), "--world", "2"]) == 2
     err = capfd.readouterr().err
-    assert err.startswith("error: bad.jsonl, line 1: needs text, or messages, or prompt and completion, or input_ids")
+    assert err.startswith("error: bad.jsonl, line 1: needs text, messages, prompt and completion, input_ids, ")
     assert len(err.splitlines()) == 1
 
 

@@ -185,9 +185,9 @@ JSONL = [
     ('{"text": "good"}\n{"text": "bad\n', r"h.jsonl, line 2: not JSON"),
     ('\n\n["text"]\n', r"h.jsonl, line 3: needs an object, such as .*; found a list: .*text"),
     ('{"content": "x"}', r"line 1: .*found keys \['content'\]"),
-    ('{"text": "good"}\n{"text": null}', r"line 2: needs text, or messages.*found keys"),
+    ('{"text": "good"}\n{"text": null}', r"line 2: needs text, messages.*found keys"),
     ('{"text": 3}', r"line 1: needs an object with a string \"text\"; \"text\" is a number: 3$"),
-    ('{"text": null, "id": 1}', r"line 1: needs text, or messages.*found keys"),
+    ('{"text": null, "id": 1}', r"line 1: needs text, messages.*found keys"),
     ('{"text": ["a"]}', r"line 1: .*\"text\" is a list: \[\"a\"\]$"),
     ("7", r"line 1: .*found a number: '7'$"),
     (

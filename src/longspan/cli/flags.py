@@ -261,6 +261,8 @@ class TrainFlags(RunConfig):
     """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
     json: Switch = False
     """Print the result as one JSON object on standard output; progress goes to standard error."""
+    show: int = 0
+    """Train nothing: print the first so many rows of each source as tokens, with the targets marked."""
     dry_run: Switch = False
     """Train nothing: print what the run would hold on each GPU, with which measures, its steps and hours."""
 
@@ -273,5 +275,5 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
         sections = {field.name: getattr(file, field.name) for field in fields(RunConfig)}
         flags = parse_flags(TrainFlags, argv, "longspan train", replace(TrainFlags(), **sections))
     config = RunConfig(**{field.name: getattr(flags, field.name) for field in fields(RunConfig)})
-    config = find_folders(config, weights=not flags.dry_run)
+    config = find_folders(config, weights=not (flags.dry_run or flags.show))
     return flags, resolve_defaults(config, count_ranks(flags.world, flags.device))

@@ -27,7 +27,7 @@ VERBS = {
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }
 _RANK_VERBS = ("train", "eval")  # verbs that start ranks, unless they show help or a plan
-_WITHOUT_RANKS = {"-h", "--help", "--dry_run", "--dry-run"}
+_WITHOUT_RANKS = {"-h", "--help", "--dry_run", "--dry-run", "--show"}
 _MODULES = {"bench": "longspan.bench.benches"}  # of verbs that are not in this folder
 EXIT_ERROR = 2
 EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help

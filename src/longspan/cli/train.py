@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from longspan.cli.flags import parse_train
+from longspan.cli.flags import check_least, parse_train
 from longspan.cli.processes import (
     choose_processes,
     compile_attention_ahead,
@@ -21,7 +21,7 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
 from longspan.launch.stop_signals import NOTICES, Interrupted, disregard_signals, leave_closed_output
-from longspan.run.checks import check_config, check_files
+from longspan.run.checks import check_config, check_data, check_files
 from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports
 
@@ -40,6 +40,14 @@ def main(argv: Sequence[str]) -> int:
 
         ranks, on_gpus = count_ranks(flags.world, flags.device), flags.device != "cpu"
         return dry_run(config, ranks=ranks, on_gpus=on_gpus, as_json=flags.json)
+    check_least(flags, show=0)
+    if flags.show:
+        from longspan.cli.show import show_rows
+
+        check_data(config)
+        check_files(config)
+        show_rows(config, flags.show)
+        return 0
     processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks
     with processes.add_note_to_errors():

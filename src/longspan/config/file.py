@@ -102,6 +102,8 @@ def _set_section(config: RunConfig, section: str, values: object, *, source: str
     if section == "data" and "sources" in values:  # tables, which are no value of a key
         values = dict(values)
         sources = _data_sources(values.pop("sources"), source)
+    if section == "data" and isinstance(columns := values.get("columns"), Mapping):
+        values = {**values, "columns": [f"{ours}={theirs}" for ours, theirs in columns.items()]}
     new_section = _set_keys(getattr(config, section), section, values, source, _key_hint)
     return replace(config, **{section: new_section if sources is None else replace(new_section, sources=sources)})
 

@@ -168,6 +168,9 @@ class DataConfig:
     """Download the data sets that path, sources and [[eval]] name on the hub into the local cache, if it lacks them."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources with weights, in place of path: tables [[data.sources]]."""
+    columns: tuple[str, ...] = ()
+    """Names of columns that are other ones in the files, as entries OURS=THEIRS (or a table: ours = "theirs"), such as
+    prompt=question completion=answer; OURS= leaves a column out."""
     on_bad: Literal["error", "skip"] = "error"
     """A row that gives no document is an error that names file and line, or is counted and skipped."""
     max_text_bytes: NonNegativeInt = MAX_TEXT_BYTES
@@ -187,6 +190,12 @@ class DataConfig:
     """The date for chat templates that ask for one, so that a conversation has the same tokens on every day."""
     tokenizer: str = ""
     """A folder with tokenizer.json; empty: the model folder's, else one trained on the corpus."""
+    chat_template: str = ""
+    """A Jinja file that writes conversations, in place of the template in the tokenizer's folder; models that the run
+    saves have it too."""
+    end_of_chat: str = ""
+    """The token that a model stops at, put behind the answer that ends a conversation, as a target, where the chat
+    template writes none there (GLM's, whose token is <|user|>)."""
     vocab_size: Annotated[int, AtLeast(257)] = 2048  # 256 bytes and the end of text at the least
     """Entries of the byte-pair tokenizer that is trained when no other is given, and of the preset's embedding."""
     parse_special_tokens: bool = False

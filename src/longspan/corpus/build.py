@@ -4,7 +4,7 @@ Documents are built in `store/`, once for all runs with the same files and setti
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -312,8 +312,14 @@ def check_largest_id(corpus: Corpus, model: PreTrainedConfig, source: str) -> No
 
 def configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
     """Load the tokenizer that data.tokenizer names, else the model folder's; None: one must be trained."""
+    template = config.data.chat_template
     if (folder := tokenizer_folder(config.data.tokenizer, config.model.source)) is not None:
-        return load_tokenizer(folder)
+        return replace(load_tokenizer(folder), template_file=Path(template).expanduser() if template else None)
+    if template:
+        raise DataError(
+            f"data.chat_template is {template!r}, and a tokenizer trained on the corpus has no tokens of chats; "
+            "name the folder of a chat model's with data.tokenizer"
+        )
     if config.model.path:
         raise DataError(
             f"the model in {config.model.path} has no tokenizer.json, and its weights know the ids of its own "

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,8 @@ class CorpusSettings:
 
     def deciding_values(self) -> dict[str, Any]:
         """Return the settings that decide the documents, by key, as values that JSON can hold."""
-        names = (*_DECIDING, *asdict(self.row_settings()))
-        values = {name: getattr(self.data, name) for name in names}
+        values = {name: getattr(self.data, name) for name in _DECIDING} | self.row_settings().deciding_values
+        values |= {"chat_template": self.data.chat_template} if self.data.chat_template else {}
         paths = [path for _, path in self.paths()]
         return ({"sources": paths} if self.data.sources else {"path": self.data.path}) | values
 
@@ -100,7 +100,9 @@ def make_recipe(
     data, encodings = settings.data, list[RowEncoding]()
     for number, _ in enumerate(settings.paths()):
         source_files = [file for file in files if file.source == number]
-        kind = kind_of_files(source_files, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes)
+        kind = kind_of_files(
+            source_files, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes, columns=data.columns
+        )
         encodings.append(RowEncoding(kind, tokenizer, settings.row_settings(), data.check_images == "pixels"))
     return Recipe(
         path=" and ".join(f"{key} {path!r}" for key, path in settings.paths()),

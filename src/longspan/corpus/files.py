@@ -25,6 +25,7 @@ import numpy as np
 from longspan.config.sections import MAX_TEXT_BYTES
 from longspan.corpus.chunk import chunk_rows
 from longspan.corpus.row_files import SUFFIXES, check_readers, row_file
+from longspan.corpus.rows.formats import rename_columns
 from longspan.corpus.rows.kinds import Kind, common_kind, row_kind
 from longspan.corpus.rows.sample import BadRow, Row
 from longspan.data.manifest import SourceFile
@@ -312,7 +313,9 @@ FIRST_ROWS, FIRST_FILES = 20, 5
 SAMPLE_CHARACTERS = 4_000_000  # at most so many train the byte-pair tokenizer
 
 
-def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: int = MAX_TEXT_BYTES) -> Kind:
+def kind_of_files(
+    files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: int = MAX_TEXT_BYTES, columns: Sequence[str] = ()
+) -> Kind:
     """Return the kind of rows of these files, by the first rows of the first files; "text" if there are no rows.
 
     A row of more than `most_bytes` (0: any) is a bad one. With `skip_bad`, bad rows and rows of no kind do not count;
@@ -320,7 +323,8 @@ def kind_of_files(files: Sequence[CorpusFile], *, skip_bad: bool, most_bytes: in
     """
     rows, bad = list[Row](), list[BadRow]()
     for file in files[:FIRST_FILES]:
-        for row in islice(_rows_of_file(file, most_bytes), FIRST_ROWS):
+        for row in islice(rows_of_file(file, most_bytes), FIRST_ROWS):
+            row = row if isinstance(row, BadRow) else rename_columns(row, columns)
             if skip_bad and not _has_kind(row):
                 continue
             if isinstance(row, BadRow):
@@ -341,7 +345,7 @@ def sample_texts(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) 
     budget = SAMPLE_CHARACTERS
     order = np.argsort(np.random.PCG64(0).random_raw(len(files)), kind="stable")
     for number in order:
-        for row in _rows_of_file(files[number], most_bytes):
+        for row in rows_of_file(files[number], most_bytes):
             text = "" if isinstance(row, BadRow) else _texts_in(row.values)
             yield text[:budget]
             budget -= len(text)
@@ -355,13 +359,13 @@ def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int
     A row of more than `most_bytes` (0: any) is a bad one.
     """
     for file in files:
-        for row in _rows_of_file(file, most_bytes):
+        for row in rows_of_file(file, most_bytes):
             if isinstance(row, BadRow):
                 raise DataError(f"{row.where}: {row.reason}")
             yield len(_texts_in(row.values).encode())
 
 
-def _rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
+def rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
     """Yield the rows of a file; a text that is not UTF-8, which is a whole file, has none."""
     for chunk in row_file(file.name, file.path, most_bytes).chunks():
         try:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import Processor
 from longspan.corpus.row_files import row_file
+from longspan.corpus.rows.formats import rename_columns
 from longspan.corpus.rows.named_media import read_row_media
 from longspan.corpus.rows.row_media import RowMedia
 from longspan.corpus.rows.sample import BadRow, RowError
@@ -41,9 +42,15 @@ class ImageReader:
     """
 
     def __init__(
-        self, table: ImageTable, processor: Processor, sources: Sequence[SourceFile], file_of: Callable[[int], int]
+        self,
+        table: ImageTable,
+        processor: Processor,
+        sources: Sequence[SourceFile],
+        file_of: Callable[[int], int],
+        columns: Sequence[str] = (),
     ) -> None:
         self._table, self._processor, self._sources, self._file_of = table, processor, sources, file_of
+        self._columns = columns  # as in `RowSettings`
         self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()  # by the images' numbers
         self._pool: ThreadPoolExecutor | None = None
         self.images_read = 0
@@ -112,7 +119,8 @@ class ImageReader:
         source = self._sources[self._file_of(placed.document)]
         row = row_file(source.name, Path(source.path)).row_at(placed.position)
         try:
-            media = RowMedia() if isinstance(row, BadRow) else read_row_media(row)  # without media: the error below
+            # without media: the error below
+            media = RowMedia() if isinstance(row, BadRow) else read_row_media(rename_columns(row, self._columns))
         except RowError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
         # Slices, as a row that has changed may have fewer images: without files the error below is raised.

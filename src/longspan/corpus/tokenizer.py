@@ -25,7 +25,13 @@ from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pi
 from longspan.errors import DataError, short_text
 from longspan.files import read_json
 from longspan.layout import Integers
-from longspan.model.weights.file_names import FAST_TOKENIZER, PROCESSOR_FILES, TOKENIZER_FILES, vocabulary_files
+from longspan.model.weights.file_names import (
+    FAST_TOKENIZER,
+    PROCESSOR_FILES,
+    TEMPLATE_FILES,
+    TOKENIZER_FILES,
+    vocabulary_files,
+)
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS, refusal_reason
 
 GENERATION = "generation_config.json"
@@ -115,7 +121,8 @@ class TextTokenizer:
     """A tokenizer and the token that ends a text (None: it has none).
 
     Two tokenizers with equal `digest` (SHA-256 of the engine without its post-processor), `opening` and `closing` give
-    equal ids. It was read from `folder` (None: it was trained here) by the class `kind` of transformers.
+    equal ids. It was read from `folder` (None: it was trained here) by the class `kind` of transformers. Chats are
+    written by the template in `template_file` (None: by the folder's).
     """
 
     engine: Tokenizer
@@ -123,6 +130,7 @@ class TextTokenizer:
     digest: str
     folder: Path | None = None
     kind: str = "Tokenizer"
+    template_file: Path | None = None
 
     @cached_property
     def size(self) -> int:
@@ -227,7 +235,12 @@ class TextTokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if self.folder is not None:
+            template = self.template_file and self.template_file.read_bytes()  # before files in `folder` are replaced
             copy_tokenizer_files(self.folder, folder)
+            if template is not None:
+                for name in TEMPLATE_FILES:
+                    _replace_with_copy(folder / "no template", folder / name)
+                (folder / TEMPLATE_FILES[0]).write_bytes(template)
             return
         self.engine.save(str(folder / "tokenizer.json"))
         settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -141,7 +141,15 @@ def map_array(path: Path) -> Array:
 
 FILE = "corpus.json"
 SHORTEST = 2  # tokens of a document: a single token predicts nothing
-_TUPLES = ("kinds", "skipped", "opening", "closing", "bad", "encodings")  # keys whose values are lists in JSON
+_TUPLES = (
+    "kinds",
+    "skipped",
+    "opening",
+    "closing",
+    "bad",
+    "encodings",
+    "columns",
+)  # keys whose values are lists in JSON
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,7 @@ class Manifest:
     largest_at: str = ""
     skipped: tuple[str, ...] = ()
     parse_special_tokens: bool = False
+    columns: tuple[str, ...] = ()
     opening: tuple[str, ...] = ()
     closing: tuple[str, ...] = ()
     special: dict[str, int] = field(default_factory=dict[str, int])

@@ -31,6 +31,7 @@ from longspan.config.sections import (
     section_kinds,
 )
 from longspan.corpus.files import STDLIB, find_files
+from longspan.corpus.rows.kinds import COLUMNS
 from longspan.errors import ConfigError, import_object, plural
 from longspan.launch.stop_signals import NOTICES
 from longspan.layout import Layout
@@ -120,6 +121,13 @@ def check_data(config: RunConfig) -> None:
             f"train.epochs is {config.train.epochs:g} and there are {count} tables [[data.sources]], whose weights say "
             "how often each is read; give train.steps, or one folder with all files as data.path"
         )
+    for column in data.columns:
+        ours, equals, theirs = column.partition("=")
+        if not equals or (theirs and ours not in COLUMNS):
+            raise ConfigError(
+                f"data.columns has {column!r}; give OURS=THEIRS, as in prompt=question, or OURS= to leave a column "
+                f"out; OURS is one of {', '.join(COLUMNS)}"
+            )
     for number, source in enumerate(data.sources):
         if not source.path:
             raise ConfigError(f"data.sources[{number}].path is empty; name a folder or file of rows")
@@ -134,6 +142,7 @@ def check_files(config: RunConfig) -> None:
     """
     model, data = config.model, config.data
     paths = {"model.path": model.path, "model.config": model.config, "data.tokenizer": data.tokenizer}
+    paths["data.chat_template"] = data.chat_template
     for key, path in paths.items():
         if path and not Path(path).expanduser().exists():
             raise ConfigError(f"{key} {path!r} does not exist; give a folder or file of this machine")

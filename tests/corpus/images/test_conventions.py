@@ -53,6 +53,11 @@ THEIRS: dict[str, Callable[[Path], Row]] = {
         "prompt": asks("<image> who?")[:1],
         "completion": asks()[1:],
     },
+    "LLaVA": lambda _: {
+        "id": "000",
+        "image": "0.png",
+        "conversations": [{"from": "human", "value": "<image> who?"}, {"from": "gpt", "value": "a 3"}],
+    },
     "a file: URL": lambda at: {"images": [f"file://{at}/0.png"], "messages": asks("<image> who?")},
     "a file: URL with escapes": lambda at: {"image": f"file://localhost{at}/%30.png", "messages": asks("<image> who?")},
     "a data: URL": lambda at: {"image": f"data:image/png;base64,{encoded(at)}", "messages": asks("<image> who?")},
@@ -106,13 +111,17 @@ def test_rows_of_other_trainers(name: str, shared: Path, monkeypatch: pytest.Mon
     assert shown(shared, THEIRS[name](shared), monkeypatch) == shown(shared, OURS, monkeypatch)
 
 
-def test_a_column_of_one_image_in_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("image_key", "columns"), [("image", ()), ("picture", ("image=picture",))])
+def test_a_column_of_one_image_in_a_table(
+    image_key: str, columns: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     image = {"bytes": (folder / "0.png").read_bytes(), "path": "x.png"}
     parquet.write_table(
-        pyarrow.Table.from_pylist([{"image": image, "messages": asks("<image> who?")}]), folder / "rows.parquet"
+        pyarrow.Table.from_pylist([{image_key: image, "messages": asks("<image> who?")}]), folder / "rows.parquet"
     )
-    assert shown(folder, {}, monkeypatch, path=str(folder / "rows.parquet")) == shown(folder, OURS, monkeypatch)
+    ours, path = shown(folder, OURS, monkeypatch), str(folder / "rows.parquet")
+    assert shown(folder, {}, monkeypatch, path=path, columns=columns) == ours
 
 
 def test_a_hole_in_a_table_is_no_text(folder: Path) -> None:

@@ -44,6 +44,12 @@ def test_a_bad_row_stands_in_its_place() -> None:
         ({"messages": [], "tools": None, "prompt": "p"}, "messages", "rows hold messages (chat)"),
         ({"prompt": "a", "completion": "b"}, "prompt+completion", "rows hold prompt and completion"),
         ({"input_ids": [1], "labels": [1]}, "input_ids", "rows hold input_ids (tokens)"),
+        ({"conversations": [], "id": 1}, "conversations", "rows hold conversations (chat, as ShareGPT has it)"),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            "instruction+output",
+            "rows hold instruction and output (chat, as Alpaca has it)",
+        ),
     ],
 )
 def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
@@ -57,8 +63,16 @@ def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
         ([], "there are no rows"),
         ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and line 1 holds text; rows of one"),
         ([{"text": "a", "messages": []}], r"line 1 holds text and also messages \(chat\); a row is of one kind"),
-        ([{"prompt": "a"}], r"line 1: needs text, or messages, .*; found keys \['prompt'\]"),
-        ([{"conversations": []}], r"found keys \['conversations'\]; rename it to messages"),
+        ([{"prompt": "a"}], r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.columns gives columns"),
+        ([{"instruction": "a"}], r"found keys \['instruction'\]; its answer is called output"),
+        (
+            [{"messages": []}, {"conversations": []}],
+            r"line 2 holds conversations \(chat, as ShareGPT has it\), and line",
+        ),
+        (
+            [{"instruction": "a", "output": "b", "text": "ab"}],
+            "holds text and also instruction and output .*data.columns",
+        ),
     ],
 )
 def test_rows_of_no_kind_or_of_two(rows: list[dict[str, object]], message: str) -> None:

@@ -104,10 +104,33 @@ class ChatEncoding:
             spans = find_assistant_spans(messages, rendered.text, self.template, tools, tokens, learnt, first)
         if not media or self.images is None:
             ids, labels = self._tokenize_rendering(rendered.text, spans.spans)
-            return Sample(ids, labels, unseen=spans.unseen)
+            return self._end_chat(Sample(ids, labels, unseen=spans.unseen), messages, learnt)
         expanded = self.images.expand_placeholders(rendered.text, media, spans.spans)
         ids, labels = self._tokenize_rendering(expanded.text, expanded.spans)
-        return self.images.add_images(Sample(ids, labels, unseen=spans.unseen), expanded)
+        sample = self._end_chat(Sample(ids, labels, unseen=spans.unseen), messages, learnt)
+        return self.images.add_images(sample, expanded)
+
+    def _end_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
+        """Put `end_of_chat` behind an answer that ends a chat, and is learnt. Calls end at other tokens, and get none.
+
+        Raises RowError for the name of no token, and if the template writes an end itself.
+        """
+        end, engine = self.settings.end_of_chat, self.tokenizer.engine
+        is_answer = len(messages) - 1 in learnt and not messages[-1].get("tool_calls")
+        if not end or not is_answer or sample.labels is None or (sample.labels == NO_TARGET).all():
+            return sample
+        ends, added = self.template.ends, engine.get_added_tokens_decoder()
+        if (token := engine.token_to_id(end)) is None:
+            advice = f"generation stops at {' or '.join(sorted(ends)) or 'no token that its folder names'}"
+            raise RowError(f"data.end_of_chat is {end!r}, which is no token of the tokenizer; {advice}")
+        stop = int(np.flatnonzero(sample.labels != NO_TARGET)[-1]) + 1  # blanks of the template may follow
+        last, behind = int(sample.ids[stop - 1]), engine.decode(sample.ids[stop:].tolist(), skip_special_tokens=False)
+        is_end = engine.id_to_token(last) in ends or (last in added and added[last].special)
+        if behind.strip() or is_end:
+            written = behind.strip() or engine.id_to_token(last)
+            raise RowError(f"data.end_of_chat is {end!r}, and the chat template writes {written!r} there; leave it out")
+        ids, labels = (np.append(values[:stop], token) for values in (sample.ids, sample.labels))
+        return sample._replace(ids=ids, labels=labels)
 
     def _tokenize_rendering(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
         """Tokenize a rendering; return its ids (n,), and labels (n,): ids of tokens in spans, NO_TARGET for others."""

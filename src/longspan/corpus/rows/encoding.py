@@ -17,7 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.corpus.long_texts import PIECE, LongTextError
-from longspan.corpus.rows.kinds import MASKS, Kind, check_keys, check_objects, common_kind, has_media_keys, media_key
+from longspan.corpus.rows.formats import read_chat
+from longspan.corpus.rows.kinds import (
+    CHATS,
+    MASKS,
+    Kind,
+    check_keys,
+    check_objects,
+    common_kind,
+    has_media_keys,
+    media_key,
+)
 from longspan.corpus.rows.messages import check_messages
 from longspan.corpus.rows.sample import (
     BadRow,
@@ -173,7 +183,7 @@ class RowEncoding:
     check_pixels: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind == "messages":
+        if self.kind in CHATS:
             _ = self.template  # raises DataError without a chat template
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
@@ -198,10 +208,10 @@ class RowEncoding:
         """Return SHA-256 of everything that decides the tokens of a row."""
         tokenizer = (self.tokenizer.digest, self.tokenizer.opening, self.tokenizer.closing)
         template: tuple[Any, ...] = ()
-        if self.kind in ("messages", "prompt+completion"):
+        if self.kind in (*CHATS, "prompt+completion"):
             with suppress(DataError):  # prompts that are strings need no template
                 template = astuple(self.template)
-        deciding_values = [self.kind, tokenizer, astuple(self.settings), template]
+        deciding_values = [self.kind, tokenizer, [*self.settings.deciding_values.values()], template]
         if self.images is not None:
             deciding_values.append(self.images.digest)
         return hashlib.sha256(json.dumps(deciding_values).encode()).hexdigest()
@@ -246,9 +256,9 @@ class RowEncoding:
         targets. Prompt and completion as strings cannot have images: only a chat template places these.
         """
         check_keys(row.values, self.kind)
-        values, media = self._extract_media(row)
+        values, media = self._extract_media(row._replace(values=read_chat(row.values, self.kind)))
         check_objects(values)
-        if self.kind == "messages":
+        if self.kind in CHATS:
             return self._chat.with_variables(values).samples(values, media=media)
         if self.kind == "text" and media and self.images is not None:
             return [self.images.text_sample(values, media)]

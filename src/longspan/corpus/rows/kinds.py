@@ -7,28 +7,38 @@ from typing import Any, Literal, NamedTuple
 from longspan.corpus.rows.sample import Row, RowError, strings
 from longspan.errors import DataError
 
-Kind = Literal["text", "messages", "prompt+completion", "input_ids"]
+Kind = Literal["text", "messages", "prompt+completion", "input_ids", "conversations", "instruction+output"]
+CHATS: tuple[Kind, ...] = ("messages", "conversations", "instruction+output")  # the last two are read as messages
 KEYS: dict[Kind, tuple[str, ...]] = {
     "text": ("text",),
     "messages": ("messages",),
     "prompt+completion": ("prompt", "completion"),
     "input_ids": ("input_ids",),
+    "conversations": ("conversations",),
+    "instruction+output": ("instruction", "output"),
 }
 # Together with input_ids, also in other formats: 1 for each token that is a target, else 0.
 MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
 MEDIA_KEYS = {kind: (f"{kind}s", kind) for kind in ("image", "video", "audio")}  # beside those of any kind
+COLUMNS = (  # that are read, with any row
+    *(key for keys in KEYS.values() for key in keys),
+    *("input", "labels", *MASKS, "attention_mask", "tools", "chat_template_kwargs"),
+    *(key for keys in MEDIA_KEYS.values() for key in keys),
+)
 _SHOWN: dict[Kind, str] = {
     "text": "text",
     "messages": "messages (chat)",
     "prompt+completion": "prompt and completion",
     "input_ids": "input_ids (tokens)",
+    "conversations": "conversations (chat, as ShareGPT has it)",
+    "instruction+output": "instruction and output (chat, as Alpaca has it)",
 }
 _OF_OBJECTS = ("<ref-object>", "<bbox>")  # which ms-swift replaces by the words and boxes of `objects`
 _HINTS = {
-    "conversations": '; rename it to messages, each turn as {"role": …, "content": …}',
     "chosen": "; pairs of answers are for a loss of one's own (docs/losses.md)",
-    "instruction": "; write it as prompt, or as the first of messages",
+    "instruction": "; its answer is called output",
 }
+_COLUMNS = '; data.columns gives columns other names, as ["prompt=question", "completion=answer"]'
 Place = Literal["text", "tokens", "chat", "message"]  # rows of text, of input_ids, and any others; a message of a chat
 
 
@@ -102,7 +112,7 @@ def row_kind(row: Row) -> Kind:
     if len(kinds) > 1:
         raise DataError(f"{row.where} {_several_kinds(kinds)}")
     if not kinds:
-        hint = next((hint for key, hint in _HINTS.items() if key in row.values), "")
+        hint = next((hint for key, hint in _HINTS.items() if key in row.values), _COLUMNS)
         raise DataError(f"{row.where}: needs {_keys_text()}; found keys {sorted(row.values)}{hint}")
     return kinds[0]
 
@@ -150,7 +160,7 @@ def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
 
 def _several_kinds(kinds: Sequence[Kind]) -> str:
     kind_texts = " and also ".join(_SHOWN[kind] for kind in kinds)
-    return f"holds {kind_texts}; a row is of one kind: leave the others out"
+    return f"holds {kind_texts}; a row is of one kind: leave the others out, as data.columns does"
 
 
 def rows_hold(kind: Kind) -> str:
@@ -164,7 +174,7 @@ def display_kind(kind: str) -> str:
 
 
 def _keys_text() -> str:
-    return "text, or messages, or prompt and completion, or input_ids"
+    return "text, messages, prompt and completion, input_ids, conversations, or instruction and output"
 
 
 def has_media_keys(values: Mapping[str, Any]) -> bool:

@@ -1,9 +1,10 @@
 """Lines for the console about rows: their contents and tokens, what is no target, and what is cut or left out."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.kinds import rows_hold
+from longspan.corpus.rows.kinds import CHATS, rows_hold
 from longspan.corpus.rows.sample import Row, Sample, Turns
 from longspan.corpus.tokenizer import TextTokenizer, any_of_pattern
 from longspan.data.document import NO_TARGET
@@ -20,11 +21,11 @@ def rows_line(encoding: RowEncoding) -> str:
         surrounding_tokens += "; a text that has them gets no second ones"
     treatment = {
         "text": surrounding_tokens,
-        "messages": "" if encoding.kind != "messages" else _template_line(encoding),  # others may have no template
         "prompt+completion": f"{surrounding_tokens}; targets are the completion and its end",
         "input_ids": "taken as they are; targets are those that labels or masks name, or all",
     }
-    return f"{rows_hold(encoding.kind)}: {treatment[encoding.kind]}"
+    is_chat = encoding.kind in CHATS  # others may have no template
+    return f"{rows_hold(encoding.kind)}: {_template_line(encoding) if is_chat else treatment[encoding.kind]}"
 
 
 def _template_line(encoding: RowEncoding) -> str:
@@ -34,7 +35,8 @@ def _template_line(encoding: RowEncoding) -> str:
         if marks
         else "which marks no targets: they are what each assistant turn says, up to the token that ends the turn"
     )
-    return f"written by the chat template of {encoding.tokenizer.folder}, {targets}"
+    source = encoding.tokenizer.template_file or encoding.tokenizer.folder
+    return f"written by the chat template of {source}, {targets}"
 
 
 def missing_end_line(encoding: RowEncoding) -> str | None:
@@ -43,10 +45,10 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     A conversation of two words is encoded: behind the answer its targets must have a special token, or one that ends
     generation.
     """
-    if encoding.kind != "messages":
+    if encoding.kind not in CHATS or encoding.settings.end_of_chat:
         return None
     turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]
-    (sample,) = encoding.encode([Row("", {"messages": turns})])
+    (sample,) = replace(encoding, kind="messages").encode([Row("", {"messages": turns})])
     if not isinstance(sample, Sample) or sample.labels is None:
         return None
     engine, ends = encoding.tokenizer.engine, frozenset(encoding.template.ends)
@@ -55,10 +57,12 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     tokens = any_of_pattern(ends | special)
     if tokens is not None and tokens.search(text.partition(_WORDS[1])[2]):
         return None
-    fault = "marks no end of" if encoding.template.has_marks(None) else "writes no token behind"
+    fault, advice = "writes no token behind", "; data.end_of_chat names a token to be put there"
+    if encoding.template.has_marks(None):
+        fault, advice = "marks no end of", ""
     return (
         f"the chat template {fault} the last turn of a conversation, so that this end is no target: chats of one turn "
-        f"do not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'})"
+        f"do not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'}){advice}"
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from inspect import signature
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
@@ -89,12 +90,14 @@ class ChatTemplate:
                 "the folder of a chat model's tokenizer with data.tokenizer, or put its files into that of model.path"
             )
         stock: Any = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
-        if not stock.chat_template and has_processor(folder):  # some models' folders have it for the processor only
+        if tokenizer.template_file is not None:
+            stock.chat_template = _read_template(tokenizer.template_file)
+        elif not stock.chat_template and has_processor(folder):  # some models' folders have it for the processor only
             stock.chat_template = load_processor(folder.absolute()).stock.chat_template
         if not stock.chat_template:
             raise DataError(
-                f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; put its "
-                "chat_template.jinja there, or name the folder of a chat model's with data.tokenizer"
+                f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; give "
+                "one with data.chat_template = FILE, or name the folder of a chat model's with data.tokenizer"
             )
         template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])  # [{}]: any tools
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
@@ -268,6 +271,15 @@ def read_variables(value: Any) -> dict[str, Any]:
     if wrong := sorted(_ARGUMENTS & value.keys()):
         raise RowError(f'"chat_template_kwargs" has {wrong[0]}, which is no variable of a chat template; leave it out')
     return value
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"cannot read data.chat_template {str(file)!r}: {error}; give a file with a template"
+        ) from error
 
 
 def _date_variables(template: str, day: str) -> dict[str, Any]:

@@ -137,7 +137,8 @@ def cache_error(folder: Path, error: OSError) -> DataError:
 # of texts and token ids alone, which changes of chats leave as they are.
 VERSION, TEXT_VERSION = 3, 2
 # Larger corpora are encoded by several processes: by the kind of rows, and for rows whose images are decoded.
-_IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20, "messages": 4 << 20, "prompt+completion": 4 << 20}
+_IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}
+_CHATS_BYTES = 4 << 20  # of rows of other kinds
 _WITH_PIXELS_BYTES = 1 << 18
 
 
@@ -207,7 +208,7 @@ class Recipe:
     def processes(self) -> int:
         """Return how many processes encode: one if the corpus is so small that it is done before others start."""
         size = sum(source.bytes for source in self.sources)
-        small_bytes = min(_IN_PROCESS_BYTES[encoding.kind] for encoding in self.encodings)
+        small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, _CHATS_BYTES) for encoding in self.encodings)
         small_bytes = min(small_bytes, _WITH_PIXELS_BYTES) if self.checks_pixels else small_bytes
         return 1 if size <= small_bytes else self.workers or usable_cores()
 
@@ -334,6 +335,7 @@ def _initial_manifest(recipe: Recipe) -> Manifest:
         encodings=tuple(encoding.digest for encoding in recipe.encodings),
         files=len(recipe.files),
         parse_special_tokens=encoding.settings.parse_special_tokens,
+        columns=encoding.settings.columns,
         opening=tokenizer.opening,
         closing=tokenizer.closing,
     )

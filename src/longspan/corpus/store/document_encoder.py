@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.corpus.chunk import Chunk, chunk_rows
+from longspan.corpus.rows.formats import rename_columns
 from longspan.corpus.rows.sample import BadRow, Row, Sample
 from longspan.data.documents import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.images import PlacedImage, SampleImage
@@ -131,6 +132,7 @@ class _BatchDocuments:
 
     def add_documents(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
         """Add the documents of rows, which are at these places (file, position), and note what their texts name."""
+        rows = [rename_columns(row, encoding.settings.columns) for row in rows]
         if encoding.kind == "text":
             texts = (row.values.get("text") for row in rows)
             self._notes.special.update(encoding.tokenizer.count_special_tokens(t for t in texts if isinstance(t, str)))

@@ -111,6 +111,8 @@ def _read_texts(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
     data = DataConfig(
         max_document_tokens=run_data.max_document_tokens if longest == NOT_GIVEN else longest,
         parse_special_tokens=run_data.parse_special_tokens,
+        columns=run_data.columns,
+        end_of_chat=run_data.end_of_chat,
     )
     host = socket.gethostname()
     hosts = world.control.gather_objects(host, "names of hosts")

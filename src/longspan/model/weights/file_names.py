@@ -18,14 +18,13 @@ VOCABULARIES = (  # of tokenizers of any kind
     "merges.txt",
     "tiktoken.model",
 )
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 TOKENIZER_FILES = (
     *VOCABULARIES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates",
+    *TEMPLATE_FILES,
 )
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
