@@ -32,11 +32,10 @@ def show_rows(config: RunConfig, count: int) -> None:
     A row is shown as it is before it is cut or packed. A tokenizer that the run would train is trained, and not kept.
     Raises DataError as the run does, also for a bad row unless data.on_bad is "skip", which is shown with its reason.
     """
-    settings, run_dir, data = CorpusSettings(config.data), Path(config.run.dir), config.data
-    files = settings.files(run_dir)
-    tokenizer = configured_tokenizer(config) or train_tokenizer(
-        sample_texts(files, data.max_text_bytes), data.vocab_size
-    )
+    settings, data = CorpusSettings(config.data), config.data
+    files = settings.files(Path(config.run.dir))
+    texts = sample_texts(files, data.max_text_bytes)
+    tokenizer = configured_tokenizer(config) or train_tokenizer(texts, data.vocab_size)
     recipe = make_recipe(settings, files, (), tokenizer)
     marks = _COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else _MARKS
     legend = f"· between tokens, ⏎ a line break, targets {marks[0]}so{marks[1]}"
@@ -45,41 +44,33 @@ def show_rows(config: RunConfig, count: int) -> None:
         of_source = (file for file in files if file.source == source)
         rows = (row for file in of_source for row in rows_of_file(file, data.max_text_bytes))
         for row in islice(rows, count):
-            bad = isinstance(row, BadRow)
-            for sample in [row] if bad else encoding.encode([rename_columns(row, data.columns)]):
+            is_bad = isinstance(row, BadRow)
+            for sample in [row] if is_bad else encoding.encode([rename_columns(row, data.columns)]):
                 if isinstance(sample, Sample):
-                    print(f"\n{row.where}: {_describe(sample)}\n{_mark_targets(sample, tokenizer.engine, marks)}")
+                    print(f"\n{row.where}: {_mark_targets(sample, tokenizer.engine, marks)}")
                 elif data.on_bad == "error" and not sample.masked:
                     raise DataError(f"{sample.where}: {sample.reason}")
                 else:
                     print(f"\n{sample.where}: left out, {sample.reason}")
 
 
-def _find_targets(sample: Sample) -> list[bool]:
-    targets = np.ones(len(sample.ids), dtype=bool) if sample.labels is None else sample.labels != NO_TARGET
-    return [False, *targets[1:].tolist()]  # nothing predicts the first token
-
-
-def _describe(sample: Sample) -> str:
-    return f"{plural(len(sample.ids), 'token')}, {plural(sum(_find_targets(sample)), 'target')}"
-
-
 def _mark_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> str:
-    runs = list[str]()
-    for is_target, tokens in groupby(_token_texts(sample, engine), key=itemgetter(0)):
+    targets = np.ones(len(sample.ids), dtype=bool) if sample.labels is None else sample.labels != NO_TARGET
+    targets[:1] = False  # nothing predicts the first token
+    runs = [f"{plural(len(sample.ids), 'token')}, {plural(int(targets.sum()), 'target')}\n"]
+    for is_target, tokens in groupby(_token_texts(sample.ids.tolist(), targets.tolist(), engine), key=itemgetter(0)):
         text = "·".join(text for _, text in tokens)
         runs.append(f"{marks[0]}{text}{marks[1]}" if is_target else text)
-    return "·".join(runs).rstrip("\n")
+    return runs[0] + "·".join(runs[1:]).rstrip("\n")
 
 
-def _token_texts(sample: Sample, engine: Tokenizer) -> Iterator[tuple[bool, str]]:
+def _token_texts(ids: Sequence[int], targets: Sequence[bool], engine: Tokenizer) -> Iterator[tuple[bool, str]]:
     """Yield whether a token is a target, and its text; tokens that are parts of one character are one text."""
     half, stream = _SHOWN_TOKENS // 2, DecodeStream(skip_special_tokens=False)
-    hidden = range(half, len(sample.ids) - half)
-    for i, (token, is_target) in enumerate(zip(sample.ids.tolist(), _find_targets(sample), strict=True)):
-        if i in hidden:
-            if i == half:
-                yield False, f"… {plural(len(hidden), 'token')} …"
-        elif text := stream.step(engine, token):
+    hidden = range(half, len(ids) - half)
+    for i, (token, is_target) in enumerate(zip(ids, targets, strict=True)):
+        if i == half and hidden:
+            yield False, f"… {plural(len(hidden), 'token')} …"
+        if i not in hidden and (text := stream.step(engine, token)):
             shown = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
             yield is_target, shown.replace("\n", "⏎\n")

@@ -185,7 +185,7 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
         check_images(model, processor.fields)
         has_videos = (images.column("frame") >= 0).any()  # −1 for an image that is no frame
         videos = _video_tokens(model, processor) if has_videos else None
-        reader = ImageReader(images, processor, corpus.sources, corpus.file_of, corpus.manifest.columns)
+        reader = ImageReader(images, processor, corpus)
         shown_images = ShownImages(corpus, images, reader, tokens, videos)
     if takes_images:  # also for a corpus without images: a step of this model asks for items, which are then none
         corpus.selects = partial(ImageDocuments, images=shown_images)

@@ -5,7 +5,7 @@ Pixels are read by the rank that encodes them; those of the next step are read a
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,7 +25,6 @@ from longspan.corpus.rows.row_media import RowMedia
 from longspan.corpus.rows.sample import BadRow, RowError
 from longspan.data.documents import Corpus
 from longspan.data.images import ImageTable, PlacedImage, display_paths, split_paths
-from longspan.data.manifest import SourceFile
 from longspan.errors import DataError
 from longspan.layout import Partition
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens
@@ -37,20 +36,12 @@ _MOST_AHEAD = 4096  # images that were read ahead and not used yet; the oldest a
 class ImageReader:
     """Reads images of a corpus: `reader(number)` returns an encoder's input, `read_ahead(numbers)` begins to read some.
 
-    `file_of` gives the number of a document's file among `sources`. Raises DataError, naming file and row, for an image
-    that is gone, broken, or changed since the corpus was built. `images_read` counts those that were read here.
+    Raises DataError, naming file and row, for an image that is gone, broken, or changed since the corpus was built.
+    `images_read` counts those that were read here.
     """
 
-    def __init__(
-        self,
-        table: ImageTable,
-        processor: Processor,
-        sources: Sequence[SourceFile],
-        file_of: Callable[[int], int],
-        columns: Sequence[str] = (),
-    ) -> None:
-        self._table, self._processor, self._sources, self._file_of = table, processor, sources, file_of
-        self._columns = columns  # as in `RowSettings`
+    def __init__(self, table: ImageTable, processor: Processor, corpus: Corpus) -> None:
+        self._table, self._processor, self._corpus = table, processor, corpus
         self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()  # by the images' numbers
         self._pool: ThreadPoolExecutor | None = None
         self.images_read = 0
@@ -116,11 +107,11 @@ class ImageReader:
         """Find the bytes of an image or of a group of frames: in files, or in its row, which is read again."""
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
-        source = self._sources[self._file_of(placed.document)]
+        source = self._corpus.sources[self._corpus.file_of(placed.document)]
         row = row_file(source.name, Path(source.path)).row_at(placed.position)
         try:
-            # without media: the error below
-            media = RowMedia() if isinstance(row, BadRow) else read_row_media(rename_columns(row, self._columns))
+            columns = self._corpus.manifest.columns
+            media = RowMedia() if isinstance(row, BadRow) else read_row_media(rename_columns(row, columns))
         except RowError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
         # Slices, as a row that has changed may have fewer images: without files the error below is raised.
@@ -137,7 +128,7 @@ class ImageReader:
         return files
 
     def _image_name(self, placed: PlacedImage) -> str:
-        name = self._sources[self._file_of(placed.document)].name
+        name = self._corpus.sources[self._corpus.file_of(placed.document)].name
         kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
         number = placed.position + 1 if kind == "row" else placed.position
         media = "image" if placed.image.frame < 0 else "video"

@@ -141,15 +141,8 @@ def map_array(path: Path) -> Array:
 
 FILE = "corpus.json"
 SHORTEST = 2  # tokens of a document: a single token predicts nothing
-_TUPLES = (
-    "kinds",
-    "skipped",
-    "opening",
-    "closing",
-    "bad",
-    "encodings",
-    "columns",
-)  # keys whose values are lists in JSON
+# Keys whose values are lists in JSON.
+_TUPLES = ("kinds", "skipped", "opening", "closing", "bad", "encodings", "columns")
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ def read_chat(values: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
             raise RowError(f'"conversations" is {type_name(turns) if turns != [] else "empty"}; give a list of turns')
         messages = [_read_turn(turn, f"conversations[{i}]") for i, turn in enumerate(turns)]
     elif kind == "instruction+output":
-        given, asked, answer = (require_string(values.get(key) or "", key) for key in ("input", *kind.split("+")))
-        question = "\n".join(filter(None, (asked, given)))
-        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        texts = [require_string(values.get(key) or "", key) for key in ("instruction", "input", "output")]
+        question = "\n".join(filter(None, texts[:2]))
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": texts[2]}]
     else:
         return values
     return {**values, "messages": messages}
