@@ -102,7 +102,7 @@ def test_tokenizers_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"trained on the corpus has no chat template; name the folder"):
         RowEncoding("messages", trained)
     trained.save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"the tokenizer in .* has no chat template; give one with data.chat_template"):
+    with pytest.raises(DataError, match=r"the tokenizer in .* has no chat template; put its chat_template.jinja there"):
         RowEncoding("messages", load_tokenizer(tmp_path))
 
 

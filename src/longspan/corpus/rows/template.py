@@ -96,8 +96,8 @@ class ChatTemplate:
             stock.chat_template = load_processor(folder.absolute()).stock.chat_template
         if not stock.chat_template:
             raise DataError(
-                f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; give "
-                "one with data.chat_template = FILE, or name the folder of a chat model's with data.tokenizer"
+                f"{rows_hold('messages')}, and the tokenizer in {folder} has no chat template; put its "
+                "chat_template.jinja there, or name the file in a run with data.chat_template"
             )
         template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])  # [{}]: any tools
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
