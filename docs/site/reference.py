@@ -92,7 +92,11 @@ def public_names(namespace: str) -> list[str]:
     """What a namespace offers: its `__all__`, or every error class."""
     module = import_module(namespace)
     if namespace == "longspan.errors":
-        return [name for name, value in vars(module).items() if isinstance(value, type)]
+        return [
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == namespace and isinstance(value, type)
+        ]
     return sorted(module.__all__, key=str.lower)
 
 
