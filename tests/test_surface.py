@@ -34,7 +34,7 @@ MOVED = {
 # Where pages and examples import from. Beside those of MOVED: planning, ranks for tests, and the rooms of single pages.
 PUBLIC = (
     *("longspan", *MOVED, "longspan.hf", "longspan.plan", "longspan.testing"),
-    *("longspan.attention", "longspan.corpus", "longspan.doctor", "longspan.model", "longspan.ssm"),
+    *("longspan.attention", "longspan.corpus", "longspan.doctor", "longspan.lm_eval", "longspan.model", "longspan.ssm"),
 )
 
 
