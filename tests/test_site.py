@@ -48,8 +48,9 @@ VERBS_WITH_FLAGS = [verb for verb in VERBS if verb != "bench"] + [f"bench {name}
 @pytest.mark.parametrize("verb", VERBS_WITH_FLAGS)
 def test_every_flag_of_help_is_on_the_page_of_the_verbs(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main([*verb.split(), "--help"])
-    flags = set(re.findall(r"^\W*(--[a-z][\w.-]+)", capsys.readouterr().out, re.MULTILINE))
+        main([*verb.split(), "--help-all"])
+    flags = set(re.findall(r"^  (--[a-z][\w.-]+)", capsys.readouterr().out, re.MULTILINE))
+    flags -= {"--data"} if verb == "train" else set()  # the key data.path
     (section,) = re.findall(
         rf"^## longspan {verb}\n(.*?)(?=^## |\Z)", (DOCS / "reference/verbs.md").read_text(), re.MULTILINE | re.DOTALL
     )

@@ -127,7 +127,7 @@ def test_lazy_names_are_there_and_are_no_modules(package):
     assert all(getattr(module, name) is not None and name in dir(module) for name in module.__all__)
 
 
-HEAVY = ["torch", "transformers", "tokenizers", "rich", "tyro"]
+HEAVY = ["torch", "transformers", "tokenizers", "rich"]
 
 
 @pytest.mark.parametrize("what", ["longspan", "longspan.errors", "longspan.layout", "longspan.plan"])

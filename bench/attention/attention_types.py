@@ -20,7 +20,7 @@ from bench.attention.type_ranks import attention_ranks
 
 from longspan.bench.benches import BenchFlags
 from longspan.bench.record import origin_text, show_record
-from longspan.cli.flags import Switch, parse_flags
+from longspan.cli.flags import parse_flags
 from longspan.cli.processes import run_on_ranks
 from longspan.errors import ConfigError, plural
 from longspan.plain_text import bytes_text, markdown_table, text_table
@@ -51,7 +51,7 @@ class AttentionFlags(BenchFlags):
     """Which rows a rank holds: zigzag: equal causal work; contiguous: one run of rows, fewer copies under a2a."""
     window: int = 0
     """How many positions a query sees, its own included; 0: all earlier ones."""
-    sinks: Switch = False
+    sinks: bool = False
     """Use attention sinks: a learnt logit for each query head, which takes weight and contributes no value."""
     kernel: str = ""
     """Name of the kernel (fa4, cudnn, torch_flash, cpu_flash, reference); empty: the first that supports the call."""
@@ -65,9 +65,9 @@ class AttentionFlags(BenchFlags):
     """Size of a head; 0: 128 on GPUs, 64 on CPUs."""
     dtype: Literal["", "bfloat16", "float16", "float32"] = ""
     """Dtype of queries, keys and values; empty: bfloat16 on GPUs, float32 on CPUs."""
-    cuda_graph: Switch = False
+    cuda_graph: bool = False
     """Time every type a second time, captured in a CUDA graph and replayed, without the host's work. Needs GPUs."""
-    no_peers: Switch = False
+    no_peers: bool = False
     """Do not time torch's context_parallel."""
     warmup: int = 3
     """Runs before the timed ones."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.bench.benches import BenchFlags
-from longspan.cli.flags import Switch, check_least
+from longspan.cli.flags import check_least
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 
@@ -127,7 +127,7 @@ class EvalBenchFlags(BenchFlags):
     """How the slots of a group share attention."""
     compiled: str = "auto"
     """Whether layers are compiled, as `train.compiled`; auto: as a run of `longspan train` has them."""
-    profile: Switch = False
+    profile: bool = False
     """Profile one more evaluation at each degree: the parts of its time are in the record."""
     warmup: int = 3
     """Evaluations before the timed ones."""

@@ -9,10 +9,10 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from longspan.bench.benches import BENCHES
 from longspan.bench.calibrate.command import CalibrateFlags
@@ -22,6 +22,7 @@ from longspan.cli.evaluation.flags import EvalFlags, refuse_training_keys
 from longspan.cli.examples import ExamplesFlags
 from longspan.cli.export import ExportFlags
 from longspan.cli.flags import TrainFlags, flag_types
+from longspan.cli.help import find_words
 from longspan.cli.main import VERBS
 from longspan.cli.plan import PlanFlags
 from longspan.cli.report import ReportFlags
@@ -129,9 +130,10 @@ VERBS_HEAD = """\
 # Verbs and flags
 
 This page is the reference of the command `longspan`: each verb with all its flags, their defaults and what they say.
-`longspan VERB --help` prints the same texts. A flag may be written with dashes or underscores, and with `=` or a space
-before its value. A list has spaces between its values, numbers also commas; a flag whose text says *again for more* is
-given once for each value. Every verb takes `--debug`, which shows the traceback of an error.
+`longspan VERB --help-all` prints the same texts. A flag may be written with dashes or underscores, and with `=` or a
+space before its value. A list has spaces between its values, numbers also commas; a flag whose text says *again for
+more* is given once for each value. `--data` and `--data.path` are one flag, in every verb. Every verb takes `--debug`,
+which shows the traceback of an error.
 
 | verb | what it does |
 |---|---|
@@ -175,7 +177,8 @@ def flag_rows(kind: Any) -> Iterator[str]:
     texts, hints = flag_texts(kind), get_type_hints(kind)
     flags = flag_types(kind)
     yield from (
-        row(metavar(kind, name), hints[name], default_of(kind, name), texts[name]) for name in positionals(kind)
+        row(f"`{find_words(kind)[name].metavar}`", hints[name], default_of(kind, name), texts[name])
+        for name in positionals(kind)
     )
     for name in hints:
         if is_dataclass(hints[name]):
@@ -193,13 +196,7 @@ def flag_texts(kind: Any) -> dict[str, str]:
 
 def positionals(kind: Any) -> list[str]:
     """The fields that are words without a flag."""
-    return [field.name for field in fields(kind) if metavar(kind, field.name)]
-
-
-def metavar(kind: Any, name: str) -> str:
-    """What `--help` calls a word without a flag; "" of a flag."""
-    marks = get_args(get_type_hints(kind, include_extras=True)[name])[1:]
-    return next((f"`{mark.metavar}`" for mark in marks if getattr(mark, "metavar", None)), "")
+    return list(find_words(kind))
 
 
 def default_of(kind: Any, name: str) -> Any:

@@ -51,8 +51,12 @@ def test_a_file_a_folder_and_all_are_copied(
         (["frist.toml"], "longspan has no example 'frist.toml': did you mean 'first.toml'?"),
         (["../Makefile"], "longspan has no example '../Makefile': "),
         (["."], "longspan has no example '.': "),
+        (["nope"], "longspan has no example 'nope': the nearest are "),
         (["first.toml", "file"], "cannot copy examples to file: "),
-        (["first.toml", "a", "b"], "Unrecognized options: b"),
+        (
+            ["first.toml", "a", "b"],
+            "longspan examples does not know what 'b' is for: it takes [NAME] and [FOLDER], and flags",
+        ),
     ],
 )
 def test_what_is_refused(

@@ -35,15 +35,45 @@ def test_verbs_are_those_that_are_pinned() -> None:
     assert list(VERBS) == ["train", "eval", "export", "plan", "bench", "report", "examples", "doctor"]
 
 
-@pytest.mark.parametrize("verb", ["train", "eval"])
-def test_help_names_and_explains_every_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as left:
-        main([verb, "--help"])
+        main(words)
     assert left.value.code == 0
-    text = capsys.readouterr().out
-    kind = TrainFlags if verb == "train" else EvalFlags
-    assert not [flag for flag in flag_types(kind) if flag not in text]
-    assert "Slots that share a document in evaluation" in text
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("verb", "kind"), [("train", TrainFlags), ("eval", EvalFlags), ("plan", PlanFlags)])
+def test_help_all_names_and_explains_every_flag(
+    verb: str, kind: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(capsys, verb, "--help-all")
+    names = [flag if "." in flag else flag.replace("_", "-") for flag in flag_types(kind)]
+    shown = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert sorted(shown) == sorted({"--data.path": "--data"}.get(name, name) for name in names)
+    assert verb == "plan" or "Slots that share a document in evaluation" in text
+    assert not {"(default: -1", "(default: ''", "(default: )"} & {*" ".join(text.split()).split(")")}
+
+
+def test_help_shows_the_keys_that_most_runs_set_their_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "train", "--help")
+    assert len(text.splitlines()) < 90 and text.count("  longspan train ") == 3
+    assert "(default: 300)" in text and "Default: 65536" in " ".join(text.split())
+    assert "--train.betas" not in text and "longspan train --help-all shows all" in text
+    plan = help_of(capsys, "plan", "--help")
+    assert all(title in plan for title in ("a plan of one step:", "what fits GPUs (--gpu):", "compared (--compare):"))
+    assert (
+        "--seed" not in plan and "--which-eval-degree" in plan and "_" not in plan.split("longspan plan")[1].split()[0]
+    )
+
+
+def test_data_and_data_path_are_one_name(tmp_path: Path) -> None:
+    words = [str(tmp_path), "--world", "2"]
+    for flag in ("--data", "--data.path", f"--data={words[0]}", f"--data.path={words[0]}"):
+        words = [flag] if "=" in flag else [flag, str(tmp_path)]
+        assert parse_train(words)[1].data.path == str(tmp_path)
+        assert parse_eval(["runs/x", *words]).data == (str(tmp_path),)
+        assert parse_flags(PlanFlags, words, "longspan plan").data == str(tmp_path)
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
@@ -64,10 +94,13 @@ WRONG = [
     (["train", "--train.stpes", "5"], "longspan train has no flag --train.stpes: did you mean '--train.steps'?"),
     (["train", "--steps=5"], "longspan train has no flag --steps: did you mean '--train.steps'?"),
     (["train", "--wrld", "5"], "longspan train has no flag --wrld: did you mean '--world'?"),
-    (["plan", "--formt", "json"], "longspan plan has no flag --formt: longspan plan --help lists those"),
+    (["plan", "--formt", "json"], "longspan plan has no flag --formt: longspan plan --help-all lists those"),
     (["plan", "x.toml", "--gpu", "h100"], "longspan plan reads no configuration; longspan train x.toml --dry-run"),
     (["plan", "--slts", "4"], "longspan plan has no flag --slts: did you mean '--slots'?"),
-    (["plan", "--slots", "0", "--distribution", "expo"], "--slots is 0, and a plan needs documents and slots"),
+    (
+        ["plan", "--slots", "0", "--distribution", "expo"],
+        "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same",
+    ),
     (["plan", "--compare", "--slots", "4", "--tp", "0", "--same", "2x5"], "--tp is 0; give an integer of at least 1"),
     (["eval", "x", "--train.steps", "5"], "longspan eval has no flag --train.steps"),
     (["train", "--world", "-1"], "--world is -1"),
@@ -94,12 +127,34 @@ WRONG = [
     ),
     (
         ["plan", "--hierarchical-context-parallel-sizes", "2,x"],
-        "--hierarchical_context_parallel_sizes is '2 x'; it",
+        "--hierarchical-context-parallel-sizes is '2 x'; it",
     ),
-    (["plan", "--hierarchical-context-parallel-sizes=[]"], "--hierarchical_context_parallel_sizes has no value"),
+    (["plan", "--hierarchical-context-parallel-sizes=[]"], "--hierarchical-context-parallel-sizes has no value"),
     (["train", "--lora.targets", "--json"], "--lora.targets has no value; it must be a list of strings, as in --lora"),
-    (["train", "a.toml", "b.toml"], "Unrecognized options: b.toml; see longspan train --help"),
-    (["export", "a"], "Missing from longspan export: FOLDER"),
+    (
+        ["train", "a.toml", "b.toml"],
+        "longspan train does not know what 'b.toml' is for: it takes [CONFIG.toml], and flags",
+    ),
+    (["doctor", "a"], "longspan doctor does not know what 'a' is for: its flags begin with --"),
+    (["export", "a"], "longspan export needs a folder to write the model to: longspan export runs/first my-model"),
+    (
+        ["export"],
+        "longspan export needs a run's folder or a checkpoint and a folder to write the model to: longspan ex",
+    ),
+    (
+        ["report", "--json"],
+        "longspan report needs a run's folder, or the JSON file of a plan: longspan report runs/first",
+    ),
+    (
+        ["eval"],
+        "longspan eval needs a run's folder, a checkpoint or a Hugging Face folder: longspan eval runs/first",
+    ),
+    (["plan"], "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same 8x8192 --slots 4; or"),
+    (["plan", "--lengths", "a.json"], "longspan plan needs documents and slots"),
+    (
+        ["train", "--train.stpes", "5", "--data.path", "x", "--wrld=2"],
+        "longspan train has no flag --train.stpes: did you mean '--train.steps'?; no flag --wrld: did you mean '--wor",
+    ),
     (["train", "--world", "3", *DEGREE], "context.context_parallel_size 2 does not divide 3 slots"),
     (["train", "--device=cpu", *DEGREE], "context.context_parallel_size 2 does not divide 1 slot"),
     (["train", "none.toml"], "cannot read the configuration none.toml: No such file or directory"),
@@ -158,7 +213,6 @@ def test_a_switch_of_a_section_alone_is_true() -> None:
 
 
 def test_every_true_or_false_of_a_run_is_read() -> None:
-    """A section whose fields tyro makes switches of would leave the value as the configuration file."""
     keys = [name for name, kind in flag_types(TrainFlags).items() if "." in name and kind is bool]
     assert "--mtp.train_whole" in keys and "--data.parse_special_tokens" in keys
     for value in ("true", "false"):

@@ -290,7 +290,10 @@ REFUSED = [
     (["--gpu", "h100"], "what shall fit?.*--longest, documents of a step"),
     (["--gpu", "h100", "--longest", "--same", "1x5"], "--longest asks for the longest document, and --same names"),
     (["--gpu", "h100", "--same", "1x5", "--data", "x"], "--same and --data are both given"),
-    (["--gpu", "h100", "--same", "1x5", "--heads", "4"], "--heads is of plans without memory"),
+    (
+        ["--gpu", "h100", "--same", "1x5", "--heads", "4"],
+        "with --gpu, longspan plan finds what fits GPUs and does not take --heads",
+    ),
     (["--gpu", "h100", "--same", "1x5", "--slots", "4"], "--gpus N is how many GPUs there are"),
     (["--gpu", "h100", "--same", "1x5", "--epochs", "2"], "train.epochs is of a run, whose documents --data names"),
     (["--gpu", "h100", "--same", "1x5", "--cp", "1", "--context.context_parallel_size", "1"], "are the same key"),
@@ -311,7 +314,10 @@ REFUSED = [
         "does not fit 4 GPUs of 1,200,000,000 bytes: ",
         marks=pytest.mark.whole,
     ),
-    (["--gpu", "h100", "--longest", "--plot", "a.png"], "--plot is of plans without memory"),
+    (
+        ["--gpu", "h100", "--longest", "--plot", "a.png"],
+        "with --gpu, longspan plan finds what fits GPUs and does not take --plot",
+    ),
 ]
 
 
@@ -414,11 +420,11 @@ def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: b
 @pytest.mark.parametrize(
     ("gpu", "gpu_bytes", "machine", "assumed"),
     [
-        ("h100", 0, "", ("its speed by data sheet", "its bytes", "the host")),
-        ("h100", 0, "h200", ("its bytes", "the host")),  # the speed is measured, the bytes are not
-        ("h200", 0, "h100", ("its speed by data sheet", "the host")),
-        ("h100", 80 << 30, "", ("its speed by data sheet", "the host")),
-        ("h200", 0, "", ("the host",)),
+        ("h100", 0, "", ("GPU speed (data sheet)", "GPU memory (data sheet)", "host memory")),
+        ("h100", 0, "h200", ("GPU memory (data sheet)", "host memory")),  # the speed is measured, the bytes are not
+        ("h200", 0, "h100", ("GPU speed (data sheet)", "host memory")),
+        ("h100", 80 << 30, "", ("GPU speed (data sheet)", "host memory")),
+        ("h200", 0, "", ("host memory",)),
     ],
 )
 def test_what_is_assumed_of_gpus_is_named(gpu: str, gpu_bytes: int, machine: str, assumed: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,10 +44,17 @@ def test_plain_lines_a_report_and_the_table_last(tmp_path: Path, capfd: pytest.C
     assert any(line.startswith("corpus: 12 files") for line in lines)
     assert [line.split()[1] for line in lines if line.startswith("step ") and "tok/s" in line] == ["1/4", "3/4", "4/4"]
     assert any(line.startswith("mean loss of the last 4 steps:") and "% of ln 300" in line for line in lines)
-    table = [line.split() for line in lines[-2:]]
+    table = [line.split() for line in lines[-3:-1]]
     assert [row[0] for row in table] == ["1", "2"] and all(float(row[2]) <= 1e-6 for row in table)
     run = tmp_path / "run"
-    assert (run / "report.html").is_file() and load_config(run / "config.toml").train.steps == 4
+    assert re.search(r"^saved checkpoint 4 \(\S+ MiB\) in \S+ s; training paused for \S+ s$", done.stdout, re.MULTILINE)
+    assert re.fullmatch(
+        rf"equal to \S+: the same loss at every degree. Open {run}/report.html; next: longspan eval {run}", lines[-1]
+    )
+    assert max(map(len, lines)) < 240 and not any("process groups" in line for line in lines)
+    page = (run / "report.html").read_text()
+    assert f"train {written(tmp_path)} --world 2" in page and '<td class="minor">' not in page
+    assert load_config(run / "config.toml").train.steps == 4
     capfd.readouterr()
     assert main(["train", str(written(tmp_path)), "--world", "2", "--train.steps", "4", "--json"]) == 0
     again = capfd.readouterr()

@@ -136,6 +136,18 @@ def test_files_of_before_the_first_release_are_refused_by_the_key(tmp_path: Path
         check_config(load_config(written(tmp_path, both)), 2)
 
 
+def test_all_that_is_wrong_in_a_file_is_named_at_once(tmp_path: Path) -> None:
+    text = '[train]\nstep = 1\nlr = "x"\n[foo]\n[[data.sources]]\npth = "a"\n[[eval]]\nnme = "x"\n[[eval]]\nduty = 1\n'
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(tmp_path / "a.toml")
+    parts = str(refused.value).split("; ")
+    begins = ("unknown key train.step in ", "train.lr is 'x' in ", "it must be", "unknown section [foo]")
+    begins += ("unknown key data.sources[0].pth", "unknown key eval.1.nme", "unknown key eval.2.duty")
+    assert len(parts) == len(begins) and all(map(str.startswith, parts, begins))
+    assert parts[0].endswith("did you mean 'train.steps'?")
+
+
 def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the configuration .*none.toml: No such file"):
         load_config(tmp_path / "none.toml")

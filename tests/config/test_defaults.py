@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from longspan.config.defaults import resolve_defaults, set_steps, settings_line
+from longspan.config.defaults import resolve_defaults, set_steps, settings_text
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.plan_section import ContextConfig
@@ -115,15 +115,16 @@ def test_a_learning_rate_is_asked_for_before_anything_is_read(model: dict[str, A
     assert check_config(load_config(None, model | {"train.lr": 1e-6}), 4).slots == 4
 
 
-def test_one_line_says_what_a_run_does() -> None:
-    line = settings_line(load_config(None, OWN | {"context.eval_context_parallel_size": 4}))
+def test_a_line_for_each_section_says_what_a_run_does() -> None:
+    line = settings_text(load_config(None, OWN | {"context.eval_context_parallel_size": 4}))
     assert line == (
         "[train] steps = 300, tokens_per_step = 65536, lr = 1e-05, warmup_steps = 15, eval_every = 100, save_every = 0,"
-        " save_minutes = 30.0; [data] max_document_tokens = 0, "
-        "eval_documents = auto; [context] planner = fixed, context_parallel_size = 1, "
-        "cp_comm_type = auto, partition = zigzag, max_tokens_per_slot = auto; eval_context_parallel_size = 4"
+        " save_minutes = 30.0\n[data] max_document_tokens = 0, "
+        "eval_documents = auto\n[context] planner = fixed, context_parallel_size = 1, "
+        "cp_comm_type = auto, partition = zigzag, max_tokens_per_slot = auto\n"
+        "evaluation: eval_context_parallel_size = 4"
     )
-    assert settings_line(load_config(None, OWN)).endswith("; evaluation as in training")
+    assert settings_text(load_config(None, OWN)).endswith("\nevaluation: as in training")
 
 
 def test_what_was_not_resolved_is_refused() -> None:

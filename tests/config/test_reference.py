@@ -27,7 +27,7 @@ def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
 
 
 def test_the_page_begins_with_the_keys_that_most_runs_set() -> None:
-    assert len(OFTEN) == 15 and set(OFTEN) <= set(config_keys())
+    assert len(OFTEN) == 12 and set(OFTEN) <= set(config_keys())
     often, rarely = reference_page().split("## Rarely")
     assert all(f"`{key}`" in often for key in OFTEN) and "`model.preset`" not in often
     assert "### [model]" in rarely and "### [[eval]]" in rarely

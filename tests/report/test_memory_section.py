@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from longspan.report.memory_section import measures_text, memory_section, peak_of_plan, peak_of_steps
+from longspan.plan.memory.memory_plan import measures_text
+from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
 from longspan.report.run_folder import RunFolder
 from tests.report.runs import FACTS, write_run
 
@@ -31,7 +32,7 @@ def run_with(tmp_path: Path, memory: object) -> RunFolder:
 def test_bytes_by_kind_next_to_the_measured_peak(tmp_path: Path) -> None:
     run = run_with(tmp_path, MEMORY)
     page = memory_section(run)
-    assert "2 of 5 layers keep their input and attention&#x27;s output on the host, 3 keep all." in page
+    assert "2 of 5 layers keep their input and attention&#x27;s output in host memory, 3 keep all." in page
     for words in (
         "forward and backward</td><td>40 GiB</td><td>3 GiB</td>",
         "<td>total</td><td>53 GiB</td><td>3 GiB</td>",

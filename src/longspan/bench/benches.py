@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from longspan.cli.flags import Switch
 from longspan.cli.processes import Device, choose_processes, print_note
 from longspan.errors import ConfigError
 
@@ -27,7 +26,7 @@ class BenchFlags:
     """Write the record to this JSON file as rows are finished, and at the end a table to the .md file next to it."""
     timeout_seconds: float = 180.0
     """Seconds that a rank waits for the others."""
-    json: Switch = False
+    json: bool = False
     """Print the record as JSON, and nothing else, on standard output."""
 
     def check_flags(self) -> None:

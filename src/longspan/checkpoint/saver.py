@@ -47,6 +47,7 @@ from longspan.comm.all_ranks import LogLine, is_first_rank
 from longspan.errors import CheckpointError, LongspanError
 from longspan.host_memory import free_host_bytes
 from longspan.layout.layout import excerpt
+from longspan.plain_text import bytes_text
 
 
 class RunningSave:
@@ -56,7 +57,7 @@ class RunningSave:
         self.path, self.state, self.keep, self.staging, self.started = path, state, keep, staging, started
         self.phase = "copying to the host"
         self.failure: BaseException | None = None
-        self.shown = self.seconds = 0.0  # seconds that training stood for it, and until it ended
+        self.shown = self.seconds = 0.0  # seconds that training paused for it, and until it ended
         self.bytes = 0  # of all ranks' files
         self.given_up = False  # nobody waits for it any more, and it is not published
         self.noted = False  # its figures are in the metrics, or about to be
@@ -164,7 +165,7 @@ _ENDS = 1.0  # seconds in which the threads of a save that failed end, once one 
 
 
 class SaveFigures(NamedTuple):
-    """What a save took: the seconds that training stood for it, those until it was published, and all ranks' bytes."""
+    """What a save took: the seconds that training paused for it, those until it was published, and all ranks' bytes."""
 
     step: int
     shown_seconds: float
@@ -172,10 +173,10 @@ class SaveFigures(NamedTuple):
     bytes: int
 
     def __str__(self) -> str:
-        """Write the figures in one line: size, seconds of writing, and seconds for which training stood."""
+        """Write the figures in one line: size, seconds of writing, and seconds for which training paused."""
         return (
-            f"checkpoint of step {self.step}: {self.bytes / 1e9:.3g} GB, written in {self.seconds:.1f} s, "
-            f"for which training stood {self.shown_seconds:.1f} s"
+            f"saved checkpoint {self.step} ({bytes_text(self.bytes)}) in {self.seconds:.1f} s; training paused for "
+            f"{self.shown_seconds:.1f} s"
         )
 
 
@@ -399,7 +400,7 @@ class CheckpointSaver:
         return True
 
     def _hold_next_update(self, optimizer: Optimizer, save: RunningSave) -> None:
-        """Make the optimizer's next step wait until everything is copied, and count that as time training stood."""
+        """Make the optimizer's next step wait until everything is copied, and count that as time training paused."""
 
         def wait_before_update(*_: Any) -> None:
             handle.remove()  # for this update only: the later ones find the copies taken

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from longspan.cli.flags import Switch, parse_flags
+from longspan.cli.flags import parse_flags
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import Device, choose_processes, is_reporting, usable_gpus
 from longspan.errors import LongspanError, plural
@@ -55,7 +55,7 @@ class DoctorFlags:
     """gloo: on the CPU; nccl: on GPUs; auto: on GPUs if there are any, except a single one without --world."""
     timeout_seconds: float = 120.0
     """Seconds that a rank waits for the others."""
-    json: Switch = False
+    json: bool = False
     """Print the result as JSON, and nothing else, on standard output."""
 
 
@@ -72,6 +72,9 @@ class Check:
 def main(argv: Sequence[str]) -> int:
     """Run the verb: the one report that a flag names, or all checks. Returns 0 if every check is good, otherwise 1."""
     flags = parse_flags(DoctorFlags, argv, "longspan doctor")
+    if is_reporting():
+        subject = "a small copy of the model" if flags.model else "a small model"
+        print(f"comparing {subject} with the stock one, which takes a minute or more", file=sys.stderr, flush=True)
     if flags.model:
         from longspan.cli.doctor_model import prove_model
 
@@ -201,9 +204,6 @@ def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
     processes = choose_processes(
         flags.world, device, on_gpus=min(gpus, LOCAL_RANKS), on_cpus=LOCAL_RANKS, for_cpus="--backend gloo"
     )
-    if is_reporting() and sys.stderr.isatty():
-        ranks = f"{plural(processes.ranks, 'rank')} ({processes.backend})"
-        print(f"comparing a small model with the stock one on {ranks} …", file=sys.stderr)
     return compare_preset(processes, flags.timeout_seconds)
 
 

@@ -90,6 +90,8 @@ def main(argv: Sequence[str]) -> int:
         if flags.out:
             write_result_folder(results, record, Path(flags.out))
         print(as_json(record) if flags.json else result_tables(results, processes.ranks))
+        if flags.out:
+            print(f"Open {Path(flags.out) / 'report.html'}", file=sys.stderr if flags.json else sys.stdout)
     return 0
 
 

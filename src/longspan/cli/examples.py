@@ -3,6 +3,7 @@
 They lie in `_examples` of an installed wheel, and in `examples/` of a checkout. Imports no torch.
 """
 
+import difflib
 import re
 import shutil
 import sys
@@ -12,11 +13,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-from tyro.conf import Positional
-
 import longspan
-from longspan.cli.flags import Switch, parse_flags
+from longspan.cli.flags import parse_flags
+from longspan.cli.help import Word
 from longspan.config.file import nearest_hint
 from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.files import as_json
@@ -32,13 +31,13 @@ class ExamplesFlags:
     The commands in them name paths in examples/, so they are copied to a folder of that name in the current folder.
     """
 
-    name: Annotated[Positional[str], tyro.conf.arg(metavar="[NAME]")] = ""
+    name: Annotated[str, Word("[NAME]")] = ""
     """A file or folder of the list, such as first.toml or recipes, or all of them: all. Without it they are listed."""
-    folder: Annotated[Positional[str], tyro.conf.arg(metavar="[FOLDER]")] = "examples"
+    folder: Annotated[str, Word("[FOLDER]")] = "examples"
     """Where to copy them; it is made if it is not there."""
-    overwrite: Switch = False
+    overwrite: bool = False
     """Replace files of these names; other files in the folder stay."""
-    json: Switch = False
+    json: bool = False
     """Print the list, or the files that were written, as one JSON object."""
 
 
@@ -98,7 +97,11 @@ def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]
         names = [path.relative_to(root) for path in paths]
         folders = {parent.as_posix() for path in names for parent in path.parents if parent != Path()}
         known = [*sorted(folders), *(path.as_posix() for path in names)]
-        raise ConfigError(f"longspan has no example {name!r}: {nearest_hint(name, [ALL, *known])}")
+        hint = nearest_hint(name, [ALL, *known])
+        if hint.startswith("known: "):
+            nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+            hint = f"the nearest are {', '.join(nearest)}; longspan examples lists all"
+        raise ConfigError(f"longspan has no example {name!r}: {hint}")
     return choice
 
 

@@ -7,10 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-from tyro.conf import Positional
-
-from longspan.cli.flags import Switch, parse_flags
+from longspan.cli.flags import parse_flags
+from longspan.cli.help import Word
 from longspan.errors import plural
 from longspan.evaluation.saved.request import split_target
 from longspan.files import as_json
@@ -23,21 +21,21 @@ class ExportFlags:
     Checkpoints of any number of ranks are read in this one process, a decoder layer at a time.
     """
 
-    checkpoint: Annotated[Positional[str], tyro.conf.arg(metavar="RUN_OR_CHECKPOINT")]
+    checkpoint: Annotated[str, Word("RUN_OR_CHECKPOINT", "a run's folder or a checkpoint", "runs/first")]
     """A run's folder (its newest good checkpoint), or the folder of one checkpoint."""
-    folder: Annotated[Positional[str], tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[str, Word("FOLDER", "a folder to write the model to", "my-model")]
     """Where to write the model; a folder that is empty or not there yet."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Of the files: auto (that of the model or configuration that the run began with), or a name."""
-    merge: Switch = False
+    merge: bool = False
     """Of a run that trains an adapter ([lora]): its base model with the adapter added to the weights, for stock
     transformers. Without it the adapter is written, for stock peft."""
     mtp: Literal["published", "own", "none"] = "published"
     """Depths of multi-token prediction of a run with [mtp]: published (under the names of published models of the
     family, where it has such), own (mtp.layers.0 and so on, which longspan reads), or none: they are left out."""
-    overwrite: Switch = False
+    overwrite: bool = False
     """Replace the model in a folder that holds one; other files in it stay."""
-    json: Switch = False
+    json: bool = False
     """Print what was written as one JSON object on standard output; progress goes to standard error."""
 
 
@@ -61,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     text = (
         f"step {written.step} of {written.checkpoint} is in {written.folder}: {plural(written.tensors, 'tensor')} "
         f"of {written.parameters / 1e6:,.1f} M weights in {written.dtype}, {written.bytes / 1e6:,.1f} MB in "
-        f"{plural(written.files, 'file')}"
+        f"{plural(written.files, 'file')}; next: longspan eval {written.folder}"
     )
     print(as_json(written.row()) if flags.json else text)
     return 0

@@ -1,107 +1,97 @@
-"""Words of the command line to a dataclass of flags, for every verb.
+"""Words of the command line to a dataclass of flags, for every verb; `help.py` shows them.
 
-Names, and values of choices, numbers and booleans, are checked here, other values by tyro. `train` and `eval` have
-every key of the configuration as `--section.key value`; help texts are the docstrings of the fields.
+`train` and `eval` have every key of the configuration as `--section.key value`. A flag may have dashes or underscores,
+and "=" or a space before its value.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from io import StringIO
-from itertools import takewhile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import tyro
-from tyro.conf import Fixed, FlagConversionOff, FlagCreatePairsOff, Positional, Suppress
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
-
+from longspan.cli.help import Groups, Word, find_words, help_text, shown_flag
 from longspan.cli.processes import Device, count_ranks
 from longspan.config.defaults import find_folders, resolve_defaults
 from longspan.config.file import kind_text, nearest_hint, read_choice_word, read_file
-from longspan.config.keys import key_value, section_keys, section_texts, set_key_values
-from longspan.config.plan_section import ContextConfig, EvalConfig
-from longspan.config.sections import (
-    DataConfig,
-    EncoderSection,
-    ModelConfig,
-    MtpSection,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from longspan.config.keys import section_keys, set_key_values
+from longspan.config.reference import OFTEN
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
 
-Flags = TypeVar("Flags")
+Flags = TypeVar("Flags", bound=Any)
+Repeated = Annotated[tuple[str, ...], "again for more"]  # a flag that is given once for each of its values
+_WHOLE_HELP = {"--help-all", "--help_all"}
+_HELP = {"-h", "--help"} | _WHOLE_HELP
+_SAME = {"--data": "--data.path", "--data.path": "--data"}  # two spellings of one flag
 _BOOLEANS = ("true", "false", "True", "False")
 _NUMBERS = {int: "an integer", float: "a number"}
 _FEW = 12  # flags that an error lists
 _EXAMPLES = {int: "2 4", float: "0.9 0.95", str: "first second"}  # of lists
 
 
-_SECTIONS = ConstructorRegistry()
-
-
-@_SECTIONS.struct_rule
-def _section_flags(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Give tyro a flag for each key of [context]; None leaves any other type to tyro.
-
-    Files have the keys of evaluation in the same table, as eval_KEY; in code they are a dataclass inside ContextConfig,
-    for which tyro by itself would make flags --context.evaluation.KEY.
-    """
-    kind: Any = info.type
-    if kind is not ContextConfig:
-        return None
-    section = info.default if isinstance(info.default, ContextConfig) else ContextConfig()
-    texts = section_texts(kind)
-    flags = (
-        StructFieldSpec(key.name, key.kind, key_value(section, key.name), helptext=texts[key.name])
-        for key in section_keys(kind)
-    )
-    return StructConstructorSpec(lambda **values: set_key_values(section, values), tuple(flags))
-
-
-def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, default: Flags | None = None) -> Flags:
-    """Parse the flags of a verb from its words; `--help` prints and exits.
+def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Flags:
+    """Parse the flags of a verb from its words; `--help` and `--help-all` print and exit.
 
     >>> parse_flags(ReportFlags, ["runs/first", "--json"], "longspan report")
 
-    Raises ConfigError, with the nearest flag for one that does not exist, or with tyro's text.
+    `defaults` are values of fields, in place of those of the class. Raises ConfigError for flags that do not exist,
+    with the nearest ones, for values that they do not take, and for words that are missing or too many.
     """
-    words = _read_words(argv, flag_types(kind), prog)
-    defaults: dict[str, Any] = {} if default is None else {"default": default}
-    refusal = StringIO()
-    try:
-        with redirect_stderr(refusal), _SECTIONS:
-            return tyro.cli(kind, prog=prog, args=words, use_underscores=True, **defaults)
-    except SystemExit as end:
-        if not end.code:
-            raise
-        # an empty choice would be listed as nothing before a comma
-        text = _box_text(refusal.getvalue()).replace("options: , ", "options: ")
-        raise ConfigError(f"{text}; see {prog} --help") from None
+    types, repeated = flag_types(kind), _repeated_flags(kind)
+    if not _HELP.isdisjoint(argv):
+        print(help_text(kind, types, prog, whole=not _WHOLE_HELP.isdisjoint(argv)))
+        raise SystemExit(0)
+    check_flag_names(argv, types, prog)
+    words, values = list[str](), dict[str, Any]()
+    for flag, behind, joined in split_flags(argv):
+        name = flag if flag in types else _SAME.get(flag, flag)
+        if not name:
+            words += behind
+        elif name in repeated:
+            _check_value(name, behind[0] if behind else None, str)
+            values[name] = (*values.get(name, ()), behind[0])
+            words += behind[1:]
+        else:
+            values[name], further_words = _read_value(name, behind, types[name], joined=joined)
+            words += further_words
+    return make_flags(kind, words, values, prog, defaults or {})
 
 
-def _box_text(text: str) -> str:
-    """Return tyro's error in one line: what stands between the rule with its title and the next rule.
-
-    A rule is a side of a box or a row of dashes, by tyro's version. Without any rule all lines count.
-    """
-    lines = [line.strip("│ ") for line in text.splitlines() if line.strip()]
-    is_rule = [line.startswith("╭") or not line.strip("─╰╯-") for line in lines]
-    lines_below = lines[is_rule.index(True) + 1 :] if True in is_rule else lines
-    message = list(takewhile(lambda line: line.strip("─╰╯-"), lines_below))
-    return " ".join(" ".join(message or lines).split()).rstrip(".")
+def make_flags(
+    kind: type[Flags], words: Sequence[str], values: Mapping[str, Any], prog: str, defaults: Mapping[str, Any]
+) -> Flags:
+    """Make the dataclass from the words without a flag and from the values of flags; both win over `defaults`."""
+    places = find_words(kind)
+    if len(words) > len(places):
+        takes = f"it takes {' and '.join(place.metavar for place in places.values())}, and" if places else "its"
+        raise ConfigError(f"{prog} does not know what {words[len(places)]!r} is for: {takes} flags begin with --")
+    arguments = {**defaults, **dict(zip(places, words, strict=False))}
+    required = [field.name for field in fields(kind) if field.default is field.default_factory is MISSING]
+    if missing := [places[name] for name in required if name not in arguments]:
+        example = " ".join([prog, *(place.example for place in places.values() if place.example)])
+        raise ConfigError(f"{prog} needs {' and '.join(place.what for place in missing)}: {example}")
+    sections = dict[str, dict[str, Any]]()
+    for name, value in values.items():
+        section, dot, key = name[2:].partition(".")
+        if dot:
+            sections.setdefault(section, {})[key] = value
+        else:
+            arguments[section] = value
+    for field in fields(kind):
+        if field.name in sections and field.default_factory is not MISSING:
+            start = arguments.get(field.name) or field.default_factory()
+            arguments[field.name] = set_key_values(start, sections[field.name])
+    return kind(**arguments)
 
 
 def check_least(flags: Any, **least: int) -> None:
     """Raise ConfigError where the value of a flag is below the least that it may be."""
     for name, number in least.items():
         if (value := getattr(flags, name)) < number:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give an integer of at least {number}")
+            raise ConfigError(f"{shown_flag(f'--{name}')} is {value}; give an integer of at least {number}")
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -113,16 +103,23 @@ def write_text(path: str | Path, text: str) -> None:
         raise ConfigError(f"cannot write {os_error_text(error)}") from error
 
 
-def flag_types(kind: type) -> dict[str, Any]:
-    """List every flag of a flags dataclass, as on the command line, with the type of its value; tables have none."""
-    types, marked = dict[str, Any](), get_type_hints(kind, include_extras=True)
-    for name, hint in get_type_hints(kind).items():
-        if is_dataclass(hint):
-            keys = (key for key in section_keys(hint) if not any(map(is_dataclass, get_args(key.kind))))
-            types |= {f"--{name}.{key.name}": key.kind for key in keys}
-        elif {"Positional", "Fixed"}.isdisjoint(map(repr, getattr(marked[name], "__metadata__", ()))):  # tyro's marks
-            types[f"--{name}"] = hint
+def flag_types(kind: Any) -> dict[str, Any]:
+    """List every flag of a flags dataclass, with underscores, with the type of its value; tables have none."""
+    types, hints, words = dict[str, Any](), get_type_hints(kind), find_words(kind)
+    for name in (field.name for field in fields(kind) if field.name not in words):
+        if is_dataclass(hints[name]):
+            types |= {f"--{name}.{key.name}": key.kind for key in section_keys(hints[name]) if _is_value(key.kind)}
+        elif _is_value(hints[name]):
+            types[f"--{name}"] = hints[name]
     return types
+
+
+def _is_value(kind: Any) -> bool:
+    return not any(map(is_dataclass, get_args(kind)))
+
+
+def _repeated_flags(kind: Any) -> set[str]:
+    return {f"--{name}" for name, hint in get_type_hints(kind, include_extras=True).items() if hint == Repeated}
 
 
 def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
@@ -143,42 +140,44 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
         yield flag, values, joined
 
 
-def _read_words(argv: Sequence[str], types: dict[str, Any], prog: str) -> list[str]:
-    """Return the words as tyro reads them: true and false as in Python, and every number of a list a word of its own.
+def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> tuple[Any, Sequence[str]]:
+    """Return a flag's value, and the words behind it that are not its value.
 
-    A list takes all words up to the next flag, or the one behind "="; lists of numbers may be written 2,2 or [2, 2].
+    A flag of true or false alone is true. A list takes all words up to the next flag, or the one behind "="; lists of
+    numbers may be written 2,2 or [2, 2].
     """
-    words = list[str]()
-    for flag, values, joined in split_flags(argv):
-        if not flag:
-            words += values
-            continue
-        _check_name(flag, types, prog)
-        kind = types.get(flag)
-        value = values[0] if values else None
-        if kind is bool and not joined and value not in _BOOLEANS:
-            words += [flag, *["True"] * ("." in flag), *values]  # a key needs a value, --json takes none
-        elif (list_type := _list_type(kind)) is not None:
-            count = 1 if joined and not values[0].startswith("[") else len(values)
-            items = values[:count]
-            if get_args(list_type)[0] in _NUMBERS:
-                items = [number for item in items for number in re.split(r"[\[\],\s]+", item) if number]
-            _check_list(flag, items, kind)
-            first = [f"{flag}={items[0]}"] if joined and len(items) == 1 else [flag, *items]
-            words += [*first, *values[count:]]
-        else:
-            _check_value(flag, value, kind)
-            if value is None:  # --help
-                words.append(flag)
-                continue
-            text = value.capitalize() if kind is bool else str(read_choice_word(value, kind))
-            words += [f"{flag}={text}", *values[1:]] if joined else [flag, text, *values[1:]]
-    return words
+    if kind is bool and not joined and (not words or words[0] not in _BOOLEANS):
+        return True, words
+    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    list_type = next((option for option in options if get_origin(option) is tuple), None)
+    if list_type is None:
+        value = words[0] if words else None
+        _check_value(flag, value, kind)
+        return _convert_word(str(read_choice_word(value, kind)), options), words[1:]
+    item_type, *further_types = get_args(list_type)
+    count = 1 if joined and not words[0].startswith("[") else len(words)
+    items = list(words[:count])
+    if item_type in _NUMBERS:
+        items = [number for item in items for number in re.split(r"[\[\],\s]+", item) if number]
+    least, most = (1, len(items)) if further_types == [...] else (1 + len(further_types),) * 2
+    items, further_words = items[:most], [*items[most:], *words[count:]]
+    if not items or len(items) < least or not all(item_type is str or _is_number(item, item_type) for item in items):
+        text = f"is {' '.join(items)!r}" if items else "has no value"
+        raise ConfigError(
+            f"{shown_flag(flag)} {text}; it must be {kind_text(kind)}, as in {shown_flag(flag)} {_EXAMPLES[item_type]}"
+        )
+    if len(items) == 1 and len(options) > 1:  # such as one size, where a list may stand too
+        return _convert_word(items[0], options), further_words
+    return tuple(map(item_type, items)), further_words
+
+
+def _convert_word(word: str, options: Iterable[Any]) -> Any:
+    if bool in options:
+        return word.lower() == "true"
+    return next((kind(word) for kind in _NUMBERS if kind in options and _is_number(word, kind)), word)
 
 
 def _check_value(flag: str, value: str | None, kind: Any) -> None:
-    if kind is None:  # --help
-        return
     if get_origin(kind) is Literal and read_choice_word(value, kind) not in get_args(kind):
         advice = f"use one of {', '.join(map(str, filter(None, get_args(kind))))}"  # "" is not listed
     elif kind in _NUMBERS and not _is_number(value or "", kind):
@@ -189,21 +188,8 @@ def _check_value(flag: str, value: str | None, kind: Any) -> None:
         advice = "write one behind it"
     else:
         return
-    raise ConfigError(f"{flag} is {value!r}; {advice}" if value is not None else f"{flag} has no value; {advice}")
-
-
-def _list_type(kind: Any) -> Any:
-    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    return next((option for option in options if get_origin(option) is tuple), None)
-
-
-def _check_list(flag: str, words: Sequence[str], kind: Any) -> None:
-    item_type, *further_types = get_args(_list_type(kind))
-    count = len(words) if further_types == [...] else 1 + len(further_types)
-    values = words[:count]
-    if not values or len(values) < count or not all(item_type is str or _is_number(word, item_type) for word in values):
-        text = f"is {' '.join(values)!r}" if values else "has no value"
-        raise ConfigError(f"{flag} {text}; it must be {kind_text(kind)}, as in {flag} {_EXAMPLES[item_type]}")
+    name = shown_flag(flag)
+    raise ConfigError(f"{name} is {value!r}; {advice}" if value is not None else f"{name} has no value; {advice}")
 
 
 def _is_number(word: str, kind: type[int] | type[float]) -> bool:
@@ -214,24 +200,21 @@ def _is_number(word: str, kind: type[int] | type[float]) -> bool:
     return True
 
 
-def check_flag_names(argv: Sequence[str], types: dict[str, Any], prog: str) -> None:
-    """Raise ConfigError for a flag among the words that a verb with these flags does not have, with the nearest one."""
-    for flag, _, _ in split_flags(argv):
-        if flag:
-            _check_name(flag, types, prog)
+def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -> None:
+    """Raise ConfigError for the flags among the words that a verb with these flags does not have, with the nearest."""
+    flags = dict.fromkeys(flag for flag, _, _ in split_flags(argv) if flag)
+    unknown = [flag for flag in flags if flag not in types and _SAME.get(flag) not in types]
+    if unknown:
+        texts = (f"{shown_flag(flag)}: {_flag_hint(flag, types, prog)}" for flag in unknown)
+        raise ConfigError(f"{prog} has no flag {'; no flag '.join(texts)}")
 
 
-def _check_name(flag: str, types: dict[str, Any], prog: str) -> None:
-    if flag in types or flag == "--help":
-        return
-    flags_in_sections = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
-    hint = f"did you mean {flags_in_sections[0]!r}?" if flags_in_sections else nearest_hint(flag, types, prefix="--")
-    if hint.startswith("known: ") and len(types) > _FEW:
-        hint = f"{prog} --help lists those that it has"
-    raise ConfigError(f"{prog} has no flag {flag}: {hint}")
-
-
-Switch = Annotated[bool, FlagCreatePairsOff]
+def _flag_hint(flag: str, types: Mapping[str, Any], prog: str) -> str:
+    in_sections = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
+    if in_sections:
+        return f"did you mean {in_sections[0]!r}?"
+    hint = nearest_hint(shown_flag(flag), map(shown_flag, types), prefix="--")
+    return f"{prog} --help-all lists those that it has" if hint.startswith("known: ") and len(types) > _FEW else hint
 
 
 @dataclass(frozen=True)
@@ -241,39 +224,41 @@ class TrainFlags(RunConfig):
     Without --world it starts a process for each GPU of this machine, or one where there are none. With --world N it
     starts N processes; under torchrun it uses those of torchrun. Each has a GPU where there are any. The configuration,
     metrics, checkpoints, plans and report.html are written to the run's folder. If the folder holds a run already, that
-    run continues from its newest checkpoint. Where the default of a key depends on the model, its text says so, and
-    --help shows -1 or ''.
+    run continues from its newest checkpoint.
+
+    longspan train --world 2                     the demo: a tiny model, on 2 CPU processes
+
+    longspan train run.toml --dry-run            what a run would hold, and how long it takes
+
+    longspan train --model.path Qwen3-0.6B --data chats.jsonl --lora.rank 16
     """
 
-    model: FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
-    data: FlagConversionOff[DataConfig] = field(default_factory=DataConfig)
-    parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
-    train: FlagConversionOff[TrainConfig] = field(default_factory=TrainConfig)
-    mtp: FlagConversionOff[MtpSection] = field(default_factory=MtpSection)
-    encoder: FlagConversionOff[EncoderSection] = field(default_factory=EncoderSection)
-    eval: Suppress[Fixed[tuple[EvalConfig, ...]]] = ()
-    config: Annotated[Positional[str], tyro.conf.arg(metavar="CONFIG.toml")] = ""
+    SHOWN: ClassVar[Groups] = {
+        "keys that most runs set": tuple(f"--{key}" for key in OFTEN),
+        "how it is started": ("--world", "--dry_run", "--show"),
+    }
+    config: Annotated[str, Word("[CONFIG.toml]")] = ""
     """Configuration file; without one, the demo of `make train`."""
     world: int = 0
     """Processes to start on this machine; 0: one for each GPU (CUDA_VISIBLE_DEVICES), one without GPUs, or those of
     torchrun."""
     device: Device = "auto"
     """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
-    json: Switch = False
+    json: bool = False
     """Print the result as one JSON object on standard output; progress goes to standard error."""
     show: int = 0
     """Train nothing: print the first so many rows of each source as tokens, with the targets marked."""
-    dry_run: Switch = False
+    dry_run: bool = False
     """Train nothing: print what the run would hold on each GPU, with which measures, its steps and hours."""
 
 
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
     """Parse the flags of `train`, and the configuration that file, flags and the number of ranks make together."""
-    flags = parse_flags(TrainFlags, argv, "longspan train", TrainFlags())
+    flags = parse_flags(TrainFlags, argv, "longspan train")
     if flags.config:  # again, with the file's values as defaults: flags win over them
         file = read_file(flags.config)
         sections = {field.name: getattr(file, field.name) for field in fields(RunConfig)}
-        flags = parse_flags(TrainFlags, argv, "longspan train", replace(TrainFlags(), **sections))
+        flags = parse_flags(TrainFlags, argv, "longspan train", sections)
     config = RunConfig(**{field.name: getattr(flags, field.name) for field in fields(RunConfig)})
     config = find_folders(config, weights=not (flags.dry_run or flags.show))
     return flags, resolve_defaults(config, count_ranks(flags.world, flags.device))

@@ -27,7 +27,7 @@ VERBS = {
     "doctor": "check versions, kernels, process groups and exactness on this machine",
 }
 _RANK_VERBS = ("train", "eval")  # verbs that start ranks, unless they show help or a plan
-_WITHOUT_RANKS = {"-h", "--help", "--dry_run", "--dry-run", "--show"}
+_WITHOUT_RANKS = {"-h", "--help", "--help-all", "--help_all", "--dry_run", "--dry-run", "--show"}
 _MODULES = {"bench": "longspan.bench.benches"}  # of verbs that are not in this folder
 EXIT_ERROR = 2
 EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help
@@ -111,9 +111,11 @@ def _run_verb(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
         print(
-            f"longspan {__version__}: long-context training in which the layout of a step is a value\n\n"
+            f"longspan {__version__}\n\n"
+            "Train Hugging Face models on long documents: exact context parallelism, planned for each step.\n\n"
             f"usage: longspan VERB [flags]\n\n{verbs}\n\n"
-            "longspan VERB --help shows a verb's flags; --debug shows the traceback of an error."
+            "longspan VERB --help shows a verb's usual flags and examples, --help-all all of its flags.\n"
+            "--debug shows the traceback of an error."
         )
         return 0
     if words[0] in ("-V", "--version"):

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from longspan.cli.flags import check_least, parse_flags, write_text
+from longspan.cli.help import Groups
 from longspan.cli.plans.answer import answer_gpu_question
 from longspan.cli.plans.compare import CompareFlags, check_comparison_flags, run_comparison
 from longspan.cli.plans.lengths import read_lengths
@@ -47,8 +48,29 @@ class PlanFlags(CompareFlags):
 
     With --compare, price plans instead: planners next to each other, saved plans, or degrees of an evaluation. With
     --gpu too, each planner has the rows that memory holds; without it, times follow the cost model alone.
+
+    longspan plan --same 8x8192 --slots 4
+
+    longspan plan --model Qwen3-8B --gpu h100 --gpus 4 --same 1x262144
+
+    longspan plan --compare --lengths lengths.json --slots 16 --machine h100
     """
 
+    SHOWN: ClassVar[Groups] = {
+        "a plan of one step": (
+            *("--lengths", "--data", "--distribution", "--same", "--slots", "--max_tokens_per_slot", "--cp_comm_type"),
+            *("--model", "--machine", "--plot", "--json"),
+        ),
+        "what fits GPUs (--gpu)": ("--gpu", "--gpus", "--longest", "--tokens_per_step", "--epochs", "--write"),
+        "planners or degrees compared (--compare)": (
+            "--compare",
+            "--world",
+            "--tp",
+            "--pp",
+            "--plans",
+            "--which_eval_degree",
+        ),
+    }
     partition: Literal["auto", "zigzag", "contiguous"] = "auto"
     """How a group's rows are dealt out: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a,
     and slower than predicted under the other types; auto: of hybrids the faster, otherwise zigzag."""

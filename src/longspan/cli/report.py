@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from longspan.cli.flags import Switch, parse_flags
+from longspan.cli.flags import parse_flags
+from longspan.cli.help import Word
 from longspan.errors import ConfigError
 from longspan.plan import Plan
 from longspan.report import plan_page, write_report
@@ -26,15 +25,15 @@ class ReportFlags:
     longspan report runs/first --follow --port 8765
     """
 
-    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR|PLAN.json")]
+    target: Annotated[str, Word("RUN_DIR|PLAN.json", "a run's folder, or the JSON file of a plan", "runs/first")]
     """A run's folder, or a plan as `longspan plan --json` prints it."""
     out: str = ""
     """Where to write the page of a plan; empty: next to the plan, as .html."""
-    follow: Switch = False
+    follow: bool = False
     """Serve the page of a run that trains, or is about to, on 127.0.0.1, until the run has ended."""
     port: int = 0
     """With --follow: the port; 0: any free one. From another machine: ssh -L 8765:127.0.0.1:8765 HOST."""
-    json: Switch = False
+    json: bool = False
     """Print {"report": PATH} on standard output; with --follow {"address": URL} at once, and {"state", "step", "steps"}
     at the end."""
 

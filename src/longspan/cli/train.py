@@ -114,9 +114,11 @@ def train_rank(
 def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -> None:
     from longspan.report import write_report
 
-    out = sys.stderr if as_json else sys.stdout
-    print(f"report: {write_report(result.dir)}", file=out)
+    out, report = sys.stderr if as_json else sys.stdout, write_report(result.dir)
     saved = "adapter, for stock peft" if config.lora.rank else "Hugging Face folder"
     model = "" if result.stopped else f", {saved}: {result.dir / 'model'}"
     print(f"checkpoints: {config.run.checkpoints or result.dir / 'checkpoints'}{model}", file=out)
     print(json.dumps(result.summary()) if as_json else result.text())
+    compared = " --compare base" if config.lora.rank else ""
+    following = "the same command goes on" if result.stopped else f"longspan eval {result.dir}{compared}"
+    print(f"{result.degrees_text()}Open {report}; next: {following}", file=out)

@@ -190,8 +190,8 @@ def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 
 
-def settings_line(config: RunConfig) -> str:
-    """Write the values that decide most about a run in one line; for evaluation those that differ from training's.
+def settings_text(config: RunConfig) -> str:
+    """Write the values that decide most about a run, a line for each section; of evaluation those unlike training's.
 
     A run of epochs shows these instead of steps and warm-up, which follow from them once the corpus is known.
     """
@@ -213,7 +213,7 @@ def settings_line(config: RunConfig) -> str:
         for key in _SHOWN["context"]
         if getattr(context, key) != getattr(context.evaluation, key)
     ]
-    return "; ".join([*parts, ", ".join(differing) or "evaluation as in training"])
+    return "\n".join([*parts, f"evaluation: {', '.join(differing) or 'as in training'}"])
 
 
 def _value_text(value: object) -> str:

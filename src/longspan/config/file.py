@@ -5,9 +5,10 @@ import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import GONE_VALUES, section_keys, set_key_values
@@ -16,6 +17,7 @@ from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
 
 TABLES = "data.sources"  # tables of an array, not a value
+Value = TypeVar("Value")
 KeyHint = Callable[[str, str, Iterable[str]], str]  # of a section, an unknown key of it, and those that it has
 
 
@@ -25,8 +27,8 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     >>> load_config(None, {"train.steps": 10}).train.steps
     10
 
-    Raises ConfigError for a file that is missing or not TOML, for an unknown section or key (with the nearest name),
-    and for a value of the wrong type. Whether the values fit together is checked by `check_config`.
+    Raises ConfigError for a file that is missing or not TOML, and one for all unknown sections and keys (each with the
+    nearest name) and values of the wrong type. Whether the values fit together is checked by `check_config`.
     """
     config = RunConfig() if path is None else read_file(path)
     tables: dict[str, Any] = {}
@@ -82,12 +84,24 @@ def to_toml(config: RunConfig) -> str:
 
 
 def _set_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
-    for section, values in tables.items():
-        config = _set_section(config, section, values, source=source)
-    return config
+    calls = (partial(_read_section, config, section, values, source=source) for section, values in tables.items())
+    return replace(config, **dict(zip(tables, _values_or_errors(calls), strict=True)))
 
 
-def _set_section(config: RunConfig, section: str, values: object, *, source: str) -> RunConfig:
+def _values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Value, ...]:
+    """Return what each call returns. Raises one ConfigError with the messages of all calls that raise one."""
+    values, problems = list[Value](), list[str]()
+    for call in calls:
+        try:
+            values.append(call())
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return tuple(values)
+
+
+def _read_section(config: RunConfig, section: str, values: object, *, source: str) -> Any:
     """A key that is written without its section, as a section, gets the key's full name as a hint."""
     names = [field.name for field in fields(RunConfig)]
     if section not in names:
@@ -95,31 +109,32 @@ def _set_section(config: RunConfig, section: str, values: object, *, source: str
         hint = f"did you mean {owners[0]!r}?" if owners else nearest_hint(section, names)
         raise ConfigError(f"unknown section [{section}] in {source}: {hint}")
     if section == "eval":
-        return replace(config, eval=_eval_sets(values, source))
+        return _eval_sets(values, source)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
-    sources = None
-    if section == "data" and "sources" in values:  # tables, which are no value of a key
-        values = dict(values)
-        sources = _data_sources(values.pop("sources"), source)
     if section == "data" and isinstance(columns := values.get("columns"), Mapping):
         values = {**values, "columns": [f"{ours}={theirs}" for ours, theirs in columns.items()]}
-    new_section = _set_keys(getattr(config, section), section, values, source, _key_hint)
-    return replace(config, **{section: new_section if sources is None else replace(new_section, sources=sources)})
+    keys = {key: value for key, value in values.items() if f"{section}.{key}" != TABLES}
+    read_keys = partial(_set_keys, getattr(config, section), section, keys, source, _key_hint)
+    if len(keys) == len(values):
+        return read_keys()
+    read_sources = partial(_data_sources, values["sources"], source)
+    results: tuple[Any, ...] = _values_or_errors((read_keys, read_sources))
+    return replace(results[0], sources=results[1])
 
 
 def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
     source_tables = _read_tables(tables, "data.sources", source, "sources", "path and weight")
-    return tuple(
-        _set_keys(SourceConfig(), f"data.sources[{number}]", table, source, _table_key_hint)
+    return _values_or_errors(
+        partial(_set_keys, SourceConfig(), f"data.sources[{number}]", table, source, _table_key_hint)
         for number, table in enumerate(source_tables)
     )
 
 
 def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
     set_tables = _read_tables(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
-    return tuple(
-        _set_keys(EvalConfig(), f"eval.{table.get('name') or number}", table, source, _table_key_hint)
+    return _values_or_errors(
+        partial(_set_keys, EvalConfig(), f"eval.{table.get('name') or number}", table, source, _table_key_hint)
         for number, table in enumerate(set_tables, 1)
     )
 
@@ -135,13 +150,15 @@ def _read_tables(tables: object, name: str, source: str, title: str, keys: str) 
 def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
     """`label` names the section in messages; `hint` makes the hint for an unknown key."""
     types = {key.name: key.kind for key in section_keys(type(section))}
-    changes: dict[str, Any] = {}
-    for key, value in values.items():
-        if (f"{label.partition('.')[0]}.{key}", value) in GONE_VALUES.items():
-            continue
+
+    def read(key: str) -> object:
         if key not in types:
-            raise ConfigError(f"unknown key {label}.{key} in {source}: {hint(label, str(key), types)}")
-        changes[key] = _convert_value(f"{label}.{key}", value, types[key], source)
+            raise ConfigError(f"unknown key {label}.{key} in {source}: {hint(label, key, types)}")
+        return _convert_value(f"{label}.{key}", values[key], types[key], source)
+
+    gone = GONE_VALUES.items()
+    keys = [key for key, value in values.items() if (f"{label.partition('.')[0]}.{key}", value) not in gone]
+    changes = dict(zip(keys, _values_or_errors(partial(read, key) for key in keys), strict=True))
     return set_key_values(section, changes)
 
 

@@ -81,8 +81,8 @@ class PlanSection:
         ),
     ] = ""
     """How they share it: p2p, all_gather, a2a, a2a+p2p, auto or the dotted name of your own (docs/attention.md); one,
-    or one for each layer. Default: auto; of hybrids what partition is chosen with; tiny presets: p2p, of hybrids the
-    same."""
+    or one for each layer. Default: auto; hybrid models: chosen together with partition; tiny
+    presets: p2p, hybrids the same."""
     partition: Annotated[
         Literal["", "auto", "zigzag", "contiguous"],
         Texts(

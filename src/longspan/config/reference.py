@@ -19,19 +19,16 @@ from longspan.config.sections import SourceConfig, section_kinds
 OFTEN = (
     "model.path",
     "data.path",
-    "train.tokens_per_step",
+    "run.dir",
+    "lora.rank",
+    "train.epochs",
     "train.steps",
+    "train.tokens_per_step",
     "train.lr",
-    "train.warmup_steps",
     "context.planner",
     "context.context_parallel_size",
     "context.max_tokens_per_slot",
-    "context.cp_comm_type",
-    "parallel.tp",
-    "train.activation_checkpointing",
     "train.eval_every",
-    "context.eval_context_parallel_size",
-    "run.dir",
 )
 
 _HEAD = """\
@@ -53,12 +50,12 @@ The resolved configuration is written to the run's folder as `config.toml`. An u
 that names the nearest known one. Whether values fit together, and fit the number of ranks, is checked before any
 process is started ([limits.md](limits.md#training) lists what is refused).
 
-`longspan train --help` shows the same texts. This page is made from them:
+`longspan train --help-all` shows the same texts. This page is made from them:
 `python -m longspan.config.reference docs/configuration.md`.
 
 ## Keys that most runs set
 
-Long-context training of a model of your own needs these fifteen. The part before the dot is the section.
+Long-context training of a model of your own needs these twelve. The part before the dot is the section.
 """
 _RARELY = """\
 ## Rarely

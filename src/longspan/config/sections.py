@@ -46,7 +46,8 @@ class ModelConfig:
     rope_scaling: str = ""
     """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings; empty: never."""
     rope_factor: NonNegativeFloat = 0.0
-    """How many times as long documents may be under rope_scaling; 0: what the longest needs, in quarters."""
+    """Factor by which rope_scaling extends the model's context; 0: as large as the longest document needs, rounded up
+    to 0.25."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Parameters and optimizer states: float32, float64 or bfloat16."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
@@ -83,8 +84,8 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Split the rows of norms and residuals over the tensor-parallel ranks; needs tp above 1."""
     reshard_after_forward: bool = True
-    """Free gathered weights after the forward pass: less memory, one more gather; never with pp above 1. true: unless
-    train.memory gathers them once, where there is room."""
+    """Free gathered weights after the forward pass: less memory, one more gather; never with pp above 1. true,
+    but train.memory may keep them gathered if memory allows."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +360,8 @@ class TrainConfig:
     """Compile with torch.compile: layers (each in two halves around attention), modules (true: norms and MLPs), none
     (false), or auto: layers on GPUs at tp 1, of models whose hidden states have 2048 features or more."""
     router_balance_loss: Annotated[float, AtLeast(-1)] = -1.0
-    """Weight of the load-balancing loss of experts' routers; -1: that of the model's configuration, 0: none."""
+    """Weight of the load-balancing loss of experts' routers; 0: none. Default (-1): that of the model's
+    configuration."""
     router_z_loss: NonNegativeFloat = 0.0
     """Weight of the z-loss of experts' routers: the mean square of the logsumexp of their logits."""
     seed: NonNegativeInt = 0

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from longspan.errors import plural
 from longspan.plan import Plan
 
+SAME = 1e-6  # relative difference up to which losses at two degrees are called equal
+
 if TYPE_CHECKING:
     from longspan.evaluation.metrics import Bucket, Mean
 

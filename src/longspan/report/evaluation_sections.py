@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from longspan.evaluation.result import SAME
 from longspan.plain_text import bytes_text, number_text
 from longspan.report.chart import COLORS, Chart, Series, chart_figure
 from longspan.report.markup import scrolling_table, section, tag, text
@@ -49,7 +50,6 @@ def _start_text(first: int) -> str:
 
 
 WIDTHS = {"wide": 1120, "narrow": 480}  # of a chart; the page shows the one that suits its own width
-SAME = 1e-6  # relative difference up to which two degrees are called equal
 HELD_OUT = "held out"  # the name of a run's held-out documents in tables
 _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
@@ -145,10 +145,7 @@ def degrees_table(rows: Sequence[EvalRow]) -> str:
     """
     base, memory = rows[0], any(row.activation_bytes for row in rows)
     names = ("cp", "loss", "perplexity", "tokens", *(["added memory of a GPU"] * memory), "relative difference", "")
-    head = tag(
-        "thead",
-        tag("tr", *(tag("th", name, class_="minor" if name in ("perplexity", "tokens") else None) for name in names)),
-    )
+    head = tag("thead", tag("tr", *(tag("th", name) for name in names)))
     table = tag("table", head, tag("tbody", *(_degree_row(row, base, memory=memory) for row in rows)))
     note = (
         f"The weights after step {base.step:,}, the same documents. "
@@ -167,9 +164,7 @@ def _degree_row(row: EvalRow, base: EvalRow, *, memory: bool) -> str:
     difference = "" if row is base else f"{relative:+.1e}"
     added = [bytes_text(row.activation_bytes)] * memory
     cells = (row.degree, f"{row.loss:.9f}", row.perplexity, f"{row.tokens:,}", *added, difference)
-    # 2 and 3 are perplexity and tokens, which narrow pages leave out
-    figures = (tag("td", text(cell), class_="minor" if i in (2, 3) else None) for i, cell in enumerate(cells))
-    return tag("tr", *figures, tag("td", verdict[0], class_=verdict[1]))
+    return tag("tr", *(tag("td", text(cell)) for cell in cells), tag("td", verdict[0], class_=verdict[1]))
 
 
 def samples_section(rows: Sequence[Mapping[str, Any]]) -> str:

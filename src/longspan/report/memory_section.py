@@ -3,13 +3,13 @@
 The plan is that of run.json, made before the model; the peak is the most of any step on the first rank.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from longspan.plain_text import bytes_text
+from longspan.plan.memory.memory_plan import measures_text
 from longspan.report.markup import scrolling_table, section, tag, text
 from longspan.report.run_folder import RunFolder
 
@@ -23,14 +23,6 @@ KINDS = {
     "logits": "a chunk of logits, and what the loss makes of it",
     "communicators": "buffers of NCCL, and the CUDA context",
 }
-MEASURES = {
-    "none": "keep all",
-    "exchanged": "keep their input, attention's output and what was exchanged",
-    "selective": "keep their input and attention's output",
-    "full": "keep their input",
-    "selective+host": "keep their input and attention's output on the host",
-    "full+host": "keep their input on the host",
-}
 
 
 def memory_section(run: RunFolder) -> str:
@@ -40,7 +32,8 @@ def memory_section(run: RunFolder) -> str:
     if not device.get("total"):
         return ""
     peak = peak_of_steps(run)
-    sentences = f"{measures_text(plan.get('measures', ()))}."
+    measures = plan.get("measures")
+    sentences = f"{measures_text(measures if isinstance(measures, list) else ())}."
     if peak and not device.get("communicators"):  # a plan for CPUs has none
         sentences += " On CPUs the measured peak is the whole process's, with Python and its libraries."
     measures = tag("p", text(sentences), class_="sub")
@@ -61,17 +54,6 @@ def peak_of_plan(run: RunFolder) -> float:
     """
     device = _plan_bytes(run.facts.memory, "device") if run.facts is not None else {}
     return device.get("total", 0.0) - device.get("communicators", 0.0)
-
-
-def measures_text(measures: object) -> str:
-    """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input".
-
-    `measures` has a word of MEASURES for each layer; only the first part names the number of all layers.
-    """
-    words = [str(word) for word in measures] if isinstance(measures, list | tuple) else []
-    counts = Counter(words)
-    parts = [f"{counts[word]} {MEASURES.get(word, word)}" for word in sorted(counts, key=words.index)]
-    return ", ".join(parts).replace(" ", f" of {len(words)} layers ", 1)
 
 
 def _plan_bytes(plan: Mapping[str, Any], memory: str) -> dict[str, float]:

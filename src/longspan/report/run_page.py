@@ -12,10 +12,10 @@ import numpy as np
 
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.errors import plural
+from longspan.evaluation.result import SAME
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.report.chart import COLORS, Chart, Series, chart_figure, smooth
 from longspan.report.evaluation_sections import (
-    SAME,
     chart_at_both_widths,
     evaluation_sections,
     evaluations_by_degree,
@@ -164,7 +164,8 @@ def _run_header(run: RunFolder) -> str:
     parts = [*configuration_parts(run), steps + _ending_text(run)]
     versions = run.summary.get("versions")
     version_texts = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
-    lines = (tag("p", text(" · ".join(line)), class_="sub") for line in (parts, version_texts) if line)
+    session = [words for words in (run.facts.date, run.facts.command) if words] if run.facts is not None else []
+    lines = (tag("p", text(" · ".join(line)), class_="sub") for line in (session, parts, version_texts) if line)
     story = "; ".join(_outcome_words(run))
     sentence = tag("p", text(f"{story[:1].upper()}{story[1:]}."), class_="story") if story else ""
     return tag("header", title, sentence, *lines)

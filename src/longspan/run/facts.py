@@ -25,9 +25,9 @@ class RunFacts:
     degree, if cost chose it; `float8` is what multiplies in float8, `mixers` is how state-space layers run, `mtp` which
     tokens further ahead are predicted, `encoder` where images are encoded, "" without any; `rows` is why a hybrid's
     rows are dealt out as they are, where their cost chose; `caution` is what a user of these devices would want to
-    change, "" for nothing; `node_size` is the slots of a host; `sessions` are the steps
-    that were done when each began, and its ranks, this one last; `memory` is the plan of memory as `MemoryPlan.to_json`
-    gives it, empty where none was made.
+    change, "" for nothing; `node_size` is the slots of a host; `date` and `command` are of this session; `sessions` are
+    the steps that were done when each began, and its ranks, this one last; `memory` is the plan of memory as
+    `MemoryPlan.to_json` gives it, empty where none was made.
     """
 
     model: str
@@ -71,6 +71,8 @@ class RunFacts:
     rows: str = ""
     caution: str = ""
     node_size: int = 0
+    date: str = ""
+    command: str = ""
     sessions: tuple[tuple[int, int], ...] = ()
     memory: dict[str, Any] = field(default_factory=dict[str, Any])
     starts: dict[str, float] = field(default_factory=dict[str, float])  # seconds, once the first step is done

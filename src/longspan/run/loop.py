@@ -134,8 +134,7 @@ class _Loop:
                     if stopped:
                         saves.save_if_unsaved()
             saves.wait()
-            if figures := saves.saver.take_figures():  # of a checkpoint that no step's row follows
-                self.display.log(str(figures))
+            saves.columns()  # logs the checkpoint that no step's row follows
         return stopped
 
     def finish(self, saves: Saves) -> Final:

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -126,11 +125,11 @@ class GroupLog:
             path.write_text("", encoding="utf-8")
 
     def note_groups(self, plan: Plan, use: Use = "training") -> None:
-        """Write and log the groups that this plan adds.
+        """Write the groups that this plan adds.
 
         They are communicators that were made since the last call, context-parallel groups of this rank that no plan had
-        before, and levels of hierarchical groups. The file gets a row for each; the log gets the communicators in one
-        line, and the first PRINTED levels. Only the rank that keeps the records has a file.
+        before, and levels of hierarchical groups. The file gets a row for each; the log gets the first PRINTED levels.
+        Only the rank that keeps the records has a file.
         """
         if self._path is None:
             return
@@ -152,10 +151,6 @@ class GroupLog:
         if rows:
             with name_file_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
-        if communicators:
-            counts = Counter(f"{record.kind} of {len(record.ranks)}" for record in communicators)
-            names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
-            self._log(f"process groups of the first rank (kind and number of ranks): {names}")
         printed = len(self._recorded_levels) - len(levels)
         for pair in levels[: max(0, PRINTED - printed)]:
             self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")

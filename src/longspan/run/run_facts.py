@@ -1,6 +1,10 @@
 """Collects the facts of a run after its set-up, on all ranks together; the first rank logs them before step 1."""
 
+import shlex
+import sys
 from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
 
 import torch
 
@@ -73,6 +77,8 @@ def facts_of(run: TrainingRun) -> RunFacts:
         optimizer=config.train.optimizer,
         lr=config.train.lr,
         report=str(run.dir / "report.html"),
+        date=datetime.now().astimezone().isoformat(" ", "minutes"),
+        command=shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "longspan"), *sys.argv[1:]]),
         evaluated="\n".join(run.why_degrees),
         float8=execution.float8,
         mixers=mixers_text(execution, world.device, config.context.partition),

@@ -57,7 +57,7 @@ class Saves:
     def __init__(self, run: TrainingRun, log: LogLine) -> None:
         """Prepare the saves of a run; a run that keeps its best checkpoint finds it among those that are there."""
         self.done: int = run.done
-        self._run, self._saved, self._saved_at = run, run.done, time.monotonic()
+        self._run, self._log, self._saved, self._saved_at = run, log, run.done, time.monotonic()
         self.saver: CheckpointSaver = CheckpointSaver(
             run.checkpoints,
             run.world,
@@ -135,10 +135,11 @@ class Saves:
         self.saver.wait()
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns of metrics with the time and bytes of the last save; {} unless they are known and new."""
+        """Log the time and bytes of the last save, and return them as columns of metrics; {} unless they are new."""
         figures = self.saver.take_figures()
         if figures is None:
             return {}
+        self._log(str(figures))
         return {
             "save_shown_seconds": round(figures.shown_seconds, 6),
             "save_seconds": round(figures.seconds, 6),

@@ -175,8 +175,10 @@ def test_an_update_has_two_buckets_of_the_states() -> None:
 def test_printed() -> None:
     memory = planned(["selective"] * 12 + ["none"] * 24, gathered_once=True)
     line = memory.summary_line(MemoryBudget(device=100 * GIB))
-    assert line.startswith("memory: 12 of 36 layers selective, 24 keep all, weights gathered once; ")
-    assert "of 100.0 GiB, 0.0 GiB on the host" in line
+    assert line.startswith(
+        "memory: 12 of 36 layers keep their input and attention's output, 24 keep all, weights gathered once; "
+    )
+    assert "of 100.0 GiB used, and 0.0 GiB of host memory" in line
     values = json.loads(json.dumps(memory.to_json()))
     assert values["device"]["total"] == memory.device.total and set(values["host"]) == set(values["device"])
 

@@ -96,8 +96,8 @@ def test_one_text_in_every_form_gives_the_same_losses(tmp_path: Path, base: Path
 
 
 FEW = [  # tokens a step -> what is logged, where two epochs have 3,800 tokens in documents of 50
-    (4096, "few updates: 2 steps of up to 1,900 tokens .*; --train.tokens_per_step 76 makes at least 50 of"),
-    (120, "few updates: 38 steps of up to 120 tokens .*; --train.tokens_per_step 76 makes at least 50 of"),
+    (4096, "only 2 optimizer updates, of up to 1,900 tokens .*; with --train.tokens_per_step 76 there are at least 50"),
+    (120, "only 38 optimizer updates, of up to 120 tokens .*; with --train.tokens_per_step 76 there are at least 50"),
     (64, ""),
     (50, ""),
 ]

@@ -11,7 +11,7 @@ from typing import Any
 from longspan.bench.benches import BenchFlags
 from longspan.bench.calibrate.fit import Calibration, fit_samples
 from longspan.bench.calibrate.trials import LAYERS, CalibrationSettings, Measured, calibrate_ranks
-from longspan.cli.flags import Switch, parse_flags, write_text
+from longspan.cli.flags import parse_flags, write_text
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import is_reporting, run_on_ranks
 from longspan.errors import ConfigError, plural
@@ -41,7 +41,7 @@ class CalibrateFlags(BenchFlags):
     """Timed rounds; each takes as long as the slowest rank, and the median counts."""
     out: str = "machine.json"
     """File for the machine."""
-    json: Switch = False
+    json: bool = False
     """Print machine, measurements and errors as JSON, and nothing else, on standard output."""
 
 

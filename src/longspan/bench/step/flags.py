@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
-
-import tyro
-from tyro.conf import FlagConversionOff, Positional
+from typing import Annotated, ClassVar
 
 from longspan.bench.benches import BenchFlags
 from longspan.cli.flags import parse_flags
+from longspan.cli.help import Groups, Word
 from longspan.cli.plans.lengths import SourceFlags
 from longspan.config.defaults import find_folders
 from longspan.config.file import read_file
@@ -32,7 +30,12 @@ class StepFlags(BenchFlags, SourceFlags):
     fixed. Runs one process for each GPU of this machine, or torchrun's, or --world local processes.
     """
 
-    config: Annotated[Positional[str], tyro.conf.arg(metavar="CONFIG.toml")] = ""
+    SHOWN: ClassVar[Groups] = {
+        "documents": ("--sequences", "--lengths", "--same", "--distribution", "--tokens"),
+        "model and layout": ("--model.path", "--model.preset", "--layers", "--context.context_parallel_size"),
+        "what is timed": ("--planners", "--warmup", "--repeats", "--world", "--out", "--json"),
+    }
+    config: Annotated[str, Word("[CONFIG.toml]")] = ""
     """Configuration file of a run, whose own step is timed."""
     planners: str = ""
     """Planners, with commas between, or none; one of your own by its dotted name. Default: that of CONFIG.toml,
@@ -41,10 +44,10 @@ class StepFlags(BenchFlags, SourceFlags):
     """Number of layers, for random weights; 0: as in the model's configuration."""
     sequences: str = ""
     """Lengths with commas between, in place of --lengths; each is timed as one sequence, in turn."""
-    model: FlagConversionOff[ModelConfig] = field(default_factory=ModelConfig)
-    parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=lambda: ContextConfig(cp_comm_type="auto"))
-    train: FlagConversionOff[TrainConfig] = field(default_factory=TrainConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
     run: MachineSection = field(default_factory=MachineSection)
     peak_tflops: float = 0.0
     """Peak TFLOP/s of a device, for the model FLOPs utilisation; 0: the vendor's figure for a known GPU."""
@@ -67,12 +70,12 @@ def parse_step(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
 
     Flags are parsed a second time with the values of the file that they name as defaults.
     """
-    flags, file_config = parse_flags(StepFlags, argv, "longspan bench step", StepFlags()), RunConfig()
+    flags, file_config = parse_flags(StepFlags, argv, "longspan bench step"), RunConfig()
     if flags.config:
         file_config = read_file(flags.config)
         defaults = {name: getattr(file_config, name) for name in SECTIONS}
         defaults["run"] = MachineSection(file_config.run.machine)
-        flags = parse_flags(StepFlags, argv, "longspan bench step", replace(StepFlags(), **defaults))
+        flags = parse_flags(StepFlags, argv, "longspan bench step", defaults)
     run = replace(file_config.run, machine=flags.run.machine)
     config = replace(file_config, run=run, **{name: getattr(flags, name) for name in SECTIONS})
     return flags, find_folders(config)

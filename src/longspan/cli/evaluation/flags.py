@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-import tyro
-from tyro.conf import FlagConversionOff, Positional, UseAppendAction
-
-from longspan.cli.flags import Switch, check_least, parse_flags, split_flags
+from longspan.cli.flags import Repeated, check_least, parse_flags, split_flags
+from longspan.cli.help import Groups, Word
 from longspan.cli.processes import Device
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
@@ -35,8 +33,8 @@ from longspan.evaluation.saved.request import (
 )
 
 PROG = "longspan eval"
+TARGET = "a run's folder, a checkpoint or a Hugging Face folder"
 BASE = "base"  # as what --compare compares with
-Repeated = UseAppendAction[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,8 @@ class SavedModel:
     """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings. Default: as the
     model has been trained."""
     rope_factor: float = 0.0
-    """How many times as long documents may be under --model.rope_scaling; 0: what the longest needs, in quarters."""
+    """Factor by which --model.rope_scaling extends the model's context; 0: as large as the longest document needs,
+    rounded up to 0.25."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,18 @@ class EvalFlags:
 
     A run's own configuration applies, except for the flags given here; on other ranks than it had, each degree becomes
     the nearest one that fits, which is said. Nothing in the folder changes.
+
+    longspan eval runs/first --degrees 1,2,4
+
+    longspan eval runs/first --data chats.jsonl --compare Qwen3-0.6B
     """
 
-    target: Annotated[Positional[str], tyro.conf.arg(metavar="RUN|CHECKPOINT|HF_FOLDER")]
+    SHOWN: ClassVar[Groups] = {
+        "documents": ("--data", "--set", "--max_documents", "--max_document_tokens"),
+        "layout": ("--degrees", "--context.eval_context_parallel_size", "--parallel.tp", "--world"),
+        "what is compared and written": ("--compare", "--metrics", "--documents", "--out", "--json"),
+    }
+    target: Annotated[str, Word("RUN|CHECKPOINT|HF_FOLDER", TARGET, "runs/first")]
     """A run's folder (its newest good checkpoint), the folder of one checkpoint, or a Hugging Face folder."""
     data: Repeated = ()
     """NAME=PATH or PATH of texts (a file or folder of .txt .md .py .jsonl, or stdlib); again for more sets. Default:
@@ -77,7 +85,7 @@ class EvalFlags:
     the run; of a folder: 0."""
     tokenizer: str = ""
     """A folder with tokenizer.json; empty: that of the run, or of the model's folder."""
-    without_adapter: Switch = False
+    without_adapter: bool = False
     """Of a run that trains an adapter ([lora]): evaluate only its base model."""
     compare: str = ""
     """Another run, checkpoint or Hugging Face folder, to be evaluated on the same documents in the same layout; base:
@@ -93,7 +101,7 @@ class EvalFlags:
     out: str = ""
     """Write results.json (what --json prints), documents.jsonl and report.html to this folder."""
     model: SavedModel = field(default_factory=SavedModel)
-    parallel: FlagConversionOff[ParallelConfig] = field(default_factory=ParallelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     encoder: EncoderLayout = field(default_factory=EncoderLayout)
     run: MachineSection = field(default_factory=MachineSection)
@@ -102,7 +110,7 @@ class EvalFlags:
     torchrun."""
     device: Device = "auto"
     """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
-    json: Switch = False
+    json: bool = False
     """Print the results as one JSON object."""
 
 
@@ -113,7 +121,7 @@ def parse_eval(argv: Sequence[str], config: RunConfig | None = None) -> EvalFlag
         encoder = EncoderLayout(config.encoder.tp, config.encoder.max_rows)
         sections = {"parallel": config.parallel, "context": config.context, "encoder": encoder}
         sections["run"] = MachineSection(config.run.machine)
-    return parse_flags(EvalFlags, argv, PROG, EvalFlags(target=tyro.MISSING, **sections))
+    return parse_flags(EvalFlags, argv, PROG, sections)
 
 
 def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalRequest:

@@ -373,14 +373,16 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     yield f"tokens by degree: {shares}" if len(degrees) > 1 else f"degree {degrees[0]['degree']} for all documents"
     yield from ("", _ways_table(answer), "")
     columns = _largest_parts(best), best.memory.device.to_json(), best.memory.host.to_json()
-    rows = [(name, *(f"{part[name] / 2**30:,.2f}" if name in part else "" for part in columns)) for name in columns[1]]
-    yield text_table(["GiB of one GPU", "at its largest", "at the fullest moment", "host"], rows)
+    unit, size = ("GiB", 1 << 30) if columns[1]["total"] >= 1 << 30 else ("MiB", 1 << 20)
+    rows = [(name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]]
+    yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
     yield (
         f"a GPU may be filled up to {gib_text(budget.device)} (train.memory_fraction), the host up to "
         f"{gib_text(budget.host)} for each GPU"
     )
     if max(max(plan.lengths) for plan in best.plans) != answer.longest:
         yield f"the longest document that fits: {answer.longest:,} tokens"
+        yield from best.run.scale_positions(answer.longest).position_notes(answer.longest)
     yield from (*answer.notes, "", "the keys, as a file of longspan train (longspan plan --write FILE writes it):")
     yield from _key_lines(answer)
 

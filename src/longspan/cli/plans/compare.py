@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longspan.cli.flags import Switch, check_least
+from longspan.cli.flags import check_least
 from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
     UNPRICED,
@@ -53,7 +53,7 @@ UNTIMED = (
 class CompareFlags(GpuFlags):
     """Flags that only a comparison has."""
 
-    compare: Switch = False
+    compare: bool = False
     """Instead of making one plan, price planners and degrees next to each other (a table or JSON); with --gpu at the
     rows that memory holds."""
     world: int = 0
@@ -64,9 +64,9 @@ class CompareFlags(GpuFlags):
     """With --compare: pipeline stages."""
     vpp: int = 1
     """With --compare: model chunks of each stage (interleaved schedule)."""
-    evaluation: Switch = False
+    evaluation: bool = False
     """With --compare: forward passes only."""
-    which_eval_degree: Switch = False
+    which_eval_degree: bool = False
     """With --compare: price an evaluation of the documents at each degree, next to a dynamic plan."""
     accumulation: int = 0
     """With --which-eval-degree: micro-batches to which a loop fills up each pass, with which it is compared; 0: the

@@ -49,8 +49,8 @@ def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
     """
     sources = [name for name in ("lengths", "data", "distribution", "same") if getattr(flags, name)]
     if len(sources) != 1:
-        several = " and ".join(f"--{name}" for name in sources) or "none of them"
-        names = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH"
+        several = " and ".join(f"--{name}" for name in sources) or "none of them, and it needs documents"
+        names = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH (such as --same 8x8192)"
         raise ConfigError(f"give one of {names}; got {several}")
     if flags.same:
         count, _, length = flags.same.lower().partition("x")

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from longspan.cli.flags import Switch, check_least
+from longspan.cli.flags import check_least
 from longspan.cli.plans.lengths import SourceFlags
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import PLANNERS
@@ -80,7 +80,7 @@ class PlanningFlags(SourceFlags):
     max_tokens_per_slot: int | str = AUTO
     """Rows that a slot holds in one micro-batch, at most; auto: 8192, or what the longest document needs if that is
     more; 0: no limit, as if memory had none."""
-    json: Switch = False
+    json: bool = False
     """Print the result as JSON, and nothing else, on standard output."""
 
 
@@ -147,9 +147,8 @@ def check_slots(flags: PlanningFlags) -> None:
     """Raise ConfigError for a plan without slots."""
     if flags.slots < 1:
         raise ConfigError(
-            f"--slots is {flags.slots}, and a plan needs documents and slots (GPUs / (tp x pp)), as in longspan plan "
-            "--same 8x8192 --slots 4; or ask what fits GPUs: longspan plan --model FOLDER --gpu h100 --gpus 4 "
-            "--same 8x8192"
+            "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same 8x8192 --slots 4; "
+            "or ask what fits GPUs: longspan plan --model FOLDER --gpu h100 --gpus 4 --same 8x8192"
         )
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from longspan.cli.flags import Switch, TrainFlags, check_flag_names, check_least, flag_types, parse_flags, split_flags
+from longspan.cli.flags import TrainFlags, check_flag_names, check_least, flag_types, parse_flags, split_flags
+from longspan.cli.help import shown_flag
 from longspan.cli.machine import find_first_gpu
 from longspan.cli.plans.planning import PlanningFlags, find_machine
 from longspan.cli.processes import count_host_ranks, has_torchrun
@@ -65,7 +66,7 @@ class GpuFlags(PlanningFlags):
     """Bytes of a GPU, in place of those of --gpu; of another GPU with --tflops. 0: those of --gpu."""
     host_bytes: int = 0
     """With --gpu or --gpu-bytes: bytes of the host's memory that are free for each GPU; 0: 128 GiB, an assumption."""
-    longest: Switch = False
+    longest: bool = False
     """With --gpu or --gpu-bytes: the most tokens of one document over all of them, and what takes which bytes."""
     tokens_per_step: int = 0
     """With --gpu and --data: as train.tokens_per_step; 0: its default."""
@@ -101,9 +102,10 @@ def asks_for_gpus(argv: Sequence[str]) -> bool:
     if not set(names).isdisjoint(ASKING):
         return True
     for name in names:
-        if name in OF_GPUS or "." in name:
-            flag = name if "." in name else name.replace("_", "-")
-            raise ConfigError(f"{flag} is of a question about GPUs; name them with --gpu, such as --gpu h100 --gpus 4")
+        if name in OF_GPUS or ("." in name and name != "--data.path"):
+            raise ConfigError(
+                f"{shown_flag(name)} is of a question about GPUs; name them with --gpu, such as --gpu h100 --gpus 4"
+            )
     return False
 
 
@@ -120,20 +122,20 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
         key = name if "." in name else KEYS.get(name, "")
         if not key:
             if name and name not in READ:
-                flag, instead = name.replace("_", "-"), "; --gpus N is how many GPUs there are"
+                instead = "; --gpus N is how many GPUs there are"
                 raise ConfigError(
-                    f"{flag} is of plans without memory, and --gpu asks what fits GPUs; leave it out"
+                    f"with --gpu, longspan plan finds what fits GPUs and does not take {shown_flag(name)}; leave it out"
                     f"{instead * (name in ('--slots', '--world'))}"
                 )
             words += [name, *values]
             continue
         if (other := flag_of.get(key, name)) != name:
-            both = " and ".join(flag if "." in flag else flag.replace("_", "-") for flag in (other, name))
+            both = f"{shown_flag(other)} and {shown_flag(name)}"
             raise ConfigError(f"{both} are the same key, and both are given; leave one out")
         flag_of[key] = name
         keys += [key, *values]
     flags = parse_flags(kind, words, PROG)
-    key_flags = parse_flags(TrainFlags, keys, PROG, TrainFlags())
+    key_flags = parse_flags(TrainFlags, keys, PROG)
     sections: dict[str, Any] = {name: getattr(key_flags, name) for name in section_kinds()}
     model = sections["model"]
     named = [key for key in ("path", "config", "preset") if getattr(model, key)]
@@ -185,10 +187,9 @@ class Gpus:
     @property
     def title(self) -> str:
         """Return what they are, in a line."""
-        words = (
-            f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {gib_text(self.host_bytes)} of the host for each"
-        )
-        return f"{words} (assumed: {', '.join(self.assumed)})" if self.assumed else words
+        host = f"{gib_text(self.host_bytes)} of host memory for each"
+        words = f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {host}"
+        return f"{words} (not measured: {'; '.join(self.assumed)})" if self.assumed else words
 
     @property
     def words(self) -> str:
@@ -222,16 +223,16 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
     elif named is None:
         assumed.append("the speed of an H200, --tflops N is another")
     if speed.assumed and not flags.tflops:
-        assumed.append("its speed by data sheet")
+        assumed.append("GPU speed (data sheet)")
     if not size:
         raise ConfigError(
             f"--gpu {flags.gpu} does not say how many bytes a GPU has: longspan bench calibrate wrote it before it "
             "measured them; give --gpu-bytes, or measure again"
         )
     if not flags.gpu_bytes and machine.assumed:
-        assumed.append("its bytes")
+        assumed.append("GPU memory (data sheet)")
     if not flags.host_bytes:
-        assumed.append("the host")
+        assumed.append("host memory")
     return Gpus(
         machine=replace(speed, memory_bytes=machine.memory_bytes),
         count=flags.gpus,
@@ -254,8 +255,8 @@ def choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
         machine = named or Machine.known("H200")
         size = machine.memory_bytes or Machine().memory_bytes
         assumed = () if named else ("H200s, for there is no GPU here and run.machine is empty",)
-        assumed += ("their speed and bytes by data sheet",) if machine.assumed else ()
-        kind, assumed = machine.device, (*assumed, "the host")
+        assumed += ("their speed and memory (data sheet)",) if machine.assumed else ()
+        kind, assumed = machine.device, (*assumed, "host memory")
         return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=HOST_BYTES, name=kind, assumed=assumed)
     name, size = first_gpu
     known = named or find_device(name)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.errors import PlanError, plural
+from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.cost.machine import CostSettings, Machine, Recomputation
 from longspan.plan.memory.bytes import Bytes, gib_text
@@ -17,7 +17,14 @@ from longspan.plan.plan import Plan
 from longspan.plan.shape.config_reader import ConfigReader
 
 MOST_GROUPS = 8  # of a slot that have communicators of their own (comm/groups/)
-_WORDS = {"none": "keep all", "exchanged": "selective with what was exchanged"}  # others are as they are
+_MEASURE_TEXTS = {
+    "none": "keep all",
+    "exchanged": "keep their input, attention's output and what was exchanged",
+    "selective": "keep their input and attention's output",
+    "full": "keep their input",
+    "selective+host": "keep their input and attention's output in host memory",
+    "full+host": "keep their input in host memory",
+}
 
 
 @dataclass(frozen=True)
@@ -78,21 +85,29 @@ class MemoryPlan:
 
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
-        counts = Counter(_WORDS.get(word, word.replace("+", " on the ")) for word in self.measures)
-        (first_word, first_count), *further_counts = counts.items()
-        measures = [f"{first_count} of {plural(len(self.measures), 'layer')} {first_word}"]
-        measures += [f"{count} {word}" for word, count in further_counts]
         limit = f" of {gib_text(budget.device)}" if budget else ""
         extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
         extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
         extras += [f", segments of {self.segment_layers} layers"] * bool(self.segment_layers)
         used = gib_text(self.device.total).removesuffix(" GiB" * bool(budget)) + limit
-        return f"memory: {', '.join(measures)}{''.join(extras)}; {used}, {gib_text(self.host.total)} on the host"
+        host = f"{gib_text(self.host.total)} of host memory"
+        return f"memory: {measures_text(self.measures)}{''.join(extras)}; {used} used, and {host}"
 
     def to_json(self) -> dict[str, Any]:
         """Return all values, bytes as integers."""
         device, host = self.device.to_json(), self.host.to_json()
         return vars(self) | {"device": device, "host": host, "measures": list(self.measures)}
+
+
+def measures_text(measures: Sequence[object]) -> str:
+    """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input".
+
+    `measures` has a word of `Measure` for each layer; only the first part names the number of all layers.
+    """
+    words = [str(word) for word in measures]
+    counts = Counter(words)
+    parts = [f"{counts[word]} {_MEASURE_TEXTS.get(word, word)}" for word in sorted(counts, key=words.index)]
+    return ", ".join(parts).replace(" ", f" of {len(words)} layers ", 1)
 
 
 @dataclass(frozen=True)

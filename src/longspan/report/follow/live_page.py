@@ -188,7 +188,7 @@ def _save_section(live: LiveRun) -> str:
         [f"{save.step:,}", bytes_text(save.bytes), seconds_text(save.seconds), seconds_text(save.shown_seconds)]
         for save in reversed(live.saves)
     ]
-    table = _table(("known at step", "size", "written in", "training stood"), rows) if rows else ""
+    table = _table(("known at step", "size", "written in", "training paused"), rows) if rows else ""
     if not lines and not rows:
         return ""
     return section("Saves", *(tag("p", text(line), class_="note") for line in lines), table)

@@ -6,7 +6,7 @@ predicted_seconds and bound_share, and of a model with images encoder_share, enc
 (`step_figures.py`); on GPUs allocator_retries, how often the first rank's allocator had to wait, give memory back and
 ask again; source_tokens, those of each of several sources;
 save_shown_seconds, save_seconds and save_bytes of a checkpoint, in the row of the first step that ended after it was
-published: the seconds that training stood for it, those until it was published, and all ranks' bytes (of the last
+published: the seconds that training paused for it, those until it was published, and all ranks' bytes (of the last
 checkpoint a line of the log says them);
 router_balance_loss and router_z_loss of models with experts; and mtp_loss_1, mtp_loss_2 and so on of depths of
 multi-token prediction. docs/figures.md explains them.

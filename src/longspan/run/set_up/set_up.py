@@ -7,7 +7,7 @@ from pathlib import Path
 from longspan.checkpoint.checkpoint import load_checkpoint
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
-from longspan.config.defaults import settings_line, warn_about_lost_updates
+from longspan.config.defaults import settings_text, warn_about_lost_updates
 from longspan.config.file import to_toml
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, RunFolderError
@@ -39,7 +39,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
     `starts` notes how long the parts of the set-up take.
     """
-    log(settings_line(config))
+    log(settings_text(config))
     checkpoint, state = checkpoint_to_resume(config, world, log)
     config, as_written, data = open_run_documents(config, checkpoint, state, world, log)
     configuration = fit_configuration(data, config, world, log)

@@ -51,13 +51,11 @@ def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
     longest_document = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     advised_tokens = max(tokens // FEW_STEPS, longest_document)  # of a step: FEW_STEPS of them, or as many as may be
     size = largest_step(config, order)
-    line = f"few updates: {plural(config.train.steps, 'step')} of up to {size:,} tokens may change little; "
+    steps = plural(config.train.steps, "optimizer update")
+    line = f"only {steps}, of up to {size:,} tokens each: the model will hardly change; "
     if tokens // advised_tokens <= config.train.steps:  # the longest document leaves no room for smaller steps
-        return line + "more epochs (train.epochs), or more documents, make more"
-    return (
-        line
-        + f"--train.tokens_per_step {advised_tokens} makes at least {tokens // advised_tokens} of the same documents"
-    )
+        return f"{line}more epochs (train.epochs) or more documents give more"
+    return f"{line}with --train.tokens_per_step {advised_tokens} there are at least {tokens // advised_tokens}"
 
 
 def count_held_out(setting: int | str, texts: int) -> int:
@@ -142,7 +140,9 @@ def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
         reach = "across documents" if config.data.pack_attention == "across" else "within documents"
         line += f"; packed to {config.data.pack_to:,} tokens (data.pack_to), attention {reach}"
     if not train.epochs and train.tokens_per_step > stream.tokens:
-        line += f"; a step of {train.tokens_per_step:,} tokens (train.tokens_per_step) reads documents repeatedly"
+        line += (
+            f"; a step of {train.tokens_per_step:,} tokens (train.tokens_per_step) reads some documents more than once"
+        )
     return line
 
 
