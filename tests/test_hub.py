@@ -1,5 +1,7 @@
 """Names of the hub: what the local cache has is used, and nothing is downloaded unasked."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,33 @@ def test_what_is_missing_is_downloaded_once_where_a_key_says_so(cache: Path, mon
     assert downloads == [("Org/tiny", "model"), ("org/rows", "dataset")]
     assert parse_train(words)[1] == config and len(downloads) == 2  # from the cache now
     assert Path(config.data.path, "a.jsonl").is_file()
+
+
+def test_processes_of_a_host_download_one_after_another(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads stand for them: each has a lock of its own. Where the download fails, each has the error."""
+    local, downloads = huggingface_hub.snapshot_download, list[str]()
+
+    def snapshot(repo: str, *, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            return local(repo, local_files_only=True, **options)
+        downloads.append(repo)
+        time.sleep(0.3)
+        if repo == "Org/no":
+            raise OSError("404: there is no such model")
+        return str(put(cache, "models--Org--tiny", "config.json"))
+
+    def find(repo: str) -> str:
+        try:
+            return find_local(repo, "model.config", download=True, download_key="model.download")
+        except ConfigError as error:
+            return str(error)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(find, ["Org/tiny"] * 4)) == {str(cache / "models--Org--tiny" / "snapshots" / HASH)}
+        assert downloads == ["Org/tiny"]
+        (error,) = set(pool.map(find, ["Org/no"] * 3))
+    assert error.endswith("cannot be downloaded (model.download is true): OSError: 404: there is no such model")
 
 
 def test_a_download_that_fails_names_the_key(cache: Path) -> None:

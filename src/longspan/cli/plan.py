@@ -97,7 +97,8 @@ def main(argv: Sequence[str]) -> int:
     if asks_for_gpus(argv):
         return answer_gpu_question(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
-    flags = replace(flags, model=find_local(flags.model, "--model"))
+    tokenizer = find_local(flags.tokenizer, "--tokenizer")
+    flags = replace(flags, model=find_local(flags.model, "--model"), tokenizer=tokenizer)
     check_comparison_flags(flags)
     own_planners(flags)  # checks the name
     try:

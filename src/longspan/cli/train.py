@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
 
         check_data(config)
         check_files(config)
-        show_rows(config, flags.show)
+        if is_reporting():
+            show_rows(config, flags.show)
         return 0
     processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks

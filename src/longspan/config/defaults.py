@@ -112,6 +112,7 @@ def find_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     return replace(
         config,
         model=replace(model, path=path, config=source),
+        mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
         data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer),
         eval=tuple(replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.eval),
     )

@@ -30,6 +30,11 @@ OPEN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+ANSWER = (
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}"
+)
+OPEN_MARKED = OPEN.replace("{{ m.content }}", ANSWER)
 
 
 def turns(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
@@ -168,6 +173,23 @@ def test_an_end_behind_the_last_answer_is_a_target(tmp_path: Path) -> None:
     assert [int(sample.ids[-1]) for sample in split if isinstance(sample, Sample)] == [token, token]
     (context,) = encoded(folder, {"messages": [*chat[:3], {**chat[3], "weight": 0}]}, end_of_chat="<|user|>")
     assert isinstance(context, Sample) and context.ids.tolist() == plain.ids.tolist()
+    call = {"role": "assistant", "content": "b", "tool_calls": [{"type": "function", "function": CALL}]}
+    (called,) = encoded(folder, {"messages": [chat[0], call]}, end_of_chat="<|user|>")
+    assert isinstance(called, Sample) and called.ids[-1] != token  # a model stops at another token there
+
+
+def test_an_end_stands_directly_behind_the_answer(tmp_path: Path) -> None:
+    """Blanks that the template writes, and does not mark, go; anything else there is refused."""
+    folder = write_folder(tmp_path / "phi3", "phi3", template=OPEN_MARKED + "{{ '\n' }}")
+    chat = {"messages": [says("user", "a"), says("assistant", "b")]}
+    ((plain,), (ended,)) = (encoded(folder, chat, end_of_chat=end) for end in ("", "<|end|>"))
+    assert isinstance(plain, Sample) and isinstance(ended, Sample) and ended.labels is not None
+    engine = load_tokenizer(folder).engine
+    assert engine.decode(ended.ids.tolist(), skip_special_tokens=False).endswith("<|assistant|>b<|end|>")
+    assert ended.ids[:-1].tolist() == plain.ids[:-1].tolist() and ended.labels[-1] == engine.token_to_id("<|end|>")
+    (folder / "chat_template.jinja").write_text(OPEN_MARKED + "<|end|>")
+    (bad,) = encoded(folder, chat, end_of_chat="<|endoftext|>")
+    assert isinstance(bad, BadRow) and "and the chat template writes '<|end|>' there" in bad.reason
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from longspan.evaluation.saved.request import (
     named_paths,
     saved_weights,
 )
+from longspan.hub import find_local
 
 PROG = "longspan eval"
 TARGET = "a run's folder, a checkpoint or a Hugging Face folder"
@@ -168,7 +169,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         paths=tuple(named_paths(flags.data).items()),
         max_documents=flags.max_documents,
         max_document_tokens=flags.max_document_tokens,
-        tokenizer=flags.tokenizer,
+        tokenizer=find_local(flags.tokenizer, "--tokenizer"),
         degrees=degrees,
         metrics=flags.metrics,
         seconds=flags.seconds,
