@@ -77,19 +77,21 @@ def test_a_folder_of_a_configuration_alone_lacks_weights(cache: Path) -> None:
 
 
 def test_what_is_missing_is_downloaded_once_where_a_key_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local, downloads = huggingface_hub.snapshot_download, list[tuple[str, str]]()
+    local, downloads = huggingface_hub.snapshot_download, list[tuple[str, str, bool]]()
 
     def snapshot(repo: str, *, local_files_only: bool = False, **options: Any) -> str:
         if local_files_only:
             return local(repo, local_files_only=True, **options)
-        downloads.append((repo, options["repo_type"]))
+        downloads.append((repo, options["repo_type"], "*.safetensors" in options.get("allow_patterns", ())))
         return str(put(cache, f"{options['repo_type']}s--{repo.replace('/', '--')}", "model.safetensors", "a.jsonl"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     words = ["--model.path", "Org/tiny", "--model.download", "--data.path", "org/rows", "--data.download", "true"]
     _, config = parse_train(words)
-    assert downloads == [("Org/tiny", "model"), ("org/rows", "dataset")]
+    assert downloads == [("Org/tiny", "model", True), ("org/rows", "dataset", False)]
     assert parse_train(words)[1] == config and len(downloads) == 2  # from the cache now
+    parse_train(["--model.config", "Org/other", "--model.download"])
+    assert downloads[2:] == [("Org/other", "model", False)]  # no weights for random ones
     assert Path(config.data.path, "a.jsonl").is_file()
 
 

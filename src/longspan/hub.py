@@ -8,8 +8,8 @@ from typing import Any, Literal
 from longspan.errors import ConfigError
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<inside>(/[\w.-]+)*)")
-_OTHER_FORMATS = ("*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*")  # of weights; longspan reads none
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_SETTINGS = ("*.json", "*.jinja", "*.model", "*.model.v3", "*.txt", "*.tiktoken")  # with tokenizers
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # of which the first are downloaded
 
 
 def find_local(
@@ -26,8 +26,9 @@ def find_local(
     >>> find_local("Qwen/Qwen3-0.6B", "model.path", weights=True)  # doctest: +SKIP
     '/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…'
 
-    A data set's name may go on with a path inside it. With `weights` the folder must have some. With `download` what
-    the cache lacks is downloaded into it, by one process of the host at a time, so that the others find it there.
+    A data set's name may go on with a path inside it. A model's folder must have its weights only with `weights`. With
+    `download` what the cache lacks of these files is downloaded into it, by one process of the host at a time, so that
+    the others find it there.
     Raises ConfigError for a name that is not there, or that the hub does not give.
     """
     name = _NAME.fullmatch(path)
@@ -36,7 +37,10 @@ def find_local(
     from huggingface_hub import constants, snapshot_download  # which takes a second to import
     from huggingface_hub.utils import WeakFileLock
 
-    repo, options = name["repo"], {"repo_type": kind, "ignore_patterns": [*_OTHER_FORMATS]}
+    repo, options = name["repo"], dict[str, Any](repo_type=kind)
+    if kind == "model":
+        options["allow_patterns"] = [*_SETTINGS, *_WEIGHTS[:1]] if weights else [*_SETTINGS]
+        options["ignore_patterns"] = ["original/*", "consolidated*"]  # the same weights once more
     if (folder := _cached_folder(snapshot_download, repo, options, weights=weights)) is None and download:
         locks = Path(constants.HF_HUB_CACHE) / ".locks"
         try:
@@ -71,7 +75,7 @@ def hub_name(folder: Path) -> str:
 
 
 def _cached_folder(snapshot: Callable[..., str], repo: str, options: dict[str, Any], *, weights: bool) -> str | None:
-    """None also for a folder without weights, as one of whose files only config.json was needed before."""
+    """None also for a folder without weights, of which only config.json was needed before."""
     try:
         folder = snapshot(repo, local_files_only=True, **options)
     except OSError:  # huggingface_hub's LocalEntryNotFoundError, and for files that are missing IncompleteSnapshotError

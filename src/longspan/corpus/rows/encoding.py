@@ -18,16 +18,7 @@ import numpy.typing as npt
 
 from longspan.corpus.long_texts import PIECE, LongTextError
 from longspan.corpus.rows.formats import read_chat
-from longspan.corpus.rows.kinds import (
-    CHATS,
-    MASKS,
-    Kind,
-    check_keys,
-    check_objects,
-    common_kind,
-    has_media_keys,
-    media_key,
-)
+from longspan.corpus.rows.kinds import CHATS, MASKS, Kind, check_keys, check_objects, has_media_keys, media_key
 from longspan.corpus.rows.messages import check_messages
 from longspan.corpus.rows.sample import (
     BadRow,
@@ -161,9 +152,6 @@ def _check_ids(ids: npt.NDArray[np.int64], name: str, vocabulary_size: int) -> N
             f"{name} holds {ids[wrong[0]]} at {wrong[0]}, and the tokenizer has ids 0 to {vocabulary_size - 1}; "
             "tokenize with the model's own tokenizer"
         )
-
-
-__all__ = ["RowEncoding", "common_kind"]
 
 
 @dataclass(frozen=True)
