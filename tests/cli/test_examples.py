@@ -19,6 +19,7 @@ def test_every_example_is_listed_with_one_line(capsys: pytest.CaptureFixture[str
     assert {line.split()[0] for line in lines} >= {name for name in names if name.endswith((".toml", ".py", ".sh"))}
     assert all(len(line) <= 170 for line in lines) and not any("__pycache__" in line for line in lines)
     assert "dpo.py  " in lines[0] and lines[0].endswith("Preferences: DPO over documents of any length, under any plan")
+    assert not [line for line in lines if line.endswith(":")]
     assert main(["examples", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed["gpu/slurm.sh"].startswith("Train on several nodes of a Slurm cluster")

@@ -72,6 +72,7 @@ def test_it_tells_what_the_run_would_take_and_makes_none(
     text = capsys.readouterr().out
     assert f"\nmax_tokens_per_slot = {answer['keys']['context.max_tokens_per_slot']}\n" in text
     assert f"{answer['steps']} steps of " in text
+    assert "MiB of one GPU" in text and re.search(r"fits: (\S+) tokens\nthe model knows \S+ positions.* than \1", text)
     assert main([*words, "--context.max_tokens_per_slot", "3000", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["keys"]["context.max_tokens_per_slot"] == 3000
 

@@ -62,7 +62,7 @@ SCRIPTS = {  # benches that the package does not have, and where they are
 
 def main(argv: Sequence[str]) -> int:
     """Run the bench that the first argument names, with the others as its flags; returns the exit code."""
-    if not argv or argv[0] in ("-h", "--help", "--list"):
+    if not argv or argv[0] in ("-h", "--help", "--help-all", "--list"):
         print(usage_text())
         return 0
     name, *arguments = argv

@@ -86,6 +86,7 @@ def first_sentence(path: Path) -> str:
     text = " ".join(line.removeprefix("#").strip() for line in first_lines).removeprefix('"""')
     # Up to closing quotes, a full stop behind a word or bracket (not that of "e.g."), or the command to run it.
     sentence = re.split(r'[.:]? ?"""|(?<=\w\w)[.](?: |$)|(?<=[)`])[.:](?: |$)| longspan train ', text, maxsplit=1)[0]
+    sentence = sentence.rstrip(":")
     return sentence if len(sentence) <= _WIDEST else re.split(r"[,;:] ", sentence, maxsplit=1)[0]
 
 

@@ -108,7 +108,7 @@ def _escape_controls(text: str) -> str:
 
 
 def _run_verb(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in ("-h", "--help", "--help-all", "help"):
         verbs = "\n".join(f"  {verb:<10}{text}" for verb, text in VERBS.items())
         print(
             f"longspan {__version__}\n\n"

@@ -80,6 +80,11 @@ class Evaluation:
         ]
 
 
+def largest_difference(losses: Sequence[float]) -> float:
+    """Return how far a loss is from the first one at most, relative to the first; 0 where that is 0."""
+    return max(abs(loss - losses[0]) for loss in losses) / abs(losses[0]) if losses[0] else 0.0
+
+
 def comparison_table(evaluations: Sequence[Evaluation]) -> str:
     """Write the losses of one set of weights at several degrees, and their relative difference to the first."""
     first = evaluations[0]
@@ -89,7 +94,7 @@ def comparison_table(evaluations: Sequence[Evaluation]) -> str:
         f"{'cp':>4}  {'loss':>14}  {'relative difference':>20}  {'micro-batches':>13}  {'seconds':>8}  plan",
     ]
     for evaluation in evaluations:
-        difference = abs(evaluation.loss - first.loss) / abs(first.loss) if first.loss else 0.0
+        difference = largest_difference([first.loss, evaluation.loss])
         lines.append(
             f"{evaluation.cp:>4}  {evaluation.loss:>14.9f}  {difference:>20.1e}  "
             f"{len(evaluation.plan.micro_batches):>13}  {evaluation.seconds:>8.2f}  {evaluation.plan.planner}"

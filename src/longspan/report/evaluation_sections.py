@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.evaluation.result import SAME
+from longspan.evaluation.result import SAME, largest_difference
 from longspan.plain_text import bytes_text, number_text
 from longspan.report.chart import COLORS, Chart, Series, chart_figure
 from longspan.report.markup import scrolling_table, section, tag, text
@@ -84,11 +84,6 @@ def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
     for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
         sets.setdefault(row.name, {})[row.step] = row
     return {name: list(rows.values()) for name, rows in sets.items()}
-
-
-def relative_spread(losses: Sequence[float]) -> float:
-    """Return the difference of the largest and smallest loss, relative to the first; 0 where that is 0."""
-    return (max(losses) - min(losses)) / abs(losses[0]) if losses[0] else 0.0
 
 
 def chart_at_both_widths(chart: Callable[[int], Chart]) -> Iterator[str]:
@@ -213,8 +208,8 @@ def evaluations_by_degree(run: RunFolder) -> Iterator[tuple[str, list[EvalRow]]]
     equal = {
         degree: rows
         for degree, rows in by_degree.items()
-        # at a step without the main degree the spread from infinity is NaN, which is not <= SAME
-        if degree != main and all(relative_spread([losses.get(r.step, np.inf), r.loss]) <= SAME for r in rows)
+        # at a step without the main degree the difference from infinity is NaN, which is not <= SAME
+        if degree != main and all(largest_difference([losses.get(r.step, np.inf), r.loss]) <= SAME for r in rows)
     }
     steps = sorted({row.step for rows in equal.values() for row in rows})
     note = f"; equal at {', '.join(equal)} after step {', '.join(f'{step:,}' for step in steps[-2:])}" if equal else ""

@@ -12,14 +12,13 @@ import numpy as np
 
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.errors import plural
-from longspan.evaluation.result import SAME
+from longspan.evaluation.result import SAME, largest_difference
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.report.chart import COLORS, Chart, Series, chart_figure, smooth
 from longspan.report.evaluation_sections import (
     chart_at_both_widths,
     evaluation_sections,
     evaluations_by_degree,
-    relative_spread,
     samples_section,
 )
 from longspan.report.markup import section, tag, text
@@ -179,7 +178,7 @@ def _outcome_words(run: RunFolder) -> Iterator[str]:
     rows = list(run.final or last_evaluations(run.held_out))
     if not rows:
         return
-    degrees, spread = ", ".join(row.degree for row in rows), relative_spread([row.loss for row in rows])
+    degrees, spread = ", ".join(row.degree for row in rows), largest_difference([row.loss for row in rows])
     agreement = "the same" if spread <= SAME else "different"
     degree_text = f", {agreement} at degrees {degrees} to {spread:.1e}" if len(rows) > 1 else ""
     yield f"{rows[0].loss:.4g} on documents that it never saw{degree_text}"
@@ -246,7 +245,7 @@ def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
     rows = list(run.final or last_evaluations(run.held_out))
     if rows:
         degrees = ", ".join(row.degree for row in rows)
-        spread = relative_spread([r.loss for r in rows])
+        spread = largest_difference([r.loss for r in rows])
         degree_text = f"; degrees {degrees} differ by {spread:.1e}" if len(rows) > 1 else f"; degree {degrees}"
         yield "evaluation loss", f"{rows[0].loss:.4f}", f"after step {rows[0].step:,}{degree_text}"
     speed = finite(run.train["tokens_per_second"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import plural
-from longspan.evaluation.result import SAME, Evaluation, comparison_table, sets_table
+from longspan.evaluation.result import SAME, Evaluation, comparison_table, largest_difference, sets_table
 from longspan.files import json_values
 from longspan.versions import versions
 
@@ -48,13 +48,12 @@ class TrainResult:
 
     def degrees_text(self) -> str:
         """Return how far the losses of the last evaluation differ by degree, in a sentence; "" of one degree."""
-        losses = [evaluation.loss for evaluation in self.final]
-        if len(losses) < 2 or not losses[0]:
+        if len(self.final) < 2:
             return ""
-        spread = max(abs(loss - losses[0]) for loss in losses) / abs(losses[0])
-        if spread > SAME:
-            return f"losses at these degrees differ by {spread:.1e}. "
-        return f"equal to {spread:.1e}: the same loss at every degree. "
+        difference = largest_difference([evaluation.loss for evaluation in self.final])
+        if difference > SAME:
+            return f"losses at these degrees differ by up to {difference:.1e}. "
+        return f"equal to {difference:.1e}: the same loss at every degree. "
 
     def text(self) -> str:
         """Return the lines that sum up a run: its mean loss and, after the last step, the table of degrees."""

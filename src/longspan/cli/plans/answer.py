@@ -373,7 +373,8 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     yield f"tokens by degree: {shares}" if len(degrees) > 1 else f"degree {degrees[0]['degree']} for all documents"
     yield from ("", _ways_table(answer), "")
     columns = _largest_parts(best), best.memory.device.to_json(), best.memory.host.to_json()
-    unit, size = ("GiB", 1 << 30) if columns[1]["total"] >= 1 << 30 else ("MiB", 1 << 20)
+    of_model = columns[1]["total"] - columns[1]["communicators"]
+    unit, size = ("GiB", 1 << 30) if of_model >= 1 << 30 else ("MiB", 1 << 20)
     rows = [(name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]]
     yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
     yield (

@@ -173,7 +173,7 @@ def _evaluation_section(live: LiveRun) -> str:
     ]
     note = f"The newest {SHOWN_EVALUATIONS} of {len(rows):,}." if len(rows) > SHOWN_EVALUATIONS else "The newest first."
     names = ("step", "set", "degree", "loss", "perplexity", "documents", "tokens")
-    table = _table(names, cells, minor=("perplexity", "documents", "tokens"))
+    table = _table(names, cells, minor=("documents",))
     return section("Evaluations", tag("p", text(note), class_="note"), table)
 
 
