@@ -60,7 +60,9 @@ def test_levels_are_said_once_whatever_the_dtype() -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str], ranks: int) -> None:
     assert main(["doctor", "--world", str(ranks), "--backend", "gloo", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert err.startswith("comparing a small ") and "with the stock one: a minute or more" in err
+    result = json.loads(out)
     names = {(check["area"], check["name"]): check["good"] for check in result["checks"]}
     assert result["good"] and names["backend", "gloo"] and names["version", "torch"]
     combinations = {
@@ -103,7 +105,9 @@ def _qwen3_folder(folder: Path) -> Path:
 def test_a_folder_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["doctor", "--model", str(_qwen3_folder(tmp_path)), "--cases", "basic", "--world", "2"]
     assert main([*command, "--backend", "gloo", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert err.startswith("comparing a small ") and "with the stock one: a minute or more" in err
+    result = json.loads(out)
     assert result["good"] and {row["status"] for row in result["cases"]} == {"exact"}
     assert [row["name"] for row in result["cases"]][:2] == ["float64, cp 2, p2p", "float64, cp 2, all_gather"]
     kernel = result["model"]["kernels"][0]

@@ -58,6 +58,8 @@ def prove_model(
     """
     began = time.perf_counter()
     config = find_configuration(name)
+    if is_reporting():
+        print(f"comparing a small copy of {name} with the stock one: a minute or more", file=sys.stderr, flush=True)
     proofs, models = list[Proof](), list[dict[str, Any]]()  # one for each choice of processes
     for processes in _list_proof_processes(world, backend):
         true_heads = head_size == "true" or (head_size == "auto" and processes.backend == "nccl")
