@@ -21,6 +21,7 @@ from longspan.config.defaults import compute_dtype, encoder_default
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, key_checkpointing
 from longspan.errors import ConfigError, plural
+from longspan.hub import hub_name
 from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, prepare, preset_config
 from longspan.model.experts.router import RouterCoefficients
@@ -97,7 +98,7 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         parts=lora.parts,
         whole=(PREFIX,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
         seed=config.train.seed,
-        base=str(Path(folder).resolve()) if folder else "",  # is saved with the adapter
+        base=hub_name(Path(folder)) or str(Path(folder).resolve()) if folder else "",  # is saved with the adapter
     )
     return add_lora(model, adapter)
 
