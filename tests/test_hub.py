@@ -14,6 +14,7 @@ from longspan.config.defaults import find_folders
 from longspan.config.sections import DataConfig, ModelConfig, RunConfig
 from longspan.errors import ConfigError
 from longspan.hub import find_local, hub_name
+from longspan.train.training import add_configured_adapter
 
 HASH = "c1899de289a04d12100db370d81485cdf75e47ca"
 
@@ -48,6 +49,16 @@ def test_a_name_in_the_cache_is_its_folder(cache: Path) -> None:
     assert (hub_name(model), hub_name(rows), hub_name(cache)) == ("Org/tiny", "org/rows", "")
     with pytest.raises(ConfigError, match=r"which is org/rows, has no other.jsonl"):
         find_local("org/rows/other.jsonl", "data.path", "dataset")
+
+
+def test_an_adapter_names_its_base_as_the_hub_does(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that peft finds it on other machines too."""
+    folder = put(cache, "models--Org--tiny", "config.json", "model.safetensors")
+    monkeypatch.setattr("longspan.model.lora.new.add_lora", lambda model, adapter: adapter.base)
+    model: Any = None
+    assert add_configured_adapter(RunConfig(ModelConfig(path=str(folder))), model) == "Org/tiny"
+    assert add_configured_adapter(RunConfig(ModelConfig(path=str(cache))), model) == str(cache)
+    assert add_configured_adapter(RunConfig(), model) == ""
 
 
 def test_a_local_folder_goes_before_the_cache(cache: Path) -> None:
