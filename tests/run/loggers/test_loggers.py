@@ -2,8 +2,10 @@
 
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,3 +162,48 @@ def wandb_rows(file: Path) -> Iterator[dict[str, str]]:
             record = b""
             if history.item:
                 yield {item.key or "/".join(item.nested_key): item.value_json for item in history.item}
+
+
+class Service(ModuleType):
+    """What the loggers of the examples call of trackio and of MLflow, with the calls that were made."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.calls: list[tuple[Any, ...]] = []
+        self.info = SimpleNamespace(run_id="7f")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*words: Any, **keywords: Any) -> Service:
+            self.calls.append((name, *words, keywords))
+            return self
+
+        return call
+
+
+@pytest.mark.parametrize("name", ["trackio", "mlflow"])
+def test_loggers_of_the_examples_go_on_where_a_resumed_run_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, run = Service(name), tmp_path / "mine"
+    run.mkdir()
+    monkeypatch.setitem(sys.modules, name, service)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    logger_name = f"loggers.{name.capitalize()}Logger"
+    assert not session(logger_name, start_of(run), [{**train_row(2), "groups": []}, eval_row(2)])
+    assert not session(logger_name, start_of(run, 2), [{**eval_row(4), "eval_name": "books"}])
+    calls = [(call[0], call[-1] | ({"metrics": call[1]} if len(call) == 3 else {})) for call in service.calls]
+    sent = [("train/loss", 0.5), ("train/lr", 0.5)], [("eval/held_out/loss_cp2", 1.0)], [("eval/books/loss_cp2", 0.5)]
+    logged = [(*words["metrics"].items(), words["step"]) for call, words in calls if call in ("log", "log_metrics")]
+    assert logged == [(*pairs, step) for pairs, step in zip(sent, (2, 2, 4), strict=True)]
+    begins = [words for call, words in calls if call in ("init", "start_run")]
+    if name == "trackio":
+        assert [(words["name"], words["resume"]) for words in begins] == [("mine", "never"), ("mine", "allow")]
+        assert begins[0]["project"] == "longspan" and begins[0]["config"]["train"] == {"lr": 0.5}
+        assert [call for call, _ in calls].count("finish") == 2
+    else:
+        assert begins == [{"run_id": None, "run_name": "mine"}, {"run_id": "7f", "run_name": "mine"}]
+        assert [call[2] for call in service.calls if call[0] == "log_dict"] == ["from-step-0.json", "from-step-2.json"]
+        assert [call for call, _ in calls].count("end_run") == 2
