@@ -40,7 +40,7 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, defaults: Map
     `defaults` are values of fields, in place of those of the class. Raises ConfigError for flags that do not exist,
     with the nearest ones, for values that they do not take, and for words that are missing or too many.
     """
-    types, repeated = flag_types(kind), _repeated_flags(kind)
+    types, hints = flag_types(kind), get_type_hints(kind, include_extras=True)
     if not _HELP.isdisjoint(argv):
         print(help_text(kind, types, prog, whole=not _WHOLE_HELP.isdisjoint(argv)))
         raise SystemExit(0)
@@ -50,7 +50,7 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, defaults: Map
         name = flag if flag in types else _SAME.get(flag, flag)
         if not name:
             words += behind
-        elif name in repeated:
+        elif hints.get(name[2:]) == Repeated:
             _check_value(name, behind[0] if behind else None, str)
             values[name] = (*values.get(name, ()), behind[0])
             words += behind[1:]
@@ -116,10 +116,6 @@ def flag_types(kind: Any) -> dict[str, Any]:
 
 def _is_value(kind: Any) -> bool:
     return not any(map(is_dataclass, get_args(kind)))
-
-
-def _repeated_flags(kind: Any) -> set[str]:
-    return {f"--{name}" for name, hint in get_type_hints(kind, include_extras=True).items() if hint == Repeated}
 
 
 def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:

@@ -18,7 +18,6 @@ from longspan.errors import ConfigError
 
 TABLES = "data.sources"  # tables of an array, not a value
 Value = TypeVar("Value")
-KeyHint = Callable[[str, str, Iterable[str]], str]  # of a section, an unknown key of it, and those that it has
 
 
 def load_config(path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> RunConfig:
@@ -115,7 +114,7 @@ def _read_section(config: RunConfig, section: str, values: object, *, source: st
     if section == "data" and isinstance(columns := values.get("columns"), Mapping):
         values = {**values, "columns": [f"{ours}={theirs}" for ours, theirs in columns.items()]}
     keys = {key: value for key, value in values.items() if f"{section}.{key}" != TABLES}
-    read_keys = partial(_set_keys, getattr(config, section), section, keys, source, _key_hint)
+    read_keys = partial(_set_keys, getattr(config, section), section, keys, source)
     if len(keys) == len(values):
         return read_keys()
     read_sources = partial(_data_sources, values["sources"], source)
@@ -126,7 +125,7 @@ def _read_section(config: RunConfig, section: str, values: object, *, source: st
 def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
     source_tables = _read_tables(tables, "data.sources", source, "sources", "path and weight")
     return _values_or_errors(
-        partial(_set_keys, SourceConfig(), f"data.sources[{number}]", table, source, _table_key_hint)
+        partial(_set_keys, SourceConfig(), f"data.sources[{number}]", table, source)
         for number, table in enumerate(source_tables)
     )
 
@@ -134,7 +133,7 @@ def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
 def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
     set_tables = _read_tables(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
     return _values_or_errors(
-        partial(_set_keys, EvalConfig(), f"eval.{table.get('name') or number}", table, source, _table_key_hint)
+        partial(_set_keys, EvalConfig(), f"eval.{table.get('name') or number}", table, source)
         for number, table in enumerate(set_tables, 1)
     )
 
@@ -147,13 +146,13 @@ def _read_tables(tables: object, name: str, source: str, title: str, keys: str) 
     return tables
 
 
-def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str, hint: KeyHint) -> Any:
-    """`label` names the section in messages; `hint` makes the hint for an unknown key."""
+def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
+    """`label` names the section or table in messages."""
     types = {key.name: key.kind for key in section_keys(type(section))}
 
     def read(key: str) -> object:
         if key not in types:
-            raise ConfigError(f"unknown key {label}.{key} in {source}: {hint(label, key, types)}")
+            raise ConfigError(f"unknown key {label}.{key} in {source}: {_key_hint(section, label, key, types)}")
         return _convert_value(f"{label}.{key}", values[key], types[key], source)
 
     gone = GONE_VALUES.items()
@@ -162,20 +161,16 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
     return set_key_values(section, changes)
 
 
-def _key_hint(section: str, key: str, siblings: Iterable[str]) -> str:
+def _key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
     """Write a hint for an unknown key: the section that has a key of that name, else this section's nearest key.
 
-    `nearest_hint` quotes a key without its section; the section is put before it, after the first quote.
+    In [[eval]] the key may be one of [context], with its prefix eval_. `nearest_hint` quotes a key without its section;
+    the section is put before it, after the first quote.
     """
+    if isinstance(section, SourceConfig | EvalConfig):
+        return nearest_hint(key.removeprefix("eval_"), siblings)
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]
-    return (
-        f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest_hint(key, siblings).replace("'", f"'{section}.", 1)
-    )
-
-
-def _table_key_hint(_: str, key: str, siblings: Iterable[str]) -> str:
-    """In [[eval]] the unknown key may be one of [context], with its prefix eval_."""
-    return nearest_hint(key.removeprefix("eval_"), siblings)
+    return f"did you mean {elsewhere[0]!r}?" if elsewhere else nearest_hint(key, siblings).replace("'", f"'{label}.", 1)
 
 
 def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
