@@ -11,7 +11,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -89,7 +89,6 @@ def _length_to_keep(path: Path, after_step: int) -> int:
     return length
 
 
-PRINTED = 8  # hierarchical groups that are printed; all are in the file
 # By kind of communicator: the axis of the home along which its ranks lie, or what it is for.
 AXES = {
     "control": "control",
@@ -111,13 +110,13 @@ Row = dict[str, Any]
 class GroupLog:
     """Records the groups that each plan adds; writes nothing if `path` is None.
 
-    >>> log = GroupLog(world, Path("runs/first/groups.jsonl"), display.log)
+    >>> log = GroupLog(world, Path("runs/first/groups.jsonl"))
     >>> log.note_groups(plan)
     """
 
-    def __init__(self, world: World, path: Path | None, log: Callable[[str], None]) -> None:
+    def __init__(self, world: World, path: Path | None) -> None:
         """Begin an empty file; a session notes its groups anew, for it makes them anew."""
-        self._world, self._path, self._log = world, path, log
+        self._world, self._path = world, path
         self._plan_count = self._recorded_communicators = 0
         self._recorded_levels: set[Levels] = set()
         self._recorded_groups: set[tuple[object, ...]] = set()
@@ -128,8 +127,8 @@ class GroupLog:
         """Write the groups that this plan adds.
 
         They are communicators that were made since the last call, context-parallel groups of this rank that no plan had
-        before, and levels of hierarchical groups. The file gets a row for each; the log gets the first PRINTED levels.
-        Only the rank that keeps the records has a file.
+        before, and levels of hierarchical groups. The file gets a row for each. Only the rank that keeps the records
+        has a file.
         """
         if self._path is None:
             return
@@ -151,9 +150,6 @@ class GroupLog:
         if rows:
             with name_file_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
-        printed = len(self._recorded_levels) - len(levels)
-        for pair in levels[: max(0, PRINTED - printed)]:
-            self._log(f"hierarchical group of slots {sum(pair.a2a, ())}: {pair}")
 
     def _new_cp_groups(self, plan: Plan, use: Use) -> dict[tuple[object, ...], Group]:
         groups = (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1)
@@ -301,7 +297,7 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
             run_on_every_rank(world, open_metrics, RunFolderError) as metrics,
             run_on_every_rank(world, open_plans, RunFolderError) as plans,
         ):
-            open_groups = partial(GroupLog, world, groups_file, log)
+            open_groups = partial(GroupLog, world, groups_file)
             yield Records(run, metrics, plans, run_on_every_rank(world, open_groups, RunFolderError))
 
 
