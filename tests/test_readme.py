@@ -25,7 +25,10 @@ def test_the_commands_for_gpus_run(
         for line in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)[1].splitlines()
     ]
     assert [words[:2] for words in commands[:2]] == [["pip", "install"], ["hf", "download"]]
-    folder = commands[1][-1]
+    name = commands[1][-1]
+    cached = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+    folder = cached / "snapshots/1"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     lengths = ["--chats", "12", "--shortest", "64", "--longest", "300", "--vocabulary", "400"]
     subprocess.run([sys.executable, str(ROOT / "bench/data/made_chats.py"), ".", *lengths], check=True)
@@ -40,6 +43,8 @@ def test_the_commands_for_gpus_run(
     }
     config = Qwen3Config(**sizes, num_key_value_heads=2, vocab_size=len(tokenizer), max_position_embeddings=1 << 18)
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("1")
     plan = re.search(r"`longspan (plan .*?)`", README)
     assert plan is not None and main(shlex.split(plan[1])) == 0
     for words in commands[2:]:
