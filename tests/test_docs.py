@@ -330,11 +330,11 @@ def test_configurations_of_examples_train(path: Path, tmp_path: Path, capfd: pyt
 
 # a page runs what two_modules.py does, tests of their own a step of grpo.py, lora.py, own_loop.py and own_rows.py
 TESTED = (*LONG, "lora.py", "own_loop.py", "own_rows.py")
-TRAINERS = ("grpo_trl.py", "sft_trl.py", "trainer.py")  # of tests/hf/test_examples.py
+TESTED_ELSEWHERE = ("grpo_trl.py", "loggers.py", "sft_trl.py", "trainer.py")  # by tests/hf and tests/run/loggers
 PROGRAMS = [
     pytest.param(path, id=path.name, marks=[pytest.mark.whole] * (path.name in TESTED))
     for path in sorted((ROOT / "examples").glob("*.py"))
-    if path.name not in TRAINERS
+    if path.name not in TESTED_ELSEWHERE
 ]
 
 
