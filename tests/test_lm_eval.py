@@ -110,7 +110,8 @@ def score(rank: int, folder: Path) -> tuple[dict[str, Any], str]:
         for name, choice in CHOICES.items():
             lm = adapter()(model, tokenizer, world, choice)
             pairs = lm.loglikelihood([Request(pair) for pair in PAIRS])
-            greedy = lm._loglikelihood_tokens([(None, *greedy_pair(tokenizer))])
+            context, answer = greedy_pair(tokenizer)
+            greedy = lm._loglikelihood_tokens([(None, context, ids) for ids in (answer, other_end(answer))])
             results[name] = pairs, greedy, lm.loglikelihood_rolling([Request((text,)) for text in TEXTS])
         with pytest.raises(EvaluationError) as refused:
             adapter()(model, tokenizer, world, CHOICES["cp 1"]).generate_until([Request(("say it", ""), "gsm8k")])
@@ -124,6 +125,11 @@ def greedy_pair(tokenizer: Any) -> tuple[list[int], list[int]]:
         with torch.no_grad():
             answer.append(int(model(torch.tensor([context + answer])).logits[0, -1].argmax()))
     return context, answer
+
+
+def other_end(answer: list[int]) -> list[int]:
+    """An answer of which only the last token is not the likeliest."""
+    return [*answer[:-1], answer[-1] ^ 1]
 
 
 def test_log_likelihoods_are_those_of_a_dense_model(folder: Path) -> None:
@@ -141,7 +147,10 @@ def test_log_likelihoods_are_those_of_a_dense_model(folder: Path) -> None:
     for pairs, greedy, texts in first[0].values():
         assert [value for value, _ in pairs] == pytest.approx([value for value, _ in expected], rel=1e-12)
         assert [likeliest for _, likeliest in pairs] == [likeliest for _, likeliest in expected]
-        assert greedy == [(pytest.approx(dense(context + answer, 3)[0], rel=1e-12), True)]
+        answers = (answer, True), (other_end(answer), False)
+        assert greedy == [
+            (pytest.approx(dense(context + ids, 3)[0], rel=1e-12), likeliest) for ids, likeliest in answers
+        ]
         assert texts == pytest.approx([value for value, _ in rolling], rel=1e-12)
     assert "the task gsm8k has its answers generated (generate_until)" in first[1]
 
