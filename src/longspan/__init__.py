@@ -1,4 +1,4 @@
-"""Long-context training for PyTorch and Hugging Face models, in which the layout of a step is a value.
+"""Train Hugging Face models on long documents: exact context parallelism, planned for each step.
 
 Names are imported on first use (PEP 562), so that planning never imports torch:
 
