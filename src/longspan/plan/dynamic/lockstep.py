@@ -373,8 +373,9 @@ class _Placing:
         parts, problem = self.free[micro_batch].take_slots(width), self.problem
         seconds = prices[len(parts) == 1 and problem.shares_node(*parts[0])]
         rows = -(-int(problem.tokens[item]) // width)
-        for run in (run for part in parts for run in problem.split_into_runs(part)):
-            self.bins.add_bin(micro_batch, run, len(self.long), seconds, problem.cap - rows)
+        for part in parts:
+            for run in problem.split_into_runs(part):
+                self.bins.add_bin(micro_batch, run, len(self.long), seconds, problem.cap - rows)
         self.long.append(LongDocument(micro_batch, item, parts, rows, seconds))
 
     def _place_late(self, item: int) -> None:

@@ -135,7 +135,7 @@ def _search_steps(effort: EffortName, problem: Problem) -> int:
     """
     scale = {"fast": 1, "balanced": 4, "thorough": 16}[effort]
     size = len(problem.tokens) + problem.request.slots
-    most = 160_000 // size
+    most = (65_000 // size) ** 2  # so that 8,192 slots take less than 5 s
     return scale * max(min(3, most), min(40, 4000 // size), min(10, 32 * problem.request.slots // size, most))
 
 

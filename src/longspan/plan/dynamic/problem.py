@@ -77,7 +77,15 @@ class Problem:
     def split_into_runs(self, part: tuple[int, int]) -> Parts:
         """Split a part (first slot, slots) into runs that hold a group each, and a last run that holds none, if any."""
         start, slots = part
-        return [(start + offset, width) for offset, width in _runs_and_rest(slots, self.degrees)]
+        if slots not in self._runs:
+            runs = even_runs(slots, self.degrees)
+            used_slots = sum(width for _, width in runs)
+            self._runs[slots] = runs + [(used_slots, slots - used_slots)] * (used_slots < slots)
+        return [(start + offset, width) for offset, width in self._runs[slots]]
+
+    @cached_property
+    def _runs(self) -> dict[int, Parts]:
+        return {}
 
     @cached_property
     def counts(self) -> Ints:
@@ -201,13 +209,6 @@ def even_runs(slots: int, degrees: DegreeSet) -> Parts:
     edges = [used_slots * piece // pieces for piece in range(pieces + 1)]
     even = [(first, stop - first) for first, stop in pairwise(edges)]
     return even if all(width in degrees for _, width in even) else _uneven_runs(slots, degrees)
-
-
-@cache
-def _runs_and_rest(slots: int, degrees: DegreeSet) -> Parts:
-    runs = even_runs(slots, degrees)
-    used_slots = sum(width for _, width in runs)
-    return runs + [(used_slots, slots - used_slots)] * (used_slots < slots)
 
 
 def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
