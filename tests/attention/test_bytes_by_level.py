@@ -130,12 +130,17 @@ def by_level(sent: Sent, node_size: int) -> dict[str, float]:
     return levels
 
 
+def width(call: AttentionCall) -> int:
+    """Numbers of a head's key and value together."""
+    return call.head_dim + (call.value_dim or call.head_dim)
+
+
 def bound(case: Case, slots: int, node_size: int) -> dict[str, float]:
     """What must cross between two hosts under a type: least and, for a gather, what its messages take."""
     call, tokens, hosts = call_of(case), sum(group_of(case, slots).lengths), slots // node_size
     assert hosts == 2
     number, wide = call.bytes_per_number, max(4, call.bytes_per_number)
-    keys = tokens * call.kv_heads * call.width
+    keys = tokens * call.kv_heads * width(call)
     return {"blocks": 2 * number * keys, "gradients": wide * keys}
 
 
@@ -171,7 +176,7 @@ def expected_bytes(case: Case, slots: int, node_size: int) -> dict[str, float]:
     inner, around = case.sizes or ((slots, 1) if case.kind == "a2a" else (1, slots))
     number, wide = call.bytes_per_number, max(4, call.bytes_per_number)
     copies = HeadSplit(case.heads, case.kv_heads, inner).kv_copies  # whose gradients are summed
-    keys, queries = tokens * call.kv_heads * call.width * copies, tokens * call.heads * call.width
+    keys, queries = tokens * call.kv_heads * width(call) * copies, tokens * call.heads * width(call)
     blocks, gradients = 2 * number * keys * (around - 1), wide * keys * (around - 1)
     exchanged = (2 * number * queries + (number + (wide if copies > 1 else number)) * keys) * (inner - 1) / inner
     rings = [nodes[i::inner] for i in range(inner)]
