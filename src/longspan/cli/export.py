@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     text = (
         f"step {written.step} of {written.checkpoint} is in {written.folder}: {plural(written.tensors, 'tensor')} "
         f"of {written.parameters / 1e6:,.1f} M weights in {written.dtype}, {written.bytes / 1e6:,.1f} MB in "
-        f"{plural(written.files, 'file')}; next: longspan eval {written.folder}"
+        f"{plural(written.files, 'file')}; next: longspan eval {written.folder} --data TEXTS"
     )
     print(as_json(written.row() | pushed) if flags.json else "\n".join([text, *pushed.values()]))
     return 0

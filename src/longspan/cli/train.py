@@ -2,8 +2,10 @@
 
 import gc
 import json
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspan.cli.flags import check_least, parse_train
@@ -121,5 +123,6 @@ def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -
     print(f"checkpoints: {config.run.checkpoints or result.dir / 'checkpoints'}{model}", file=out)
     print(json.dumps(result.summary()) if as_json else result.text())
     compared = " --compare base" if config.lora.rank else ""
-    following = "the same command goes on" if result.stopped else f"longspan eval {result.dir}{compared}"
+    command = "longspan" if shutil.which("longspan") else Path(sys.executable).with_name("longspan")
+    following = "the same command goes on" if result.stopped else f"{command} eval {result.dir}{compared}"
     print(f"{result.degrees_text()}Open {report}; next: {following}", file=out)
