@@ -94,9 +94,8 @@ def _gather_slices(
     def start_gather(heads: HeadSlice) -> Handle:
         return channel.all_gather_rows(join_columns([x[:, heads.kv] for x in tensors]), members.counts, label)
 
-    started = [
-        start_gather(slices[0])
-    ]  # the one gather in flight; popped, so that its result is freed once laid in order
+    # The one gather in flight; it is popped, so that its result is freed once laid in order.
+    started = [start_gather(slices[0])]
     for i, heads in enumerate(slices):
         in_order = join_columns((started.pop().wait(),), order)
         started += [start_gather(following) for following in slices[i + 1 : i + 2]]  # none after the last slice

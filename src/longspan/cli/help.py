@@ -91,7 +91,7 @@ def _flag_texts(kind: Any) -> dict[str, str]:
 
 
 def _value_text(kind: Any) -> str:
-    """Write what stands behind a flag: N, TEXT, a|b, "N N …"."""
+    """Write what stands behind a flag: N, TEXT, a|b, N N …"""
     if get_origin(kind) is Literal:
         return "|".join(str(choice) for choice in get_args(kind) if choice)
     if get_origin(kind) is tuple:
@@ -108,9 +108,7 @@ def _default_text(kind: Any, flag: str, text: str) -> str:
     (field,) = (field for field in fields(kind) if field.name == name)
     value = field.default if field.default_factory is MISSING else field.default_factory()
     value = key_value(value, key) if key else value
-    of_run = bool(key) and "config" not in find_words(
-        kind
-    )  # without a file, keys are those of the run that is evaluated
+    of_run = bool(key) and "config" not in find_words(kind)  # without a file, keys have the values of a run
     if of_run or "Default" in text or value is False or value in ("", (), NOT_GIVEN):
         return ""
     shown = value if isinstance(value, tuple) else (f"{value:g}" if isinstance(value, float) else str(value).lower(),)

@@ -45,8 +45,8 @@ SHARDED_LAUNCHES = 0.3  # of a layer's launches, that FSDP2 adds in every micro-
 FORWARD_LAUNCHES = 1 / 4  # a forward pass alone, of a layer's launches (evaluations-2xH100.md)
 RECOMPUTED_PASSES = 0.75  # passes over memory of a layer that runs forward twice, over those of both passes
 FORWARD_PASSES = 1 / 6  # the same of a forward pass alone, which keeps nothing (evaluations-2xH100.md)
-# Features from which "auto" compiles: at 1,024 and 8,192 rows a slot a step takes 1.04 s compiled and 0.99 s not
-# (bench/records/first-steps-2xH200), as a layer's kernels take less than the host.
+# Features from which "auto" compiles: at 1,024 a layer's kernels take less than the host, and compiled layers are no
+# faster (bench/records/first-steps-2xH200).
 _COMPILED_WIDTH = 2048
 
 

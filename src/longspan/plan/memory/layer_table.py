@@ -276,9 +276,8 @@ class LayerTable:
         gate, inside = self._has_gate, width / self.tp
         part = self.linears(self.hidden, *(("gate_proj", "up_proj") if gate else ("up_proj",)))
         part += self.linears(inside, "down_proj")
-        tensors = (
-            (2 if self.compile_kind != "none" else 3) if gate else 1
-        )  # compiled, the gate's activation is made again
+        activated = self.compile_kind == "none"  # compiled, the gate's activation is made again
+        tensors = 2 + activated if gate else 1
         part += Part(tensors * self.rows(inside), (1 + gate) * self.rows(inside))
         return self._tiles(part, self.rows(self.hidden), (2 + gate) * self.hidden * inside)
 
