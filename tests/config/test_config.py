@@ -112,6 +112,7 @@ READ = [
     ("[train]\nschedule = 'cos'", r"train.schedule is 'cos' .* 'cosine', .* \(did you mean 'cosine'"),
     ("[train]\nbetas = [0.9]", r"train.betas is \[0.9\] .* a list of 2 numbers"),
     ("[train]\noptimizer_arguments = 'momentum=0.9'", r"it must be a list of strings"),
+    ("[data]\ncolumns = { messages = 3 }", r"data.columns is \[3\] in .*; it must be a list of strings"),
     ("[model]\ndtype = 'float16'", r"model.dtype is 'float16' .* 'float32', 'float64', 'bfloat16'"),
     ("[context]\ncp_comm_type = 2", r"context.cp_comm_type is 2 .* a string or a list of strings"),
     ("[context]\ncp_comm_type = []", r"context.cp_comm_type is \[\]"),

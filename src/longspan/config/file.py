@@ -112,7 +112,8 @@ def _read_section(config: RunConfig, section: str, values: object, *, source: st
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
     if section == "data" and isinstance(columns := values.get("columns"), Mapping):
-        values = {**values, "columns": [f"{ours}={theirs}" for ours, theirs in columns.items()]}
+        pairs = [f"{ours}={theirs}" if isinstance(theirs, str) else theirs for ours, theirs in columns.items()]
+        values = {**values, "columns": pairs}
     keys = {key: value for key, value in values.items() if f"{section}.{key}" != TABLES}
     read_keys = partial(_set_keys, getattr(config, section), section, keys, source)
     if len(keys) == len(values):
